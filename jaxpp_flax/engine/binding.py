@@ -1,4 +1,4 @@
-"""Puts the leaves of a call into the slots of a program, and makes the results from its slots.
+"""Puts the leaves of a call into the environment of a program, and makes the results from it.
 
 Each argument goes to the ranks that read it, with the sharding of their compiled tasks; most arguments have it already.
 """
@@ -33,7 +33,7 @@ class _Target:
     `own_memory`: an earlier target shares a device with this one, and one of the two may give its buffer away.
     """
 
-    slot: int
+    value: int
     rank: int
     sharding: NamedSharding
     own_memory: bool
@@ -58,7 +58,7 @@ class Binding:
     """The arguments and results of a compiled program.
 
     The program's first arguments are `constants`, the arrays that the function closes over. `wanted` is the program's
-    demand for each argument. `results` holds functions that make the results from the slots after a run.
+    demand for each argument. `results` holds functions that make the results from the environment after a run.
     """
 
     def __init__(
@@ -70,18 +70,19 @@ class Binding:
         results: Sequence[Callable[[list[Any]], Any]],
         distributed: DistributedProgram | None = None,
     ) -> None:
-        self._signature, self._num_slots, self._distributed = signature, program.num_slots, distributed
+        self._signature, self._num_values, self._distributed = signature, program.num_values, distributed
         self._results = tuple(results)
         self.calls = 0
-        self._alike: list[Any] = [None] * program.num_slots  # by slot: the latest sharding that lies as its target does
+        self._alike: list[Any] = [
+            None
+        ] * program.num_values  # by value: the latest sharding that lies as its target does
         count = len(constants)
         # A later step may take a result of this one as an argument, and donate it.
-        returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
         donated = (False,) * count + signature.donated
         arguments = [
             _Argument(
                 position - count,
-                _targets(where, ranks, separate=given_away or not returned.isdisjoint(ranks.values())),
+                _targets(where, ranks, separate=given_away or not program.returned.isdisjoint(ranks.values())),
                 where,
                 given_away,
             )
@@ -89,21 +90,21 @@ class Binding:
         ]
         self.arguments = tuple(arguments[count:])
         self._constants = [
-            (target.slot, place(value, target.sharding, may_alias=False if target.own_memory else None))
+            (target.value, place(value, target.sharding, may_alias=False if target.own_memory else None))
             for value, argument in zip(constants, arguments[:count], strict=True)
             for target in argument.targets
         ]
 
     def environment(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the slots before a run, with constants and arguments in place; donated arguments are given away.
+        """Return the environment before a run, with constants and arguments in place; donated arguments are given away.
 
         Raises:
           RuntimeError: if an argument has been deleted.
           TypeError: if a shape without a value is passed for an argument that this process reads.
         """
-        environment: list[Any] = [None] * self._num_slots
-        for slot, constant in self._constants:
-            environment[slot] = constant
+        environment: list[Any] = [None] * self._num_values
+        for value, constant in self._constants:
+            environment[value] = constant
         self.calls += 1
         given_away: list[jax.Array] = []
         try:
@@ -132,7 +133,7 @@ class Binding:
         in_place = False
         for target in argument.targets:
             part = place(leaf, target.sharding, may_alias=False if target.own_memory else None)
-            environment[target.slot] = part
+            environment[target.value] = part
             in_place = in_place or part is leaf
         if in_place or not argument.donated or not isinstance(leaf, jax.Array):
             return
@@ -154,15 +155,15 @@ class Binding:
                 part = place(part, sharding, may_alias=may_alias)
             elif part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
-            environment[target.slot] = part
+            environment[target.value] = part
 
     def _lies_alike(self, sharding: Any, target: _Target) -> bool:
         """Compare a part's sharding with its target; an executable's results have the same object in every step."""
-        if sharding is self._alike[target.slot]:
+        if sharding is self._alike[target.value]:
             return True
         if not lies_alike(sharding, target.sharding):
             return False
-        self._alike[target.slot] = sharding
+        self._alike[target.value] = sharding
         return True
 
     def in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
@@ -197,14 +198,14 @@ def wanted_inputs(
     ]
 
 
-def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
+def _targets(wanted: Wanted, on_ranks: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
     """Return this process's ranks that read an argument; with `separate`, no two of them share memory."""
     found: list[_Target] = []
     taken: set[Any] = set()
-    for rank, slot in slots.items():
+    for rank, value in on_ranks.items():
         if rank in wanted.mesh.local_ranks:
             devices = wanted.mesh.rank_devices(rank)
             shared = not taken.isdisjoint(devices)
-            found.append(_Target(slot, rank, wanted.on(rank), own_memory=separate and shared))
+            found.append(_Target(value, rank, wanted.on(rank), own_memory=separate and shared))
             taken.update(devices)
     return tuple(found)

@@ -60,7 +60,7 @@ class BoundProgram:
 def array_result(
     result: Mapping[int, int] | Constant, sharding: NamedSharding | None, aval: Any
 ) -> Callable[[list[Any]], jax.Array]:
-    """Return a function that makes a `jax.Array` from the slots after a run, for a result on one rank.
+    """Return a function that makes a `jax.Array` from the environment after a run, for a result on one rank.
 
     As in JAX, an array of other processes has no part here. A constant gets the requested sharding, if there is one.
     """

@@ -105,15 +105,15 @@ class Compiled:
         return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
 
     def _result(self, position: int) -> Callable[[list[Any]], MpmdArray]:
-        """Return a function that makes a result from the slots after a run."""
+        """Return a function that makes a result from the environment after a run."""
         result, aval = self.program.results[position], self._built.placed.outputs[position].aval
         sharding = self._result_sharding(position)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
         make = self._front.array_type._from_parts  # pyright: ignore[reportPrivateUsage]
         if isinstance(result, dict) and len(local) == 1:  # the usual case, with few calls of Python
-            rank, slot = local[0], result[local[0]]
-            return lambda environment: make(sharding, {rank: environment[slot]}, aval)
+            rank, value = local[0], result[local[0]]
+            return lambda environment: make(sharding, {rank: environment[value]}, aval)
 
         def parts(environment: list[Any]) -> dict[int, jax.Array]:
             if isinstance(result, dict):

@@ -188,11 +188,11 @@ def walk_memory(
     argument = [0] * program.num_ranks
     for ranks, spec, aval in zip(program.arguments, executables.in_specs, avals, strict=True):
         on_device = memory_kind_of(aval) is None
-        for rank, slot in ranks.items():
+        for rank, value in ranks.items():
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
             size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
             argument[rank] += size if on_device else 0
-            memory.hold(slot, rank, size, on_host=not on_device)
+            memory.hold(value, rank, size, on_host=not on_device)
     for number, instruction in enumerate(program.instructions):
         memory.step(instruction, executables.written_bytes.get(number, ()))
     temporary = [[0] for _ in argument]

@@ -122,7 +122,7 @@ class MpmdLowered:
     @property
     def _argument_ranks(self) -> list[tuple[int, ...]]:
         """The ranks that take each argument; none for an argument that the program does not keep."""
-        return [tuple(slots) for slots in self.built.program.arguments[len(self._constants) :]]
+        return [tuple(ranks) for ranks in self.built.program.arguments[len(self._constants) :]]
 
     def _like_arguments(self, leaves: Sequence[Any]) -> Any:
         args, _ = jax.tree_util.tree_unflatten(self.signature.tree, leaves)
@@ -235,7 +235,7 @@ class MpmdLowered:
             )
 
     def as_text(self, dialect: str | None = None) -> str:
-        """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"` (slots).
+        """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"`.
 
         Raises:
           ValueError: for any other dialect.

@@ -84,9 +84,9 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
     held: dict[int, _Value] = {}
     arguments: list[str] = []
     for number, (ranks, value, spec) in enumerate(zip(program.arguments, built.step.inputs, specs, strict=True)):
-        for rank, slot in ranks.items():
-            held[slot] = _Value(meshes[rank], value.aval)
-            names.define(held[slot], f"%arg{number}")
+        for rank, place in ranks.items():
+            held[place] = _Value(meshes[rank], value.aval)
+            names.define(held[place], f"%arg{number}")
             arguments.append(f"%arg{number}: {_mesh_tensor(meshes[rank], value.aval, spec)}")
     calls = _calls(built, meshes, held)
     for number in _listed(calls, built):
@@ -114,17 +114,17 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
 
 
 def _calls(built: Built, meshes: tuple[str, ...], held: dict[int, _Value]) -> list[_Call]:
-    """Return the runs in the order in which they start; `held` has the values of the slots, now and at the end."""
+    """Return the runs in the order in which they start; `held` has the program's values."""
     calls: list[_Call] = []
     fragments = iter(built.fragments)
     for instruction in built.program.instructions:
         if isinstance(instruction, Run):
             mesh, outputs = meshes[instruction.rank], built.program.tasks[instruction.task].graph.outputs
             made = [_Value(mesh, atom.aval, maker=len(calls)) for atom in outputs]
-            calls.append(_Call(instruction, next(fragments), [held[slot] for slot in instruction.inputs], made))
+            calls.append(_Call(instruction, next(fragments), [held[value] for value in instruction.inputs], made))
             held.update(zip(instruction.outputs, made, strict=True))
         elif isinstance(instruction, Transfer):
-            sources = [held[slot] for slot in instruction.sent]
+            sources = [held[value] for value in instruction.sent]
             mesh = meshes[instruction.target]
             found = [_Value(mesh, source.aval, source=source) for source in sources]
             held.update(zip(instruction.received, found, strict=True))

@@ -6,15 +6,14 @@ transfer, and no rank waits for a value that is made later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
-from jaxpp_flax.engine.passes.liveness import allocate_slots
+from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
-from jaxpp_flax.engine.passes.unroll import Unroller
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.builder import ProgramBuilder
+from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
 from jaxpp_flax.tasks.meshes import TaskMeshes
 from jaxpp_flax.tasks.operations import TaskCall, task_p, transfer_p
@@ -39,7 +38,7 @@ def build(
       ranks: for each input, its rank; None for a captured array, which goes to the ranks that read it.
       donated: for each input, whether its memory may be reused.
       infer_donation: donate each value at its last use; otherwise only what tasks donate.
-      keep_received: see `allocate_slots`.
+      keep_received: see `donate_and_free`.
 
     Raises:
       ValueError: if an operation stands outside of the tasks, a donated value is read again or was sent, or a side
@@ -60,7 +59,7 @@ def build(
     unrolled = builder.finished(graph)
     unrolled.verify()
     donatable = None if infer_donation else [frozenset(task.donate) for task in unrolled.tasks]
-    program = allocate_slots(unrolled, donated, keep_received=keep_received, donatable=donatable)
+    program = donate_and_free(unrolled, donated, keep_received=keep_received, donatable=donatable)
     program.verify()
     return program
 
@@ -82,13 +81,13 @@ class _Builder:
 
     meshes: TaskMeshes
     rank: dict[Value, int | None]
-    written: Unroller = field(default_factory=Unroller)
-    arguments: dict[Value, dict[int, int]] = field(default_factory=dict)
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.arguments = {value: {} for value in self.rank}
+        self.written = ProgramBuilder(len(self.meshes.unstack))
+        for value in self.rank:
+            self.written.argument(value, ())
         submeshes = self.meshes.unstack
         ranks = self.meshes.mpmd_mesh.unstack
         # A task of one rank may name the submesh of any rank; a task of a group names its own mesh.
@@ -97,11 +96,11 @@ class _Builder:
             for place, mesh in enumerate(submeshes)
         ]
 
-    def slot(self, value: Value, rank: int) -> int:
-        """Return the slot of a value on a rank; an argument gets its slot at its first use."""
-        if (value, rank) not in self.written.slots:
-            self.arguments[value][rank] = self.written.new(value, rank)
-        return self.written.slots[value, rank]
+    def bring(self, edges: Iterable[Value], rank: int) -> None:
+        """Put arguments on the rank where they are read for the first time."""
+        for edge in edges:
+            if (edge, rank) not in self.written.at:
+                self.written.argument(edge, [rank])
 
     def task(self, equation: Equation) -> None:
         call: TaskCall = equation.params["call"]
@@ -114,10 +113,10 @@ class _Builder:
         donate = frozenset(p for p, (i, _) in enumerate(read) if i in call.donated)
         specs = tuple(sharding.spec for sharding in call.out_shardings)
         task = ProgramTask(self._name(call), call.rank, graph, donate=donate, out_specs=specs)
-        inputs = tuple(self.slot(value, call.rank) for _, value in read)
-        outputs = tuple(self.written.new(value, call.rank) for value in equation.outputs)
+        edges = [edge for _, edge in read]
+        self.bring(edges, call.rank)
+        self.written.run_on(self.written.task(task), edges, equation.outputs)
         self.rank.update(dict.fromkeys(equation.outputs, call.rank))
-        self.written.instructions.append(Run(self.written.add_task(task), -1, call.rank, inputs, outputs))
 
     def _name(self, call: TaskCall) -> str:
         """Number the tasks of one name on one rank: text and messages tell microbatches apart."""
@@ -127,22 +126,20 @@ class _Builder:
 
     def transfer(self, equation: Equation) -> None:
         source, target = equation.params["source"], equation.params["target"]
-        sent = tuple(self.slot(value, source) for value in values(equation.inputs))
-        received = tuple(self.written.new(value, target) for value in equation.outputs)
+        edges = values(equation.inputs)
+        self.bring(edges, source)
+        received = self.written.transfer(source, target, self.written.values_of(edges, source))
+        self.written.at.update(zip([(edge, target) for edge in equation.outputs], received, strict=True))
         self.rank.update(dict.fromkeys(equation.outputs, target))
-        self.written.instructions.append(Transfer(source, target, sent, received))
 
     def finished(self, graph: Graph) -> Program:
-        results: list[Any] = []
         for atom in graph.outputs:
-            if isinstance(atom, Constant):
-                results.append(atom)
-            else:
-                rank = self.rank[atom] or 0  # a returned captured array lies on rank 0
-                results.append({rank: self.slot(atom, rank)})
-        return self.written.finished(
-            [self.arguments[value] for value in graph.inputs], results, len(self.meshes.unstack)
-        )
+            rank = 0  # a returned captured array lies on rank 0
+            if isinstance(atom, Value):
+                rank = self.rank[atom] or 0
+                self.bring([atom], rank)
+            self.written.result(atom, [rank])
+        return self.written.finish()
 
 
 def _with_literals(graph: Graph, operands: Sequence[Atom]) -> Graph:

@@ -159,14 +159,10 @@ def test_what_is_found_out_for_instructions_does_not_grow_with_the_microbatches(
     for microbatches in (16, 64):
         looked_at.clear()
         compiled = compiled_loop(4, microbatches)
-        executables, program, steps = compiled._executables, compiled.program, compiled._runtime._steps
+        executables = compiled._executables
         all_found = [executables.written_bytes.values(), executables.transfer_specs.values()]
         found.append([len(looked_at), *(len({id(each) for each in of}) for of in all_found)])
     assert found[0] == found[1]
-    # Slots come round after some microbatches, and with them the instructions and their steps.
-    again = [number for number, i in enumerate(program.instructions) if not isinstance(i, Run)]
-    for objects in (program.instructions, steps):
-        assert len({id(objects[number]) for number in again}) < len(again) / 4
 
 
 @pytest.mark.parametrize("context", [nullcontext, lambda: jax.default_matmul_precision("float32")], ids=["", "inside"])

@@ -190,16 +190,16 @@ def test_arguments_stay_and_effects_happen_once():
     jax.block_until_ready(jax.tree.leaves(step(chain(2), batch_of(4))))
     jax.effects_barrier()
     assert len(calls) == 4
-    made: dict[int, str] = {}  # the task that wrote a slot last, here or before a transfer
+    made: dict[int, str] = {}  # the task that made a value, here or before a transfer
     moved = 0
     for instruction in compiled.program.instructions:
         if isinstance(instruction, Run):
             made.update(dict.fromkeys(instruction.outputs, compiled.program.tasks[instruction.task].name))
         elif isinstance(instruction, Transfer) and instruction.memory == HOST_MEMORY:
             moved += len(instruction.sent)
-            assert {made.get(slot, "an argument")[:4] for slot in instruction.sent} == {"fwd_"}
+            assert {made.get(value, "an argument")[:4] for value in instruction.sent} == {"fwd_"}
         elif isinstance(instruction, Transfer):
-            sent = [made.get(slot, "an argument") for slot in instruction.sent]
+            sent = [made.get(value, "an argument") for value in instruction.sent]
             made.update(zip(instruction.received, sent, strict=True))
     assert moved > 0
 
@@ -219,9 +219,9 @@ def test_a_rank_runs_no_further_ahead_of_a_slow_offload_than_the_plan_says(
             copies.append(made)
         return made
 
-    def watched(executable: Any, inputs: Any, outputs: Any, environment: Any) -> None:
+    def watched(executable: Any, inputs: Any, outputs: Any, donated: Any, environment: Any) -> None:
         leaving.append(sum(not all(array.is_ready() for array in made) for made in copies))
-        run(executable, inputs, outputs, environment)
+        run(executable, inputs, outputs, donated, environment)
 
     monkeypatch.setattr(instruction_loop, "_run", watched)
     monkeypatch.setattr(instruction_loop, "to_memory", copied)

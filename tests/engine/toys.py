@@ -171,6 +171,6 @@ def made(*shapes: tuple[int, ...]) -> Graph:
     return Graph(one.inputs, other.outputs, ())
 
 
-def by_hand(instructions: Sequence[Any], tasks: Sequence[ProgramTask], results: Sequence[int], slots: int) -> Program:
-    """A program on one rank (or two) whose only argument is slot 0 of rank 0."""
-    return Program(tuple(instructions), tuple(tasks), ({0: 0},), tuple({0: r} for r in results), {}, slots, 2)
+def by_hand(instructions: Sequence[Any], tasks: Sequence[ProgramTask], results: Sequence[int], size: int) -> Program:
+    """A program on one rank (or two) whose only argument is value 0 on rank 0; `size` values."""
+    return Program(tuple(instructions), tuple(tasks), ({0: 0},), tuple({0: r} for r in results), {}, size, 2)

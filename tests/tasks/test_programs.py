@@ -107,7 +107,7 @@ def test_a_transfer_that_nobody_wrote_is_inserted_once():
         return [tasks.task(jnp.add, out_shardings=on[1], name="add")(x, k) for k in (1.0, 2.0)]
 
     text = f.lower(X).as_text()
-    assert text.splitlines()[0] == "rank 0 -> rank 1: send s0 receive s1"
+    assert text.splitlines()[0] == "rank 0 -> rank 1: send v0 receive v1"
     assert text.count("->") == 1
     tree_allclose(f(X), [X + 1, X + 2], rtol=0, atol=0)
 
@@ -184,8 +184,8 @@ def test_donations(infer: bool):
 
     donating = [line for line in f.lower(X, X).as_text().splitlines() if "donating" in line]
     assert len(donating) == 1
-    assert re.fullmatch(r"rank 0: s\d+ = add\((s\d+), (s\d+)\) donating (s\d+)", donating[0])
-    groups = re.findall(r"s\d+", donating[0])
+    assert re.fullmatch(r"rank 0: v\d+ = add\((v\d+), (v\d+)\) donating (v\d+)", donating[0])
+    groups = re.findall(r"v\d+", donating[0])
     assert groups[3] == groups[1 if infer else 2]
     total = jax.device_put(X, on[0])
     tree_allclose(f(total, X), 3 * X, rtol=0, atol=0)
@@ -204,9 +204,9 @@ def test_the_program_of_a_rank_and_the_types_of_the_results():
 
     lowered = f.lower(jax.ShapeDtypeStruct((4, 2), jnp.float32))
     assert lowered.as_text(0).splitlines() == [
-        "rank 0: s1 = sin(s0)", "rank 0 -> rank 1: send s1 receive s2", "rank 0: free s1",
+        "rank 0: v1 = sin(v0)", "rank 0 -> rank 1: send v1 receive v2", "rank 0: free v1",
     ]  # fmt: skip
-    assert lowered.as_text(1).splitlines()[1] == "rank 1: s3 = sum(s2)"
+    assert lowered.as_text(1).splitlines()[1] == "rank 1: v3 = sum(v2)"
     assert (lowered.in_shardings, lowered.out_shardings) == ((on[0],), on[1])
     assert lowered.out_shape == jax.ShapeDtypeStruct((), jnp.float32, sharding=on[1])
     with pytest.raises(ValueError, match="rank 2 is not in"):

@@ -75,7 +75,7 @@ def test_a_transfer_between_groups():
     found = move(B)
     tree_allclose(found, B, rtol=0, atol=0)
     assert found.sharding.is_equivalent_to(target, 2)
-    assert move.lower(B).as_text() == "ranks 0+1 -> ranks 2+3: send s0 receive s1"
+    assert move.lower(B).as_text() == "ranks 0+1 -> ranks 2+3: send v0 receive v1"
 
 
 REFUSALS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {

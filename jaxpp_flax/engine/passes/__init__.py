@@ -12,7 +12,7 @@ from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
-from jaxpp_flax.engine.passes.liveness import allocate_slots
+from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
@@ -138,21 +138,21 @@ PASSES: tuple[Pass, ...] = (
         "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks),
         requires="a step on ranks",
-        ensures="instructions in the schedule's order; each slot is written once",
+        ensures="instructions in the schedule's order, over values that are made once",
     ),
     Pass(
         "offload",
         lambda program, settings: offload(program, settings.residual_plan),
-        requires="each slot written once",
+        requires="values without frees or donations",
         ensures="the plan's kept values move to the host after their forward, and come back before their backward; "
         "`offload_within=` adds waits",
     ),
     Pass(
         "liveness",
-        lambda program, settings: allocate_slots(
+        lambda program, settings: donate_and_free(
             program, settings.donated, keep_received=settings.result_ranks is not None
         ),
-        requires="each slot written once",
-        ensures="values are donated or freed at their last use, and slots are used again",
+        requires="all readers of each value",
+        ensures="values are donated or freed at their last use",
     ),
 )

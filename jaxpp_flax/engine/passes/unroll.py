@@ -3,78 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from functools import cache
 
+from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
-from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, values
+from jaxpp_flax.engine.program.builder import ProgramBuilder
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
+from jaxpp_flax.engine.tracing.ir import Graph, Value, values
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.gathers import first_reads
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["Unroller", "loop_prefix", "unroll"]
+__all__ = ["loop_prefix", "unroll"]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 # The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
 _STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
-
-
-@dataclass
-class Unroller:
-    """A program while it is written, with a slot for every value on every rank."""
-
-    slots: dict[tuple[Atom, int], int] = field(default_factory=dict)  # of values outside loops, by rank
-    instructions: list[Instruction] = field(default_factory=list)
-    tasks: list[ProgramTask] = field(default_factory=list)
-    indices: dict[tuple[int, int], int] = field(default_factory=dict)
-    count: int = 0
-
-    def new_slots(self, number: int) -> tuple[int, ...]:
-        first, self.count = self.count, self.count + number
-        return tuple(range(first, self.count))
-
-    def new(self, value: Atom, rank: int) -> int:
-        (self.slots[value, rank],) = self.new_slots(1)
-        return self.slots[value, rank]
-
-    def index(self, rank: int, microbatch: int) -> int:
-        if (rank, microbatch) not in self.indices:
-            (self.indices[rank, microbatch],) = self.new_slots(1)
-        return self.indices[rank, microbatch]
-
-    def add_task(self, task: ProgramTask) -> int:
-        self.tasks.append(task)
-        return len(self.tasks) - 1
-
-    def segment(self, segment: Segment, number: int) -> None:
-        inputs = tuple(self.slots[v, segment.rank] for v in segment.graph.inputs)
-        outputs = tuple(self.new(v, segment.rank) for v in segment.graph.outputs)
-        task = self.add_task(ProgramTask(f"outer_{number}", segment.rank, segment.graph))
-        self.instructions.append(Run(task, -1, segment.rank, inputs, outputs))
-
-    def finished(self, arguments: Sequence[dict[int, int]], results: Sequence[Any], num_ranks: int) -> Program:
-        return Program(
-            tuple(self.instructions),
-            tuple(self.tasks),
-            tuple(arguments),
-            tuple(results),
-            dict(self.indices),
-            self.count,
-            num_ranks,
-        )
-
-    def move(self, moves: Sequence[Move]) -> None:
-        batches: dict[tuple[int, int], list[Move]] = {}
-        for move in moves:
-            batches.setdefault((move.source, move.target), []).append(move)
-        for (source, target), batch in batches.items():
-            sent = tuple(self.slots[m.value, source] for m in batch)
-            received = tuple(self.new(m.value, target) for m in batch)
-            self.instructions.append(Transfer(source, target, sent, received))
 
 
 def _scheduled(loop: Loop) -> list[tuple[int, int]]:
@@ -128,50 +74,30 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
             )
 
 
-# The slots of a loop by (value, or number of the carry; rank).
-_Slots: TypeAlias = "dict[tuple[Value | int, int], int]"
-# A key of such slots, and the slots that hold it: those of the microbatch, of the next one, or of the whole loop.
-_Place: TypeAlias = "tuple[tuple[Value | int, int], int]"
-_OWN, _NEXT, _SHARED = range(3)
-
-
-@dataclass(frozen=True)
-class _Send:
-    """The outputs of a task, by position, that are sent to another rank, and their places there."""
-
-    target: int
-    positions: tuple[int, ...]
-    writes: tuple[_Place, ...]
-
-
-@dataclass(frozen=True)
-class _Wiring:
-    """The places of a loop task's inputs and outputs, computed once for all microbatches."""
-
-    reads: tuple[_Place, ...]
-    reads_index: bool
-    writes: tuple[_Place, ...]
-    sends: tuple[_Send, ...]
-    last_sends: tuple[_Send, ...]  # of the last microbatch, which passes no carry on
-
-
 def loop_prefix(number: int) -> str:
     """Return the text before the names of a loop's tasks: nothing for the first loop."""
     return f"loop{number}_" if number else ""
 
 
 class _LoopUnroller:
-    def __init__(self, program: Unroller, loop: Loop, number: int) -> None:
-        self.program, self.loop, self.part = program, loop, loop.partition
+    """Writes the runs and the transfers of a loop, in the order of its schedule.
+
+    A task reads edges of the whole loop (operands and accumulators), edges of its own microbatch, and copies of the
+    carry, which the microbatch before has written. `shared` and `own` (by microbatch) hold their values; a copy of the
+    carry has its number for an edge.
+    """
+
+    def __init__(self, builder: ProgramBuilder, loop: Loop, number: int) -> None:
+        self.builder, self.loop, self.part = builder, loop, loop.partition
         self.name = loop_prefix(number)
-        tasks = self.part.tasks
-        self.rank = [loop.rank_of_task(i) for i in range(len(tasks))]
+        self.rank = [loop.rank_of_task(i) for i in range(len(self.part.tasks))]
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
         self.carried = {c.result: k for k, c in enumerate(self.part.carries)}
-        self.shared: _Slots = {}  # of the operands and the accumulators
-        # The slots of each microbatch: its own values, and the carries with which it starts.
-        self.values: list[_Slots] = [{} for _ in range(loop.length + 1)]
-        self.carry_of = {i: self._carries_read(task) for i, task in enumerate(tasks)}
+        self.of_the_loop = {*self.part.operands, *self.accumulated.values()}
+        self.shared: dict[tuple[Value, int], int] = {}
+        self.own: list[dict[tuple[Value | int, int], int]] = [{} for _ in range(loop.length + 1)]
+        self.carries_read = [self._carries_read(task) for task in self.part.tasks]
+        self.sends = cache(self._sends)
 
     def _carries_read(self, task: LoopTask) -> dict[Value, int]:
         """Return the copy of each carry leaf that a task reads: its own stage's, or the only one."""
@@ -182,34 +108,41 @@ class _LoopUnroller:
                 found[carry.state] = k
         return found
 
+    def _carry_readers(self, k: int) -> set[int]:
+        return {self.rank[i] for i, carries in enumerate(self.carries_read) if k in carries.values()}
+
     def run(self) -> None:
-        slots = self.program.slots
-        for operand, value in zip(self.loop.operands, self.part.operands, strict=True):
-            if value not in self.loop.gathers:
-                self.shared.update({(value, rank): slots[operand, rank] for rank in self.loop.readers.get(value, ())})
+        at, length = self.builder.at, self.loop.length
+        gathered = self._read_operands()
         self._initial_accumulators()
         for k, carry in enumerate(self.part.carries):
             for rank in {self.rank[carry.task], *self._carry_readers(k)}:
-                self.values[0][k, rank] = slots[self.loop.carry_init[carry.leaf], rank]
-        tasks = self.part.tasks
-        wiring = [self._wire(i) for i in range(len(tasks))]
-        numbers = [self.program.add_task(self._program_task(i)) for i in range(len(tasks))]
-        order = _scheduled(self.loop)
-        # A parameter is gathered on each rank that reads it.
-        reads = [[(v, self.rank[i]) for v in tasks[i].graph.inputs if v in self.loop.gathers] for i, _ in order]
-        for (task, microbatch), new in zip(order, first_reads(reads), strict=True):
-            if new:
-                self._gather(task, tuple(value for value, _ in new))
-            self._run_task(wiring[task], numbers[task], self.rank[task], microbatch)
+                self.own[0][k, rank] = at[self.loop.carry_init[carry.leaf], rank]
+        numbers = [self.builder.task(self._program_task(i)) for i in range(len(self.part.tasks))]
+        start = len(self.builder.instructions)
+        for task, microbatch in _scheduled(self.loop):
+            self._run_task(task, numbers[task], microbatch)
+        if gathered:
+            _insert_gathers(self.builder, start, gathered, self.name)
         for value, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
-            slots[value, rank] = self.shared[accumulator.state, rank]
+            at[value, rank] = self.shared[accumulator.state, rank]
         for k, carry in enumerate(self.part.carries):
             rank = self.rank[carry.task]
-            slots[self.loop.carry_results[carry.leaf], rank] = self.values[self.loop.length][k, rank]
+            at[self.loop.carry_results[carry.leaf], rank] = self.own[length][k, rank]
 
-    def _carry_readers(self, k: int) -> set[int]:
-        return {self.rank[i] for i, carries in self.carry_of.items() if k in carries.values()}
+    def _read_operands(self) -> dict[int, Gather]:
+        """Note the values of the operands on the ranks that read them; return those that must be gathered first."""
+        gathered: dict[int, Gather] = {}
+        for operand, edge in zip(self.loop.operands, self.part.operands, strict=True):
+            for rank in self.loop.readers.get(edge, ()):
+                if edge in self.loop.gathers:
+                    (value,) = self.builder.new(1)
+                    gathered[value] = self.loop.gathers[edge]
+                else:
+                    value = self.builder.at[operand, rank]
+                self.shared[edge, rank] = value
+        return gathered
 
     def _initial_accumulators(self) -> None:
         by_rank: dict[int, list[int]] = {}
@@ -220,24 +153,10 @@ class _LoopUnroller:
             graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
             batch_dims, like = (tuple(of[k] for k in members) for of in (self.loop.batch_dims, self.loop.like))
             task = ProgramTask(f"{self.name}init_{rank}", rank, graph, batch_dims=batch_dims, like=like)
-            outputs = self.program.new_slots(len(members))
-            self.program.instructions.append(Run(self.program.add_task(task), -1, rank, (), outputs))
+            made = self.builder.run(self.builder.task(task), ())
             self.shared.update(
-                {(self.part.accumulators[k].state, rank): s for k, s in zip(members, outputs, strict=True)}
+                {(self.part.accumulators[k].state, rank): value for k, value in zip(members, made, strict=True)}
             )
-
-    def _gather(self, index: int, gathered: tuple[Value, ...]) -> None:
-        """Run a task that gathers parameters, before a task that reads them."""
-        rank, found = self.rank[index], [self.loop.gathers[value] for value in gathered]
-        equations = tuple(gather.equation for gather in found)
-        shards = tuple(value for e in equations for value in values(e.inputs))
-        name = f"{self.name}gather_{self.part.tasks[index].stage}"
-        graph, specs = Graph(shards, gathered, equations), tuple(gather.spec for gather in found)
-        task = self.program.add_task(ProgramTask(name, rank, graph, out_specs=specs))
-        outputs = self.program.new_slots(len(gathered))
-        self.shared.update({(value, rank): slot for value, slot in zip(gathered, outputs, strict=True)})
-        inputs = tuple(self.program.slots[shard, rank] for shard in shards)
-        self.program.instructions.append(Run(task, -1, rank, inputs, outputs))
 
     def _program_task(self, index: int) -> ProgramTask:
         task = self.part.tasks[index]
@@ -249,85 +168,84 @@ class _LoopUnroller:
             self.name + task.name, self.rank[index], task.graph, task.stage, task.kind, task.fused, pins=pins
         )
 
-    def _wire(self, index: int) -> _Wiring:
-        task, rank, carries = self.part.tasks[index], self.rank[index], self.carry_of[index]
-        shared = {*self.part.operands, *self.accumulated.values()}
-        inputs, outputs = task.graph.inputs, values(task.graph.outputs)
-        readers = {**self.loop.readers, **{c.result: self._carry_readers(k) for k, c in enumerate(self.part.carries)}}
-        last_readers = {**self.loop.readers, **{c.result: set[int]() for c in self.part.carries}}
-        return _Wiring(
-            reads=tuple(((carries.get(v, v), rank), _SHARED if v in shared else _OWN) for v in inputs),
-            reads_index=self.part.index in inputs,
-            writes=self._places(outputs, rank),
-            sends=self._sends(outputs, rank, readers),
-            last_sends=self._sends(outputs, rank, last_readers),
-        )
+    def _run_task(self, index: int, number: int, microbatch: int) -> None:
+        graph, rank, carries = self.part.tasks[index].graph, self.rank[index], self.carries_read[index]
+        own, shared, edges = self.own[microbatch], self.shared, values(graph.outputs)
+        if self.part.index in graph.inputs:
+            own[self.part.index, rank] = self.builder.index(rank, microbatch)
+        inputs = [shared[v, rank] if v in self.of_the_loop else own[carries.get(v, v), rank] for v in graph.inputs]
+        made = self.builder.run(number, inputs, microbatch)
+        self._keep(edges, made, rank, microbatch)
+        for target, positions in self.sends(index, microbatch + 1 == self.loop.length).items():
+            received = self.builder.transfer(rank, target, [made[position] for position in positions])
+            self._keep([edges[position] for position in positions], received, target, microbatch)
 
-    def _places(self, outputs: Iterable[Value], rank: int) -> tuple[_Place, ...]:
-        """Return the places of outputs of a task on a rank."""
-        places: list[_Place] = []
-        for value in outputs:
-            if value in self.accumulated:
-                places.append(((self.accumulated[value], rank), _SHARED))
-            elif value in self.carried:
-                places.append(((self.carried[value], rank), _NEXT))
+    def _keep(self, edges: Sequence[Value], made: Sequence[int], rank: int, microbatch: int) -> None:
+        """Note the values of a task's outputs on a rank."""
+        for edge, value in zip(edges, made, strict=True):
+            if edge in self.accumulated:
+                self.shared[self.accumulated[edge], rank] = value
+            elif edge in self.carried:
+                self.own[microbatch + 1][self.carried[edge], rank] = value
             else:
-                places.append(((value, rank), _OWN))
-        return tuple(places)
+                self.own[microbatch][edge, rank] = value
 
-    def _sends(self, outputs: Sequence[Value], rank: int, readers: Mapping[Value, set[int]]) -> tuple[_Send, ...]:
-        leaving: dict[int, list[int]] = {}
-        for position, value in enumerate(outputs):
-            if value not in self.accumulated:
-                for target in sorted(readers.get(value, set()) - {rank}):
-                    leaving.setdefault(target, []).append(position)
-        return tuple(
-            _Send(target, tuple(positions), self._places([outputs[p] for p in positions], target))
-            for target, positions in leaving.items()
-        )
+    def _sends(self, index: int, last: bool) -> dict[int, list[int]]:
+        """Return the outputs of a task, by position, that other ranks read; the last microbatch passes no carry on."""
+        found: dict[int, list[int]] = {}
+        for position, edge in enumerate(values(self.part.tasks[index].graph.outputs)):
+            if edge in self.carried:
+                readers = set[int]() if last else self._carry_readers(self.carried[edge])
+            else:
+                readers = set[int]() if edge in self.accumulated else self.loop.readers.get(edge, set[int]())
+            for target in sorted(readers - {self.rank[index]}):
+                found.setdefault(target, []).append(position)
+        return found
 
-    def _run_task(self, wiring: _Wiring, number: int, rank: int, microbatch: int) -> None:
-        program = self.program
-        slots = (self.values[microbatch], self.values[microbatch + 1], self.shared)
-        if wiring.reads_index:
-            slots[_OWN][self.part.index, rank] = program.index(rank, microbatch)
-        inputs = tuple([slots[where][key] for key, where in wiring.reads])
-        outputs = program.new_slots(len(wiring.writes))
-        for (key, where), slot in zip(wiring.writes, outputs, strict=True):
-            slots[where][key] = slot
-        program.instructions.append(Run(number, microbatch, rank, inputs, outputs))
-        for send in wiring.sends if microbatch + 1 < self.loop.length else wiring.last_sends:
-            received = program.new_slots(len(send.positions))
-            for (key, where), slot in zip(send.writes, received, strict=True):
-                slots[where][key] = slot
-            sent = tuple(outputs[position] for position in send.positions)
-            program.instructions.append(Transfer(rank, send.target, sent, received))
+
+def _insert_gathers(builder: ProgramBuilder, start: int, gathered: dict[int, Gather], prefix: str) -> None:
+    """Run a task that gathers parameters before the first run that reads them, from instruction `start` on."""
+    later, builder.instructions[start:] = builder.instructions[start:], ()
+    for instruction in later:
+        wanted = tuple(value for value in dict.fromkeys(instruction.reads()) if value in gathered)
+        if wanted and isinstance(instruction, Run):
+            rank, found = instruction.rank, [gathered.pop(value) for value in wanted]
+            equations = tuple(gather.equation for gather in found)
+            shards = tuple(shard for e in equations for shard in values(e.inputs))
+            graph = Graph(shards, tuple(e.outputs[0] for e in equations), equations)
+            specs = tuple(gather.spec for gather in found)
+            name = f"{prefix}gather_{builder.tasks[instruction.task].stage}"
+            task = builder.task(ProgramTask(name, rank, graph, out_specs=specs))
+            builder.instructions.append(Run(task, -1, rank, builder.values_of(shards, rank), wanted))
+        builder.instructions.append(instruction)
 
 
 def unroll(placed: Placed, num_ranks: int) -> Program:
-    """Turn a placed step into a program in which every value has a slot of its own (see `liveness` for reuse)."""
-    program = Unroller()
-    arguments = [
-        {rank: program.new(value, rank) for rank in sorted(ranks)}
-        for value, ranks in zip(placed.inputs, placed.arguments, strict=True)
-    ]
+    """Turn a placed step into a program."""
+    builder = ProgramBuilder(num_ranks)
+    for edge, ranks in zip(placed.inputs, placed.arguments, strict=True):
+        builder.argument(edge, sorted(ranks))
     loops = segments = 0
-    pending: list[Move] = []
+    pending: dict[tuple[int, int], list[Value]] = {}
+
+    def send_pending() -> None:
+        for (source, target), edges in pending.items():
+            builder.send(edges, source, target)
+        pending.clear()
+
     for step in placed.steps:
         if isinstance(step, Move):
-            pending.append(step)
+            pending.setdefault((step.source, step.target), []).append(step.value)
             continue
-        program.move(pending)
-        pending = []
+        send_pending()
         if isinstance(step, Segment):
-            program.segment(step, segments)
+            task = builder.task(ProgramTask(f"outer_{segments}", step.rank, step.graph))
+            builder.run_on(task, step.graph.inputs, step.graph.outputs)
             segments += 1
         else:
-            _LoopUnroller(program, step, loops).run()
+            _LoopUnroller(builder, step, loops).run()
             loops += 1
-    program.move(pending)
-    results = [
-        atom if isinstance(atom, Constant) else {rank: program.slots[atom, rank] for rank in sorted(ranks)}
-        for atom, ranks in zip(placed.outputs, placed.results, strict=True)
-    ]
-    return program.finished(arguments, results, num_ranks)
+    send_pending()
+    for atom, ranks in zip(placed.outputs, placed.results, strict=True):
+        builder.result(atom, ranks)
+    return builder.finish()

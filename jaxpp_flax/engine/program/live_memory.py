@@ -17,7 +17,7 @@ class LiveMemory:
     Call `hold` for the arguments, then `step` for each instruction in order.
 
     Attributes:
-      held: the rank, the bytes and the memory of each slot (True for host memory).
+      held: the rank, the bytes and the memory of each value (True for host memory).
       live, peak: of each rank's device memory, above the arguments. A donated argument frees memory.
       host_live, host_peak: the same of host memory: offloaded residuals, and results of tasks that lie there.
       most: for each stage, the largest number of microbatches whose activations it holds.
@@ -33,22 +33,22 @@ class LiveMemory:
         self._results_on_host = [[memory_kind_of(a.aval) is not None for a in t.graph.outputs] for t in self.tasks]
         self._activations: dict[int, tuple[int, int]] = {}  # the stage and the microbatch of a forward's results
 
-    def hold(self, slot: int, rank: int, size: int, on_host: bool) -> None:
+    def hold(self, value: int, rank: int, size: int, on_host: bool) -> None:
         """Note an argument: its bytes are not counted as live, but its donation frees them."""
-        self.held[slot] = rank, size, on_host
+        self.held[value] = rank, size, on_host
 
     def step(self, instruction: Instruction, written: Sequence[int]) -> None:
-        """Run an instruction; `written` has the bytes of the slots that it writes."""
+        """Run an instruction; `written` has the bytes of the values that it makes."""
         if isinstance(instruction, Free):
-            self._drop(instruction.slots)
+            self._drop(instruction.values)
         if isinstance(instruction, Free | Wait):
             return
         rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
         on_host = self._are_on_host(instruction)
         if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
             self._drop(instruction.inputs[position] for position in self.tasks[instruction.task].donate)
-        for slot, size, is_on_host in zip(instruction.writes(), written, on_host, strict=True):
-            self.held[slot] = (rank, size, is_on_host)
+        for value, size, is_on_host in zip(instruction.writes(), written, on_host, strict=True):
+            self.held[value] = (rank, size, is_on_host)
             (self.host_live if is_on_host else self.live)[rank] += size
         self.peak[rank] = max(self.peak[rank], self.live[rank])
         self.host_peak[rank] = max(self.host_peak[rank], self.host_live[rank])
@@ -63,22 +63,22 @@ class LiveMemory:
             return self._results_on_host[instruction.task]
         if instruction.memory is not None:
             return [instruction.memory == HOST_MEMORY] * len(instruction.received)
-        return [slot in self.held and self.held[slot][2] for slot in instruction.sent]
+        return [value in self.held and self.held[value][2] for value in instruction.sent]
 
-    def _drop(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            rank, size, on_host = self.held.pop(slot, (0, 0, False))
+    def _drop(self, values: Iterable[int]) -> None:
+        for value in values:
+            rank, size, on_host = self.held.pop(value, (0, 0, False))
             (self.host_live if on_host else self.live)[rank] -= size
-            self._activations.pop(slot, None)
+            self._activations.pop(value, None)
 
     def _note_activations(self, run: Run) -> None:
         task = self.tasks[run.task]
         if task.stage is None or task.kind is not TaskKind.FORWARD:
             return
         going_round = {output for output, _ in task.pins}
-        for position, slot in enumerate(run.outputs):
+        for position, value in enumerate(run.outputs):
             if position not in going_round:
-                self._activations[slot] = (task.stage, run.microbatch)
+                self._activations[value] = (task.stage, run.microbatch)
         self._count_microbatches(task.stage)
 
     def _note_move(self, move: Transfer) -> None:
@@ -89,6 +89,6 @@ class LiveMemory:
 
     def _count_microbatches(self, stage: int) -> None:
         """Count the microbatches of which the devices hold an activation."""
-        on_devices = (found for slot, found in self._activations.items() if not self.held[slot][2])
+        on_devices = (found for value, found in self._activations.items() if not self.held[value][2])
         count = len({microbatch for of, microbatch in on_devices if of == stage})
         self.most[stage] = max(self.most.get(stage, 0), count)

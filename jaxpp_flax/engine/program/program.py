@@ -1,12 +1,15 @@
-"""The program of a compiled step: a flat list of instructions over numbered slots.
+"""The program of a compiled step: tasks, and a flat list of instructions over values.
 
-Each slot belongs to one rank and holds one array.
+A value is a number that stands for one array on one rank. It is made once in a step: by an argument, by the index of a
+microbatch, or by one instruction. (An `ir.Value` is an edge of a task's graph: each run of the task makes a value of
+it, and each transfer another one.) So who makes a value and who reads it are facts, which a `Program` finds once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -64,20 +67,20 @@ class Run:
     outputs: tuple[int, ...]
 
     def reads(self) -> tuple[int, ...]:
-        """Slots read."""
+        """Return the values that the task reads."""
         return self.inputs
 
     def writes(self) -> tuple[int, ...]:
-        """Slots written."""
+        """Return the values that the task makes."""
         return self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy slots of `source` into slots of `target`, as one batch.
+    """Copy values of `source` to `target`, as one batch.
 
-    `memory` is None, or the kind of memory into which a rank copies its own slots: to the host (an offload), or back to
-    the devices (a fetch).
+    `memory` is None, or the kind of memory into which a rank copies its own values: to the host (an offload), or back
+    to the devices (a fetch).
     """
 
     source: int
@@ -92,45 +95,45 @@ class Transfer:
         return "transfer" if self.memory is None else "offload" if self.memory == HOST_MEMORY else "fetch"
 
     def reads(self) -> tuple[int, ...]:
-        """Slots read."""
+        """Return the values that are copied."""
         return self.sent
 
     def writes(self) -> tuple[int, ...]:
-        """Slots written."""
+        """Return the copies."""
         return self.received
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget slots; `delete` holds the slots of donated arguments, whose buffers the caller has given away."""
+    """Forget values; `delete` holds those of donated arguments, whose buffers the caller has given away."""
 
     rank: int
-    slots: tuple[int, ...]
+    values: tuple[int, ...]
     delete: tuple[int, ...] = ()
 
     def reads(self) -> tuple[int, ...]:
-        """Return the slots that must be defined."""
-        return self.slots
+        """Return nothing: a free does not look at its `values`."""
+        return ()
 
     def writes(self) -> tuple[int, ...]:
-        """Return nothing: a free writes no slot."""
+        """Return nothing: a free makes no value."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until an offload has ended: `copies` are its host slots, and `sent` the device slots, which end here."""
+    """Wait until an offload has ended: `copies` are on the host, and `sent`, on the device, end here."""
 
     rank: int
     sent: tuple[int, ...]
     copies: tuple[int, ...]
 
     def reads(self) -> tuple[int, ...]:
-        """Return the slots that must be defined."""
+        """Return the values that must still be there."""
         return (*self.sent, *self.copies)
 
     def writes(self) -> tuple[int, ...]:
-        """Return nothing: a wait writes no slot."""
+        """Return nothing: a wait makes no value."""
         return ()
 
 
@@ -141,8 +144,8 @@ Instruction = Run | Transfer | Free | Wait
 class Program:
     """Instructions in one global order that agrees with the order of every rank.
 
-    `arguments[i]` and `results[i]` map ranks to slots, and the step's captured arrays are its first arguments;
-    `indices` maps (rank, microbatch) to the slot of that index.
+    `arguments[i]` and `results[i]` map ranks to values, and the step's captured arrays are its first arguments;
+    `indices` maps (rank, microbatch) to the value of that index. The values are the numbers below `num_values`.
     """
 
     instructions: tuple[Instruction, ...]
@@ -150,115 +153,163 @@ class Program:
     arguments: tuple[dict[int, int], ...]
     results: tuple[dict[int, int] | Any, ...]
     indices: dict[tuple[int, int], int]
-    num_slots: int
+    num_values: int
     num_ranks: int
 
+    @cached_property
     def preset(self) -> dict[int, int]:
-        """Return the slots that are filled before the first instruction, with their ranks."""
-        slots = {slot: rank for ranks in self.arguments for rank, slot in ranks.items()}
-        slots.update({slot: rank for (rank, _), slot in self.indices.items()})
-        return slots
+        """The values that are there before the first instruction (arguments and indices), with their ranks."""
+        found = {value: rank for ranks in self.arguments for rank, value in ranks.items()}
+        found.update({value: rank for (rank, _), value in self.indices.items()})
+        return found
+
+    @cached_property
+    def returned(self) -> frozenset[int]:
+        """The values that are results."""
+        return frozenset(v for result in self.results if isinstance(result, dict) for v in result.values())
+
+    @cached_property
+    def makers(self) -> dict[int, tuple[int, int]]:
+        """For each value but the preset ones: the number of its instruction, and its position there."""
+        return {v: (n, p) for n, i in enumerate(self.instructions) for p, v in enumerate(i.writes())}
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """For each value that is read: the numbers of the instructions that read it, ascending."""
+        found: dict[int, list[int]] = {}
+        for number, instruction in enumerate(self.instructions):
+            for value in dict.fromkeys(instruction.reads()):
+                found.setdefault(value, []).append(number)
+        return found
+
+    @cached_property
+    def ranks(self) -> dict[int, int]:
+        """The rank of each value."""
+        found = dict(self.preset)
+        for instruction in self.instructions:
+            rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
+            found.update(dict.fromkeys(instruction.writes(), rank))
+        return found
+
+    @cached_property
+    def types(self) -> dict[int, Any]:
+        """The type of each value that a task makes or reads, and of the copies of these values."""
+        found: dict[int, Any] = {}
+        for instruction in self.instructions:
+            if isinstance(instruction, Run):
+                graph = self.tasks[instruction.task].graph
+                for value, atom in zip(instruction.inputs, graph.inputs, strict=True):
+                    found.setdefault(value, atom.aval)
+                found.update(zip(instruction.outputs, [atom.aval for atom in graph.outputs], strict=True))
+            elif isinstance(instruction, Transfer):
+                found.update(
+                    {to: found[v] for v, to in zip(instruction.sent, instruction.received, strict=True) if v in found}
+                )
+        return found
+
+    @cached_property
+    def donated(self) -> frozenset[int]:
+        """The values whose memory a run takes over."""
+        runs = (i for i in self.instructions if isinstance(i, Run))
+        return frozenset(run.inputs[position] for run in runs for position in self.tasks[run.task].donate)
 
     def verify(self) -> None:
-        """Check all tasks, and that slots are defined on their rank before use, and not read once freed or donated.
+        """Check all tasks; and that each value is made once, on its rank, before it is read, and not read once it ends.
 
         Raises:
-          VerificationError: naming the instruction and the slot.
+          VerificationError: naming the instruction and the value.
         """
         for task in self.tasks:
             task.graph.verify()
-        defined = self.preset()
-        on_host: set[int] = set()  # what was offloaded
+        there, made = dict(self.preset), set(self.preset)
         for number, instruction in enumerate(self.instructions):
             where = f"instruction {number} ({self._describe(instruction)})"
             rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
-            for slot in instruction.reads():
-                if defined.get(slot) != rank:
-                    raise VerificationError(f"{where} reads slot {slot}, which rank {rank} does not hold")
-            _verify_memory(instruction, on_host, where)
-            if isinstance(instruction, Free):
-                for slot in instruction.slots:
-                    del defined[slot]
-            if isinstance(instruction, Free | Wait):
-                continue
-            if isinstance(instruction, Run):
-                task = self.tasks[instruction.task]
-                if task.rank != rank:
-                    raise VerificationError(f"{where} runs a task of rank {task.rank} on rank {rank}")
-                for position in task.donate:
-                    del defined[instruction.inputs[position]]
-            else:
-                rank = instruction.target
-            for slot in instruction.writes():
-                if slot in defined:
-                    raise VerificationError(f"{where} overwrites slot {slot}")
-                defined[slot] = rank
+            ended = self._ended(instruction)
+            for value in (*instruction.reads(), *ended):
+                if there.get(value) != rank:
+                    raise VerificationError(f"{where} reads value {value}, which rank {rank} does not hold")
+            self._verify_memory(instruction, where)
+            if isinstance(instruction, Run) and self.tasks[instruction.task].rank != rank:
+                other = self.tasks[instruction.task].rank
+                raise VerificationError(f"{where} runs a task of rank {other} on rank {rank}")
+            for value in ended:
+                del there[value]
+            for value in instruction.writes():
+                if value in made:
+                    raise VerificationError(f"{where} makes value {value} again")
+                made.add(value)
+                there[value] = instruction.target if isinstance(instruction, Transfer) else rank
         for position, result in enumerate(self.results):
-            if isinstance(result, dict):
-                for rank, slot in result.items():
-                    if defined.get(slot) != rank:
-                        raise VerificationError(f"result {position} is missing on rank {rank}")
+            for rank, value in result.items() if isinstance(result, dict) else ():
+                if there.get(value) != rank:
+                    raise VerificationError(f"result {position} is missing on rank {rank}")
+
+    def _ended(self, instruction: Instruction) -> tuple[int, ...]:
+        """Return the values that end with an instruction: those that it forgets, or whose memory it takes over."""
+        if isinstance(instruction, Free):
+            return instruction.values
+        if isinstance(instruction, Run):
+            return tuple([instruction.inputs[position] for position in self.tasks[instruction.task].donate])
+        return ()
+
+    @cached_property
+    def _on_host(self) -> set[int]:
+        """The values that were offloaded."""
+        moves = (i for i in self.instructions if isinstance(i, Transfer) and i.memory == HOST_MEMORY)
+        return {value for move in moves for value in move.received}
+
+    def _verify_memory(self, instruction: Instruction, where: str) -> None:
+        """Check that nothing but a fetch reads an offloaded value, and that transfers have both of their ends."""
+        if isinstance(instruction, Wait):
+            for value in instruction.copies:
+                if value not in self._on_host:
+                    raise VerificationError(f"{where} waits for value {value}, which was not offloaded")
+            return
+        memory = None
+        if isinstance(instruction, Transfer):
+            memory, sent, received = instruction.memory, len(instruction.sent), len(instruction.received)
+            if sent != received:
+                raise VerificationError(f"{where} sends {sent} values and receives {received}")
+            if memory is not None and instruction.source != instruction.target:
+                raise VerificationError(f"{where} moves values of rank {instruction.source}: a rank offloads its own")
+        for value in instruction.reads():
+            if (value in self._on_host) != (memory is not None and memory != HOST_MEMORY):
+                state = "is in host memory" if value in self._on_host else "was not offloaded"
+                raise VerificationError(f"{where} reads value {value}, which {state}")
 
     def _describe(self, instruction: Instruction) -> str:
         if isinstance(instruction, Run):
-            suffix = f"__{instruction.microbatch}" if instruction.microbatch >= 0 else ""
-            return f"run {self.tasks[instruction.task].name}{suffix} on rank {instruction.rank}"
+            return f"run {self._call(instruction)} on rank {instruction.rank}"
         if isinstance(instruction, Transfer) and instruction.memory is not None:
             return f"{instruction.verb} on rank {instruction.target}"
         if isinstance(instruction, Transfer):
             return f"transfer rank {instruction.source} -> rank {instruction.target}"
         return f"{'wait' if isinstance(instruction, Wait) else 'free'} on rank {instruction.rank}"
 
+    def _call(self, run: Run) -> str:
+        return self.tasks[run.task].name + (f"__{run.microbatch}" if run.microbatch >= 0 else "")
+
     def as_text(self) -> str:
         """Return one line of text for each instruction."""
-        lines: list[str] = []
+        return "\n".join(map(self._line, self.instructions))
 
-        def names(slots: Iterable[int]) -> str:
-            return ", ".join(f"s{slot}" for slot in slots)
-
-        for instruction in self.instructions:
-            if isinstance(instruction, Run):
-                task = self.tasks[instruction.task]
-                donated = [instruction.inputs[p] for p in sorted(task.donate)]
-                note = f" donating {names(donated)}" if donated else ""
-                lines.append(
-                    f"rank {instruction.rank}: {names(instruction.outputs)} = "
-                    f"{self._describe(instruction).split()[1]}({names(instruction.inputs)}){note}"
-                )
-            elif isinstance(instruction, Transfer) and instruction.memory is not None:
-                lines.append(
-                    f"rank {instruction.target}: {instruction.verb} {names(instruction.sent)} "
-                    f"to {instruction.memory} as {names(instruction.received)}"
-                )
-            elif isinstance(instruction, Transfer):
-                lines.append(
-                    f"rank {instruction.source} -> rank {instruction.target}: "
-                    f"send {names(instruction.sent)} receive {names(instruction.received)}"
-                )
-            elif isinstance(instruction, Wait):
-                lines.append(f"rank {instruction.rank}: wait for {names(instruction.copies)}")
-            else:
-                lines.append(f"rank {instruction.rank}: free {names(instruction.slots)}")
-        return "\n".join(lines)
+    def _line(self, instruction: Instruction) -> str:
+        if isinstance(instruction, Transfer):
+            sent, received = _names(instruction.sent), _names(instruction.received)
+            if instruction.memory is not None:
+                return f"rank {instruction.target}: {instruction.verb} {sent} to {instruction.memory} as {received}"
+            return f"rank {instruction.source} -> rank {instruction.target}: send {sent} receive {received}"
+        here = f"rank {instruction.rank}:"
+        if isinstance(instruction, Wait):
+            return f"{here} wait for {_names(instruction.copies)}"
+        if isinstance(instruction, Free):
+            return f"{here} free {_names(instruction.values)}"
+        donated = [instruction.inputs[position] for position in sorted(self.tasks[instruction.task].donate)]
+        note = f" donating {_names(donated)}" if donated else ""
+        inputs, outputs = _names(instruction.inputs), _names(instruction.outputs)
+        return f"{here} {outputs} = {self._call(instruction)}({inputs}){note}"
 
 
-def _verify_memory(instruction: Instruction, on_host: set[int], where: str) -> None:
-    """Check that offloaded slots are fetched before anything else reads them; keep the set of these slots."""
-    memory = instruction.memory if isinstance(instruction, Transfer) else None
-    if isinstance(instruction, Transfer) and memory is not None and instruction.source != instruction.target:
-        raise VerificationError(f"{where} moves slots of rank {instruction.source}: a rank offloads its own")
-    if isinstance(instruction, Free):
-        on_host.difference_update(instruction.slots)
-        return
-    if isinstance(instruction, Wait):
-        for slot in instruction.copies:
-            if slot not in on_host:
-                raise VerificationError(f"{where} waits for slot {slot}, which was not offloaded")
-        return
-    for slot in instruction.reads():
-        if (slot in on_host) != (memory is not None and memory != HOST_MEMORY):
-            state = "is in host memory" if slot in on_host else "was not offloaded"
-            raise VerificationError(f"{where} reads slot {slot}, which {state}")
-    on_host.difference_update(instruction.writes())
-    if memory == HOST_MEMORY:
-        on_host.update(instruction.writes())
+def _names(values: Iterable[int]) -> str:
+    return ", ".join(f"v{value}" for value in values)

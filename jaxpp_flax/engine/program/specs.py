@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -54,96 +53,80 @@ def accumulator_spec(
 
 def initial_spec(
     program: Program,
-    number: int,
-    position: int,
+    value: int,
     spec_of: Callable[[int], PartitionSpec | None],
     wish: PartitionSpec | None,
 ) -> PartitionSpec:
     """Return the spec with which an accumulator is made; see `accumulator_spec`.
 
     Args:
-      program: with slots allocated.
-      number: the number of the instruction that makes the accumulator.
-      position: the position of the accumulator among the outputs of that instruction's task.
-      spec_of: returns the spec of a slot's value when this instruction runs; None for an empty slot.
+      program: the program.
+      value: the accumulator, a result of a task that has `batch_dims`.
+      spec_of: returns the spec of a value; None if the value is made later.
       wish: the parameter's spec, if the parameter is known.
     """
+    number, position = program.makers[value]
     initial = program.instructions[number]
     if not isinstance(initial, Run):
         return PartitionSpec()
     task = program.tasks[initial.task]
-    inputs = _inputs_of_reader(program, number, initial.outputs[position], spec_of)
+    readers = (program.instructions[reader] for reader in program.readers.get(value, ()))
+    reader = next((run for run in readers if isinstance(run, Run)), None)
+    inputs: list[tuple[Any, PartitionSpec | None]] = []
+    if reader is not None:
+        avals = [edge.aval for edge in program.tasks[reader.task].graph.inputs]
+        inputs = list(zip(avals, map(spec_of, reader.inputs), strict=True))
     return accumulator_spec(task.graph.outputs[position].aval, task.batch_dims[position], wish, inputs)
-
-
-def _inputs_of_reader(
-    program: Program, number: int, slot: int, spec_of: Callable[[int], PartitionSpec | None]
-) -> Iterator[tuple[Any, PartitionSpec | None]]:
-    """Yield the types and specs of the inputs of the task that first reads a slot after an instruction."""
-    # Slots are reused: if a slot is written from here on, its present value is not the value that the task reads.
-    written = set(program.instructions[number].writes())
-    for instruction in islice(program.instructions, number + 1, None):
-        if isinstance(instruction, Run) and slot in instruction.inputs:
-            for value, read in zip(program.tasks[instruction.task].graph.inputs, instruction.inputs, strict=True):
-                if read not in written:
-                    yield value.aval, spec_of(read)
-            return
-        if slot in instruction.writes():
-            return  # nothing reads the accumulator
-        written.update(instruction.writes())
 
 
 def specs_wanted(
     program: Program, result_specs: Sequence[PartitionSpec | None], alike: Callable[[Transfer], bool]
-) -> dict[int, dict[int, PartitionSpec]]:
-    """Return the specs that results must have, by instruction and output of their last writers."""
-    wanted = {
-        slot: spec
-        for result, spec in zip(program.results, result_specs, strict=True)
-        if isinstance(result, dict) and spec is not None
-        for slot in result.values()
-    }
-    found: dict[int, dict[int, PartitionSpec]] = {}
-    for number in range(len(program.instructions) - 1, -1, -1):
-        if not wanted:
-            break
-        instruction = program.instructions[number]
-        for position, slot in enumerate(instruction.writes()):
-            if slot in wanted:
-                spec = found.setdefault(number, {})[position] = wanted.pop(slot)
-                if isinstance(instruction, Transfer) and alike(instruction):
-                    wanted[instruction.sent[position]] = spec
+) -> dict[int, PartitionSpec]:
+    """Return the specs that results must have: of each returned value, and of the values that it is a copy of."""
+    found: dict[int, PartitionSpec] = {}
+    for result, spec in zip(program.results, result_specs, strict=True):
+        for value in result.values() if isinstance(result, dict) and spec is not None else ():
+            copied: int | None = value
+            while copied is not None and spec is not None:
+                found[copied] = spec
+                copied = _copied(program, copied, alike)
     return found
 
 
+def _copied(program: Program, value: int, alike: Callable[[Transfer], bool]) -> int | None:
+    """Return the value that a value is a copy of, on a mesh of the same shape; None if there is none."""
+    number, position = program.makers.get(value, (-1, 0))
+    transfer = program.instructions[number] if number >= 0 else None
+    return transfer.sent[position] if isinstance(transfer, Transfer) and alike(transfer) else None
+
+
 def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequence[tuple[int, int]]) -> Program:
-    """Add one more task for each rank that must return some of its results anew, each in a slot of its own.
+    """Add one more task for each rank that must return some of its results anew.
 
     `wanted` holds (position of the result, rank); a rank's task returns its results in this order. No task computes an
     argument that is returned unchanged, a value carried round a loop keeps its sharding there, and a value that is
-    returned twice can have only one partition. `avals` holds the types of the slots of these results.
+    returned twice can have only one partition. `avals` holds the types of these results.
     """
     tasks, instructions = list(program.tasks), list(program.instructions)
     results: list[Any] = [dict(result) if isinstance(result, dict) else result for result in program.results]
-    count = program.num_slots
-    arguments = {slot for slots in program.arguments for slot in slots.values()}  # these belong to the caller
+    count = program.num_values
     for rank in sorted({rank for _, rank in wanted}):
         positions = [position for position, of in wanted if of == rank]
-        slots = [results[position][rank] for position in positions]
-        values = {slot: Value(avals[slot]) for slot in slots}
-        outputs = tuple(range(count, count + len(slots)))
-        count += len(slots)
-        instructions.append(Run(len(tasks), -1, rank, tuple(values), outputs))
+        old = [results[position][rank] for position in positions]
+        edges = {value: Value(avals[value]) for value in old}
+        new = tuple(range(count, count + len(old)))
+        count += len(old)
+        instructions.append(Run(len(tasks), -1, rank, tuple(edges), new))
         tasks.append(
-            ProgramTask(f"results_{rank}", rank, Graph(tuple(values.values()), tuple(values[s] for s in slots), ()))
+            ProgramTask(f"results_{rank}", rank, Graph(tuple(edges.values()), tuple(edges[v] for v in old), ()))
         )
-        for position, slot in zip(positions, outputs, strict=True):
-            results[position][rank] = slot
-        kept = arguments.union(result[rank] for result in results if isinstance(result, dict) and rank in result)
-        if done := tuple(slot for slot in values if slot not in kept):
+        for position, value in zip(positions, new, strict=True):
+            results[position][rank] = value
+        still = {value for result in results if isinstance(result, dict) for value in result.values()}
+        if done := tuple(value for value in edges if value not in still and value not in program.preset):
             instructions.append(Free(rank, done))
     return replace(
-        program, tasks=tuple(tasks), instructions=tuple(instructions), results=tuple(results), num_slots=count
+        program, tasks=tuple(tasks), instructions=tuple(instructions), results=tuple(results), num_values=count
     )
 
 

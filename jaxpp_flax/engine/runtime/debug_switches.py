@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +71,7 @@ class SpecialValues:
 
     program: Program
     kinds: tuple[str, ...]
-    _slots: set[int] = field(default_factory=set[int])  # slots with such a value, made by a task
+    _special: set[int] = field(default_factory=set[int])  # of the values that tasks make
     _first: str = ""
 
     @classmethod
@@ -93,10 +93,9 @@ class SpecialValues:
 
     def look_at_results(self, environment: Sequence[Any]) -> None:
         """Refuse results that hold such a value, after an unwatched step: the first task is unknown."""
-        made = {slot for i in self.program.instructions for slot in i.writes()}
         for position, result in enumerate(self.program.results):
-            for rank, slot in result.items() if isinstance(result, dict) else ():
-                if slot in made and (kind := self._found(environment[slot])):
+            for rank, value in result.items() if isinstance(result, dict) else ():
+                if value in self.program.makers and (kind := self._found(environment[value])):
                     raise FloatingPointError(
                         f"invalid value ({kind}) encountered in result {position} of a measured step, on rank {rank}. "
                         "Call the step itself with the same switch: it names the task that makes the value."
@@ -104,23 +103,15 @@ class SpecialValues:
 
     def keep_arguments(self, environment: list[Any]) -> None:
         """Copy donated arguments, so that the step reuses the copies: with these switches `jax.jit` donates nothing."""
-        preset = {slot for slots in self.program.arguments for slot in slots.values()}
-        for instruction in self.program.instructions:
-            given: Iterable[int] = ()
-            if isinstance(instruction, Run):
-                given = [instruction.inputs[i] for i in self.program.tasks[instruction.task].donate]
-            elif isinstance(instruction, Free):
-                given = instruction.delete
-            for slot in preset.intersection(given):
-                if environment[slot] is not None:
-                    with looking_away():
-                        environment[slot] = place(environment[slot], environment[slot].sharding, may_alias=False)
-            preset.difference_update(given, instruction.writes())
+        deleted = {value for i in self.program.instructions if isinstance(i, Free) for value in i.delete}
+        for value in (deleted | self.program.donated).intersection(self.program.preset):
+            if environment[value] is not None:
+                with looking_away():
+                    environment[value] = place(environment[value], environment[value].sharding, may_alias=False)
 
     def finish(self) -> None:
         """Refuse results that hold such a value, naming the first task that made one."""
-        results = {slot for result in self.program.results if isinstance(result, dict) for slot in result.values()}
-        if not results.isdisjoint(self._slots):
+        if not self.program.returned.isdisjoint(self._special):
             raise FloatingPointError(
                 f"{self._first}. To find the operation, run the same step under `jax.jit`, with the same switch."
             )
@@ -131,15 +122,11 @@ class SpecialValues:
             step(environment)
             if isinstance(instruction, Transfer):
                 pairs = zip(instruction.sent, instruction.received, strict=True)
-                received = {target: source in self._slots for source, target in pairs}
+                self._special.update(received for sent, received in pairs if sent in self._special)
             elif isinstance(instruction, Run):
-                found = {slot: self._found(environment[slot]) for slot in instruction.outputs}
-                received = {slot: kind != "" for slot, kind in found.items()}
+                found = {value: self._found(environment[value]) for value in instruction.outputs}
+                self._special.update(value for value, kind in found.items() if kind)
                 self._note(instruction, next(filter(None, found.values()), ""))
-            else:
-                return
-            self._slots.difference_update(received)
-            self._slots.update(slot for slot, is_special in received.items() if is_special)
 
     def _note(self, run: Run, kind: str) -> None:
         if not kind or self._first:

@@ -36,7 +36,7 @@ __all__ = ["Executables", "compile_program"]
 
 @dataclass(frozen=True)
 class Executables:
-    """A program ready to run: an executable for each task, and the sharding of each slot that is written.
+    """A program ready to run: an executable for each task, and the sharding of each value that is made.
 
     `program` is the given program, with tasks added at its end for results that need another partition. For each
     transfer, `transfer_specs` are the specs of the received values, `source_specs` the specs of the sent values, and
@@ -67,7 +67,7 @@ def compile_program(
     """Compile the tasks of `ranks` in program order, finding shardings on the way.
 
     Args:
-      program: with slots allocated.
+      program: with donations and frees.
       compiler: shared by all programs of one step function, so that identical tasks compile once.
       argument_specs, argument_avals: for each argument of the program.
       result_specs: for each result; `None` keeps the spec that XLA chose.
@@ -90,7 +90,7 @@ _Result: TypeAlias = "tuple[Callable[[], Any] | None, AllHeld]"
 
 @dataclass(eq=False)
 class _Walk:
-    """Goes through a program in order and keeps the contents of each slot."""
+    """Goes through a program in order and notes what is known of each value."""
 
     program: Program
     compiler: TaskCompiler[Any]
@@ -117,31 +117,31 @@ class _Walk:
         self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
         self.wanted = specs_wanted(program, self.result_specs, self._alike)
         self.held: dict[int, Held] = dict.fromkeys(program.indices.values(), Held(PartitionSpec()))
-        for slots, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
-            self.held.update(dict.fromkeys(slots.values(), Held(spec, aval)))
+        for ranks, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
+            self.held.update(dict.fromkeys(ranks.values(), Held(spec, aval)))
         self.compiled: list[Callable[[], Any] | None] = [None] * len(program.tasks)
 
     def run(self, number: int, run: Run) -> None:
         key = run.task, tuple(map(self.held.__getitem__, run.inputs))
         result = self.by_held.get(key)
         if result is None:
-            result = self.by_held[key] = self._result(number, run)
+            result = self.by_held[key] = self._result(run)
         compiled, made = result
         if compiled is not None and compiled is not self.compiled[run.task]:
             self.variants[number] = compiled
         self.held.update(zip(run.outputs, made, strict=True))
         self.written[number] = made
 
-    def _result(self, number: int, run: Run) -> _Result:
+    def _result(self, run: Run) -> _Result:
         """Return the result of a run that is unlike all earlier ones."""
         new = run.task not in self.first
         if new:
-            self.first[run.task] = self._first_result(number, run)
+            self.first[run.task] = self._first_result(run)
         first = self.first[run.task]
         if first[0] is None:  # a task of other processes
             return first
         # Within a loop all runs are alike; other programs may read values that were made elsewhere.
-        inputs = tuple(self.held[slot] for slot in run.inputs)
+        inputs = tuple(self.held[value] for value in run.inputs)
         known = self.distinct.setdefault(run.task, [])
         if new:
             known.append((inputs, first))
@@ -151,9 +151,9 @@ class _Walk:
                 if all(map(alike, inputs, others)):
                     return result
         if self.shared is None:
-            result = self._compile(number, run)
+            result = self._compile(run)
         else:  # other processes know the partition of the first run's results only
-            result = self._compile(number, run, [held.spec for held in first[1]])[0], first[1]
+            result = self._compile(run, [held.spec for held in first[1]])[0], first[1]
         known.append((inputs, result))
         return result
 
@@ -180,28 +180,28 @@ class _Walk:
             if self.pending:
                 self.pending.pop(0).start()
 
-    def _first_result(self, number: int, run: Run) -> _Result:
+    def _first_result(self, run: Run) -> _Result:
         program, task, shared = self.program, self.program.tasks[run.task], self.shared
         if shared is not None and task.rank not in self.ranks:
             of_other = partial(_spec_of_other, shared, program, run.task)
             found = task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))]
             return None, held_after(task, found)
-        compiled, made = self._compile(number, run)
+        compiled, made = self._compile(run)
         self.compiled[run.task] = compiled
         if shared is not None and not task.out_specs:
             shared.publish(program, run.task, [held.spec for held in made])
         return compiled, made
 
-    def _compile(self, number: int, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
+    def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
         """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
         task = self.program.tasks[run.task]
-        inputs = tuple(self.held[slot] for slot in run.inputs)
-        wanted = dict(enumerate(fixed)) or self.wanted.get(number, {})
-        out_specs = list(task.out_specs) or [wanted.get(i) for i in range(len(task.graph.outputs))]
+        inputs = tuple(self.held[value] for value in run.inputs)
+        out_specs = list(task.out_specs or fixed) or [self.wanted.get(value) for value in run.outputs]
         if task.batch_dims and not fixed:
             wishes = [None if a is None else self.argument_specs[a] for a in task.like]
             out_specs = [
-                s or initial_spec(self.program, number, i, self._spec_held, wishes[i]) for i, s in enumerate(out_specs)
+                s or initial_spec(self.program, value, self._spec_held, wish)
+                for s, value, wish in zip(out_specs, run.outputs, wishes, strict=True)
             ]
         if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
             out_specs = [s or spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
@@ -238,12 +238,12 @@ class _Walk:
         for _, start in sorted(self.later, key=lambda sized: -sized[0]):
             start()
 
-    def _spec_held(self, slot: int) -> PartitionSpec | None:
-        if slot not in self.held:
+    def _spec_held(self, value: int) -> PartitionSpec | None:
+        if value not in self.held:
             return None
-        if not self.held[slot].is_known:
+        if not self.held[value].is_known:
             self.start_all()
-        return self.held[slot].spec
+        return self.held[value].spec
 
     def transfer(self, number: int, transfer: Transfer) -> None:
         sent = received = tuple(map(self.held.__getitem__, transfer.sent))
@@ -252,12 +252,14 @@ class _Walk:
             return
         if not self._alike(transfer):
             received = tuple(self._carried_over(held, transfer.target) for held in sent)
-        if wanted := self.wanted.get(number):  # P() is no wish here: the sender may keep it partitioned
-            received = tuple(
-                replace(held, found=wanted[i]) if wanted.get(i) else held for i, held in enumerate(received)
-            )
+        if not self.wanted.keys().isdisjoint(transfer.received):
+            received = tuple(map(self._as_wanted, received, transfer.received))
         self.held.update(zip(transfer.received, received, strict=True))
         self.sent[number], self.received[number], self.written[number] = sent, received, sent
+
+    def _as_wanted(self, held: Held, value: int) -> Held:
+        wanted = self.wanted.get(value)
+        return replace(held, found=wanted) if wanted else held  # P() is no wish: the sender may keep it partitioned
 
     def _memory_copy(self, number: int, transfer: Transfer, sent: AllHeld) -> None:
         """Note a copy between a rank's memories; a fetched value is again what it was before its offload."""
@@ -290,8 +292,8 @@ class _Walk:
         wanted = [
             (position, rank)
             for position, (result, spec) in enumerate(zip(results, self.result_specs, strict=True))
-            for rank, slot in (result.items() if isinstance(result, dict) else ())
-            if not self._is_partitioned(rank, self.held[slot], spec)
+            for rank, value in (result.items() if isinstance(result, dict) else ())
+            if not self._is_partitioned(rank, self.held[value], spec)
         ]
         avals = {results[position][rank]: self.held[results[position][rank]].aval for position, rank in wanted}
         self.program = with_own_results(self.program, avals, wanted)
@@ -299,7 +301,7 @@ class _Walk:
         for number, run in enumerate(self.program.instructions[end:], end):
             if isinstance(run, Run):
                 specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
-                self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
+                self.wanted.update((v, spec) for v, spec in zip(run.outputs, specs, strict=True) if spec is not None)
                 self.run(number, run)
         self.start_all()
         self._start_later_ones()

@@ -1,4 +1,4 @@
-"""The contents of a program's slots while it is compiled: their shardings, some of which XLA is still to choose."""
+"""What is known of a program's values while it is compiled: their shardings, some of which XLA is still to choose."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["AllHeld", "Compiling", "Held", "explicit_spec", "held_after", "seem_
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The contents of a slot; compared by identity.
+    """What is known of a value; compared by identity.
 
-    One object stands for the slots of all microbatches: runs of a task that read the same objects write the same
-    objects. So each run only needs a lookup. `found` is the spec, or a function that returns it: the task that writes
-    the slot may still be compiled, by another process or by a thread of this one (then it is `maker`). `rank` is that
+    One object stands for the values of all microbatches: runs of a task that read the same objects make the same
+    objects. So each run only needs a lookup. `found` is the spec, or a function that returns it: the task that makes
+    the value may still be compiled, by another process or by a thread of this one (then it is `maker`). `rank` is that
     task's rank, None for an argument of the step.
     """
 
@@ -122,7 +122,7 @@ class Compiling:
         return self.compiler.start(self.task, [held.spec for held in self.inputs], out_specs)
 
     def results(self) -> AllHeld:
-        """Return the contents of the outputs, before the executable is there."""
+        """Return what is known of the outputs, before the executable is there."""
         found: list[Held] = []
         for i, atom in enumerate(self.task.graph.outputs):
             pinned = self.inputs[self.pins[i]] if i in self.pins else None
@@ -139,7 +139,7 @@ class Compiling:
 
 
 def held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> AllHeld:
-    """Return the contents of a task's outputs."""
+    """Return what is known of a task's outputs."""
     return tuple(Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
 
 

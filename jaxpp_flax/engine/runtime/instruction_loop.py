@@ -1,4 +1,4 @@
-"""The instruction loop: runs a compiled program over an environment of slots.
+"""The instruction loop: runs a compiled program over an environment: a list with a place for each value.
 
 It never waits for a result; it waits for the end of an offload only where a `ResidualPlan` says so.
 """
@@ -58,11 +58,8 @@ class Runtime:
         self._mesh, self._executables = mesh, executables
         if distributed is not None:
             _refuse_other_memory(program, executables)
-        self._given_away = _given_away(program) if distributed is not None else {}
-        self._awaiting = _awaiting(program) if distributed is not None else {}
-        # Slots are reused, so most instructions equal earlier ones, and share their functions, shardings and routes.
-        self._step_of, self._transfer_of, self._shardings_of = cache(partial), cache(_bind_transfer), cache(_shardings)
-        self._route_of = cache(plan)
+        # Microbatches share what is worked out for an edge.
+        self._shardings_of, self._route_of = cache(_shardings), cache(plan)
         local = set(mesh.local_ranks)
         self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         self._steps = [step for step in self._bound if step is not None]
@@ -79,12 +76,12 @@ class Runtime:
 
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
         """Put the microbatch indices as scalars on each rank's devices, once: no step pays for it."""
-        indices = {key: slot for key, slot in self.program.indices.items() if key[0] in local}
-        value = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
+        indices = {key: value for key, value in self.program.indices.items() if key[0] in local}
+        scalar = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
         on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
         if not all(sharding.is_fully_addressable for sharding in on_rank.values()):
-            return {slot: place(value[m], on_rank[rank]) for (rank, m), slot in indices.items()}
-        placed = copy_arrays([value[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
+            return {value: place(scalar[m], on_rank[rank]) for (rank, m), value in indices.items()}
+        placed = copy_arrays([scalar[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
         return dict(zip(indices.values(), placed, strict=True))
 
     def _bind(self, number: int, instruction: Instruction, local: set[int]) -> Step | None:
@@ -96,14 +93,15 @@ class Runtime:
             run = self._bind_run(number, instruction)
             if self._distributed is None:
                 return run
-            return self._step_of(_after, self._distributed.connection.window.before_task, run)
+            return partial(_after, self._distributed.connection.window.before_task, run)
         if isinstance(instruction, Wait):
-            return self._step_of(_wait, instruction.copies)
-        return self._step_of(_free, instruction.slots, instruction.delete)
+            return partial(_wait, instruction.copies)
+        return partial(_free, instruction.values, instruction.delete)
 
     def _bind_run(self, number: int, run: Run) -> Step:
         executable = self._executables.variants.get(number, self._executables.tasks[run.task])
-        return self._step_of(_run, executable, run.inputs, run.outputs)
+        donated = tuple([run.inputs[position] for position in sorted(self.program.tasks[run.task].donate)])
+        return partial(_run, executable, run.inputs, run.outputs, donated)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
         if instruction.memory is not None:
@@ -117,7 +115,7 @@ class Runtime:
             # Only for ranks of one device: with several devices, two ranks may partition a value differently.
             together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
             handed = self._handed_over[number] if together else frozenset[int]()
-            return self._transfer_of(instruction, shardings, handed)
+            return _bind_transfer(instruction, shardings, handed)
         distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not connection.transport.needs_global_order:
@@ -129,15 +127,17 @@ class Runtime:
         )
         route = self._route_of(leaves, jax.process_index())
         self.parcels += route.own_parcels()
-        private, what = self._given_away[number], self._awaiting[number]
+        # Other code may donate or delete arguments and results.
+        private = [value in self.program.preset or value in self.program.returned for value in instruction.sent]
+        what = _awaited(self.program, instruction)
         sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
         self._crossings.append(number)
 
         def step(environment: Environment) -> None:
-            arrays = [None if slot is None else environment[slot] for slot in sent]
+            arrays = [None if value is None else environment[value] for value in sent]
             arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls, what))
-            for slot, array in zip(instruction.received, arrived, strict=True):
-                environment[slot] = array
+            for value, array in zip(instruction.received, arrived, strict=True):
+                environment[value] = array
 
         return step
 
@@ -145,10 +145,10 @@ class Runtime:
         memory = HOST_MEMORY if instruction.memory == HOST_MEMORY else None  # None is the devices' own
         specs = self._executables.transfer_specs[number]
         shardings = self._shardings_of(self._mesh.unstack[instruction.target], specs, (memory,) * len(specs))
-        return self._step_of(_move, instruction.sent, instruction.received, shardings)
+        return partial(_move, instruction.sent, instruction.received, shardings)
 
     def run(self, environment: Environment) -> None:
-        """Run one step; `environment` holds the arguments in their slots and receives the results in theirs.
+        """Run one step; `environment` holds the arguments in their places and receives the results in theirs.
 
         Raises:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
@@ -173,8 +173,8 @@ class Runtime:
         self._calls += 1
         if self._distributed is not None:
             self._distributed.connection.group.runs += 1
-        for slot, index in self._indices.items():
-            environment[slot] = index
+        for value, index in self._indices.items():
+            environment[value] = index
 
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
@@ -215,10 +215,18 @@ class Runtime:
 # `partial` of these functions makes the steps: a closure is five objects to the garbage collector, a partial two.
 
 
-def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], environment: Environment) -> None:
-    results = executable(*[environment[slot] for slot in inputs])
-    for slot, result in zip(outputs, results, strict=True):
-        environment[slot] = result
+def _run(
+    executable: Any,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    donated: tuple[int, ...],
+    environment: Environment,
+) -> None:
+    results = executable(*[environment[value] for value in inputs])
+    for value, result in zip(outputs, results, strict=True):
+        environment[value] = result
+    for value in donated:  # the executable may have had no use for the memory
+        environment[value] = None
 
 
 def _after(first: Callable[[], None], step: Step, environment: Environment) -> None:
@@ -229,15 +237,15 @@ def _after(first: Callable[[], None], step: Step, environment: Environment) -> N
 def _copy(
     sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
 ) -> None:
-    for slot, copy in zip(received, copy_arrays([environment[s] for s in sent], shardings), strict=True):
-        environment[slot] = copy
+    for value, copy in zip(received, copy_arrays([environment[v] for v in sent], shardings), strict=True):
+        environment[value] = copy
 
 
 def _move(
     sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
 ) -> None:
-    for slot, copy in zip(received, to_memory([environment[s] for s in sent], shardings), strict=True):
-        environment[slot] = copy
+    for value, copy in zip(received, to_memory([environment[v] for v in sent], shardings), strict=True):
+        environment[value] = copy
 
 
 def _hand_over(moves: Sequence[tuple[int, int]], rest: Step | None, environment: Environment) -> None:
@@ -262,17 +270,17 @@ def _bind_transfer(transfer: Transfer, shardings: tuple[NamedSharding, ...], han
     return partial(_hand_over, [(sent[p], received[p]) for p in sorted(handed_over)], copy if copied else None)
 
 
-def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environment) -> None:
-    for slot in delete:
-        environment[slot].delete()
-    for slot in slots:
-        environment[slot] = None
+def _free(values: tuple[int, ...], delete: tuple[int, ...], environment: Environment) -> None:
+    for value in delete:
+        environment[value].delete()
+    for value in values:
+        environment[value] = None
 
 
 def _wait(copies: tuple[int, ...], environment: Environment) -> None:
     # An offload depends on earlier instructions of the global order only, and these are dispatched: no deadlock.
-    for slot in copies:
-        environment[slot].block_until_ready()
+    for value in copies:
+        environment[value].block_until_ready()
 
 
 def _refuse_other_memory(program: Program, executables: Executables) -> None:
@@ -289,41 +297,15 @@ def _refuse_other_memory(program: Program, executables: Executables) -> None:
                 )
 
 
-def _given_away(program: Program) -> dict[int, list[bool]]:
-    """Find, for each transfer, the sent values that are arguments or results: other code may donate or delete these."""
-    given = set(program.preset())
-    found: dict[int, list[bool]] = {}
-    sends: dict[int, list[tuple[int, int]]] = {}  # of a slot's present value: (transfer, position in it)
-    for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Transfer):
-            found[number] = [slot in given for slot in instruction.sent]
-            for position, slot in enumerate(instruction.sent):
-                sends.setdefault(slot, []).append((number, position))
-        for slot in instruction.writes():
-            given.discard(slot)
-            sends.pop(slot, None)
-    for result in program.results:
-        for slot in result.values() if isinstance(result, dict) else ():
-            for number, position in sends.get(slot, ()):
-                found[number][position] = True
-    return found
-
-
-def _awaiting(program: Program) -> dict[int, str]:
-    """Describe, for each transfer, the purpose of the target's wait: the next task that reads the values."""
-    reader: dict[int, str] = {}
-    found: dict[int, str] = {}
-    for number in range(len(program.instructions) - 1, -1, -1):
-        instruction = program.instructions[number]
-        if isinstance(instruction, Transfer):
-            readers = [reader.pop(slot) for slot in instruction.received if slot in reader]
-            purpose = readers[0] if readers else "a result of the step"
-            found[number] = f"rank {instruction.target}: what {purpose} needs of rank {instruction.source}"
-            reader.update(dict.fromkeys(instruction.sent, "a later task"))
-        elif isinstance(instruction, Run):
-            for slot in instruction.outputs:
-                reader.pop(slot, None)
-            task = program.tasks[instruction.task]
-            stage = "" if task.stage is None else f" (stage {task.stage}, microbatch {instruction.microbatch})"
-            reader.update(dict.fromkeys(instruction.inputs, f"task {task.name}{stage}"))
-    return found
+def _awaited(program: Program, transfer: Transfer) -> str:
+    """Describe the purpose of the target's wait: the next task that reads the values."""
+    readers = [program.readers[value][0] for value in transfer.received if value in program.readers]
+    purpose = "a result of the step"
+    if readers:
+        run = program.instructions[readers[0]]
+        purpose = "a later task"
+        if isinstance(run, Run):
+            task = program.tasks[run.task]
+            stage = "" if task.stage is None else f" (stage {task.stage}, microbatch {run.microbatch})"
+            purpose = f"task {task.name}{stage}"
+    return f"rank {transfer.target}: what {purpose} needs of rank {transfer.source}"

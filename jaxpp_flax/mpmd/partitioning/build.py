@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
-from jaxpp_flax.engine.passes.liveness import allocate_slots
+from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
@@ -65,7 +65,7 @@ def build(
     fragments = fragments_of(step, placement, stages, order, halves)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
     unrolled = unroll(step, placement, fragments, rewrites, keep_unused=keep_unused)
-    program = allocate_slots(unrolled, [False] * num_constants + list(donated))
+    program = donate_and_free(unrolled, [False] * num_constants + list(donated))
     if wants_verification():
         unrolled.verify()
         program.verify()

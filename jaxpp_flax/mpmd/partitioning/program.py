@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from jaxpp_flax.engine.passes.placed import Move
-from jaxpp_flax.engine.passes.unroll import Unroller
+from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, values
@@ -19,23 +17,6 @@ from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 __all__ = ["unroll"]
 
 
-class _Unroller(Unroller):
-    """The engine's unroller, which also sends each value to the meshes that read it, once."""
-
-    def __init__(self, native: Mapping[Value, tuple[int, ...]]) -> None:
-        super().__init__()
-        self.native = native
-
-    def send(self, values: Sequence[Value], source: int, target: int) -> None:
-        missing = [v for v in values if (v, target) not in self.slots]
-        self.move([Move(v, source, target) for v in missing])
-
-    def fetch(self, values: Sequence[Value], rank: int) -> None:
-        """Send arguments from other meshes before their first use."""
-        missing = [v for v in values if (v, rank) not in self.slots]
-        self.move([Move(v, min(self.native[v]), rank) for v in missing])
-
-
 def unroll(
     step: Step,
     placement: Placement,
@@ -44,48 +25,49 @@ def unroll(
     *,
     keep_unused: bool,
 ) -> Program:
-    """Turn fragments into a program with a slot for every value (see the engine's `liveness` for reuse).
+    """Turn fragments into a program.
 
     The fragments are in an order in which they can run; `rewrite` moves a graph's shardings onto the mesh of a rank.
-    With `keep_unused`, an argument that nothing reads has a slot too.
+    With `keep_unused`, an argument that nothing reads lies on its ranks too.
     """
     native = dict(zip(step.inputs, placement.arguments, strict=True))
     native.update({v: ranks for node, ranks in placement.nodes.items() for v in node.outputs})
-    unroller = _Unroller(native)
+    builder = ProgramBuilder(len(rewrite))
     readers = _readers(step, placement, fragments)
-    arguments = [
-        {rank: unroller.new(value, rank) for rank in ranks if keep_unused or value in readers}
-        for value, ranks in zip(step.inputs, placement.arguments, strict=True)
-    ]
+    for value, ranks in zip(step.inputs, placement.arguments, strict=True):
+        builder.argument(value, ranks if keep_unused or value in readers else ())
     fingerprints = Fingerprinter()
     like = _like(step)
     known: dict[Hashable, int] = {}
-    runs: dict[int, list[Run]] = {}
     for fragment in fragments:
         rank = fragment.key.rank
         whole = _graph(fragment, readers, native)
         graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
-        unroller.fetch(whole.inputs, rank)
-        inputs = tuple(unroller.slots[v, rank] for v in whole.inputs)
-        outputs = tuple(unroller.new(v, rank) for v in whole.outputs)
+        _bring(builder, whole.inputs, native, rank)
         key = rank, fragment.label, fingerprints.graph(graph)
         if key not in known:
-            known[key] = unroller.add_task(_task(fragment, graph, [like.get(v) for v in values(whole.outputs)]))
+            known[key] = builder.task(_task(fragment, graph, [like.get(v) for v in values(whole.outputs)]))
         call = -1 if fragment.key.call is None else fragment.key.call
-        run = Run(known[key], call, rank, inputs, outputs)
-        unroller.instructions.append(run)
-        runs.setdefault(run.task, []).append(run)
+        builder.run_on(known[key], whole.inputs, whole.outputs, call)
         made = [v for v in values(whole.outputs) if min(native[v]) == rank]
         for target in sorted({r for v in made for r, _ in readers[v]} - {rank}):
             wanted = [v for v in made if target not in native[v] and any(r == target for r, _ in readers[v])]
-            unroller.send(wanted, rank, target)
-    results: list[Any] = []
+            builder.send(wanted, rank, target)
     for atom, rank in zip(step.outputs, placement.results, strict=True):
-        if isinstance(atom, Value):
-            unroller.fetch([atom], rank)
-        results.append({rank: unroller.slots[atom, rank]} if isinstance(atom, Value) else atom)
-    unroller.tasks = [_finished(task, runs[number]) for number, task in enumerate(unroller.tasks)]
-    return unroller.finished(arguments, results, len(rewrite))
+        _bring(builder, values([atom]), native, rank)
+        builder.result(atom, [rank])
+    runs: dict[int, list[Run]] = {}
+    for run in builder.instructions:
+        if isinstance(run, Run):
+            runs.setdefault(run.task, []).append(run)
+    builder.tasks = [_finished(task, runs[number]) for number, task in enumerate(builder.tasks)]
+    return builder.finish()
+
+
+def _bring(builder: ProgramBuilder, edges: Sequence[Value], native: Mapping[Value, tuple[int, ...]], rank: int) -> None:
+    """Send arguments from other meshes before their first use."""
+    for source in sorted({min(native[edge]) for edge in edges}):
+        builder.send([edge for edge in edges if min(native[edge]) == source], source, rank)
 
 
 def _readers(

@@ -41,9 +41,9 @@ SHOWS = {
     "scatter_gradients": r"its accumulators update .*argument 0.*argument 3",
     "place": r"(?m)^rank 1:$",
     "stream_updates": r"(?m)^rank 1:$",
-    "unroll": r"rank 0 -> rank 1: send s\d+ receive s\d+",
-    "offload": r"rank 0 -> rank 1: send s\d+ receive s\d+",
-    "liveness": r"rank 1: free s\d+",
+    "unroll": r"rank 0 -> rank 1: send v\d+ receive v\d+",
+    "offload": r"rank 0 -> rank 1: send v\d+ receive v\d+",
+    "liveness": r"rank 1: free v\d+",
 }
 
 

@@ -28,34 +28,34 @@ def arguments(schedule: Schedule) -> list[Any]:
 
 
 def interpret(program: Program, arguments: Sequence[Any]) -> list[Any]:
-    """Run a program on slots; what is freed or donated is really gone, and every rank reads its own slots alone."""
-    slots: dict[int, Any] = {}
+    """Run a program; what is freed or donated is really gone, and every rank reads its own values alone."""
+    arrays: dict[int, Any] = {}
     owner: dict[int, int] = {}
-    for ranks, value in zip(program.arguments, arguments, strict=True):
-        for rank, slot in ranks.items():
-            slots[slot], owner[slot] = value, rank
-    for (rank, microbatch), slot in program.indices.items():
-        slots[slot], owner[slot] = np.int32(microbatch), rank
+    for ranks, array in zip(program.arguments, arguments, strict=True):
+        for rank, value in ranks.items():
+            arrays[value], owner[value] = array, rank
+    for (rank, microbatch), value in program.indices.items():
+        arrays[value], owner[value] = np.int32(microbatch), rank
     for instruction in program.instructions:
         if isinstance(instruction, Run):
             task = program.tasks[instruction.task]
-            assert {owner[s] for s in instruction.inputs} <= {instruction.rank}
-            results = task.graph.run(*(slots[s] for s in instruction.inputs))
+            assert {owner[v] for v in instruction.inputs} <= {instruction.rank}
+            results = task.graph.run(*(arrays[v] for v in instruction.inputs))
             for position in task.donate:
-                del slots[instruction.inputs[position]]
-            for slot, result in zip(instruction.outputs, results, strict=True):
-                assert slot not in slots
-                slots[slot], owner[slot] = result, instruction.rank
+                del arrays[instruction.inputs[position]]
+            for value, result in zip(instruction.outputs, results, strict=True):
+                assert value not in arrays
+                arrays[value], owner[value] = result, instruction.rank
         elif isinstance(instruction, Transfer):
             for sent, received in zip(instruction.sent, instruction.received, strict=True):
                 assert owner[sent] == instruction.source
-                assert received not in slots
-                slots[received], owner[received] = slots[sent], instruction.target
+                assert received not in arrays
+                arrays[received], owner[received] = arrays[sent], instruction.target
         else:
-            for slot in instruction.slots:
-                assert owner[slot] == instruction.rank
-                del slots[slot]
-    return [slots[next(iter(result.values()))] for result in program.results]
+            for value in instruction.values:
+                assert owner[value] == instruction.rank
+                del arrays[value]
+    return [arrays[next(iter(result.values()))] for result in program.results]
 
 
 @each_schedule
@@ -105,13 +105,11 @@ def test_a_skip_goes_directly_to_its_user():
     assert pairs[0, 2] == MICROBATCHES
 
 
-def test_instructions_grow_linearly_and_tasks_and_slots_do_not():
+def test_instructions_grow_linearly_and_tasks_do_not():
     sizes = []
     for microbatches in (4, 8, 12):
         program = built(sgd_step(Std1F1B(3)), 3, chain(3), batch_of(microbatches)).program
         runs = sum(isinstance(i, (Run, Transfer)) for i in program.instructions)
-        # The index of each microbatch keeps a slot of its own on the ranks that read it.
-        sizes.append((len(program.tasks), runs, program.num_slots - len(program.indices)))
+        sizes.append((len(program.tasks), runs))
     assert sizes[0][0] == sizes[1][0] == sizes[2][0]
     assert sizes[2][1] - sizes[1][1] == sizes[1][1] - sizes[0][1]
-    assert sizes[2][2] == sizes[1][2]

@@ -53,52 +53,45 @@ BODY = ProgramTask("body", 0, identity((4,), (4,), (4,)))
 @pytest.mark.parametrize(
     ("read", "found"),
     [
-        pytest.param((3, 0, 1), P("fsdp"), id="an_argument"),
-        pytest.param((1, 0, 1), P(), id="an_accumulator_in_a_slot_that_was_used_before"),
-        pytest.param((2, 0, 1), P(), id="what_another_task_writes_there_in_between"),
+        pytest.param((0, 1, 2), P("fsdp"), id="an_argument"),
+        pytest.param((2, 1, 2), P(), id="another_accumulator"),
+        pytest.param((3, 1, 2), P(), id="what_another_task_makes_in_between"),
     ],
 )
 def test_the_array_whose_spec_is_taken(read: tuple[int, ...], found: P):
-    """A step's second loop writes its accumulators where arrays of the first one lay: these say nothing about them."""
-    between = Run(2, -1, 0, (3,), (2,))
+    """What is made later has no spec yet."""
+    between = Run(2, -1, 0, (0,), (3,))
     other = ProgramTask("other", 0, identity((4,)))
-    program = by_hand([Run(0, -1, 0, (), (0, 1)), between, Run(1, 0, 0, read, (4, 5, 6))], [INIT, BODY, other], [], 7)
-    before = {1: P("fsdp"), 2: P("fsdp"), 3: P("fsdp")}
-    assert initial_spec(program, 0, 0, before.get, None) == found
+    program = by_hand([Run(0, -1, 0, (), (1, 2)), between, Run(1, 0, 0, read, (4, 5, 6))], [INIT, BODY, other], [], 7)
+    assert initial_spec(program, 1, {0: P("fsdp")}.get, None) == found
 
 
 def test_an_accumulator_that_no_task_reads_is_whole():
-    """Its slot is written again, and read then."""
-    other = ProgramTask("other", 0, identity((4,)))
-    program = by_hand(
-        [Run(0, -1, 0, (), (0, 1)), Run(2, -1, 0, (3,), (0,)), Run(1, 0, 0, (0, 3, 3), (4, 5, 6))],
-        [INIT, BODY, other],
-        [],
-        7,
-    )
-    assert initial_spec(program, 0, 0, {3: P("fsdp")}.get, None) == P()
+    program = by_hand([Run(0, -1, 0, (), (1, 2)), Run(1, 0, 0, (2, 0, 0), (4, 5, 6))], [INIT, BODY], [], 7)
+    assert initial_spec(program, 1, {0: P("fsdp")}.get, None) == P()
+    assert initial_spec(program, 2, {0: P("fsdp")}.get, None) == P("fsdp")
 
 
 def test_shards_lead_once():
     """Whatever is partitioned over the axis of the shards is not taken as well."""
     init = ProgramTask("init", 0, Graph((), made((2, 4)).outputs, ()), batch_dims=((0, "data"),))
-    program = by_hand([Run(0, -1, 0, (), (0,))], [init], [], 1)
+    program = by_hand([Run(0, -1, 0, (), (1,))], [init], [], 2)
     both = P("data", "tensor"), P("data", None, "tensor")  # as ZeRO partitions an optimizer's state
     for wish, found in (*{P(None, "tensor"): P("data", None, "tensor"), P("data"): P("data")}.items(), both):
-        assert initial_spec(program, 0, 0, {}.get, wish) == found
+        assert initial_spec(program, 1, {}.get, wish) == found
 
 
 def test_shards_keep_their_dimension():
     """A body that maps its work over the shards may return them in any dimension; a wish is for all others."""
     init = ProgramTask("init", 0, Graph((), made((4, 2, 6)).outputs, ()), batch_dims=((1, "data"),))
-    program = by_hand([Run(0, -1, 0, (), (0,))], [init], [], 1)
+    program = by_hand([Run(0, -1, 0, (), (1,))], [init], [], 2)
     wishes = {
         P("tensor"): P("tensor", "data"),
         P(None, "tensor"): P(None, "data", "tensor"),
         P("data"): P(None, "data"),
     }
     for wish, found in wishes.items():
-        assert initial_spec(program, 0, 0, {}.get, wish) == found
+        assert initial_spec(program, 1, {}.get, wish) == found
 
 
 def test_the_estimate_before_the_cut_follows_the_same_rule():

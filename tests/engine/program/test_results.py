@@ -45,14 +45,14 @@ def step(params: Any, batch: Any, argument: jax.Array) -> Any:
 
 def last_runs_free_what_they_read(program: Program) -> None:
     """What comes as a result in another form alone is not kept beside it; an argument stays the caller's."""
-    kept = {slot for slots in (*program.arguments, *program.results) for slot in slots.values()}
+    kept = {value for ranks in (*program.arguments, *program.results) for value in ranks.values()}
     own = [
         (run, behind)
         for run, behind in itertools.pairwise([*program.instructions, None])
         if isinstance(run, Run) and program.tasks[run.task].name.startswith("results_")
     ]
-    freed = {slot for _, free in own if isinstance(free, Free) for slot in free.slots}
-    assert freed == {slot for run, _ in own for slot in run.inputs if slot not in kept} != set()
+    freed = {value for _, free in own if isinstance(free, Free) for value in free.values}
+    assert freed == {value for run, _ in own for value in run.inputs if value not in kept} != set()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -97,7 +97,7 @@ def test_with_a_slow_link_the_devices_hold_what_is_predicted_if_the_plan_waits(
     assert copies
     # Live arrays are as predicted (tests/engine/program/test_live_memory.py); this is what devices hold beyond them.
     assert (max(in_use) == 0) == (within is not None)
-    assert ("wait for s" in compiled.as_text()) == (within is not None)
+    assert ("wait for v" in compiled.as_text()) == (within is not None)
     assert any(isinstance(i, Wait) for i in compiled.program.instructions) == (within is not None)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.api import MpmdMesh, mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.liveness import allocate_slots
+from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
@@ -28,7 +28,7 @@ def fits(program: Program) -> list[frozenset[int]]:
 
 
 def test_a_value_that_its_maker_forgets_moves_and_may_be_donated():
-    program = allocate_slots(
+    program = donate_and_free(
         by_hand(
             [Run(0, -1, 0, (0,), (1,)), Transfer(0, 1, (1,), (2,)), Run(1, -1, 1, (2,), (3,))], [HERE, THERE], [3], 4
         ),
@@ -38,43 +38,43 @@ def test_a_value_that_its_maker_forgets_moves_and_may_be_donated():
     assert fits(program) == [{0}]
 
 
-def kept_and_sent(*after: Run | Transfer, results: list[int], slots: int) -> Program:
-    """Slot 1 is made on rank 0, sent to rank 1 as slot 2, and read on rank 0 once more."""
+def kept_and_sent(*after: Run | Transfer, results: list[int], size: int) -> Program:
+    """Value 1 is made on rank 0, sent to rank 1 as value 2, and read on rank 0 once more."""
     again = replace(HERE, name="again")
     program = [Run(0, -1, 0, (0,), (1,)), Transfer(0, 1, (1,), (2,)), *after, Run(2, -1, 0, (1,), (3,))]
-    return allocate_slots(by_hand(program, [HERE, THERE, again], results, slots), [False])
+    return donate_and_free(by_hand(program, [HERE, THERE, again], results, size), [False])
 
 
 def test_a_value_that_both_read_is_shared():
-    program = kept_and_sent(Run(1, -1, 1, (2,), (4,)), results=[3, 4], slots=5)
+    program = kept_and_sent(Run(1, -1, 1, (2,), (4,)), results=[3, 4], size=5)
     unshared = replace(program, tasks=tuple(replace(t, donate=frozenset()) for t in program.tasks))
     assert fits(unshared) == [{0}]
 
 
 def test_a_value_that_both_read_and_one_donates_is_copied():
-    program = kept_and_sent(Run(1, -1, 1, (2,), (4,)), results=[3, 4], slots=5)
+    program = kept_and_sent(Run(1, -1, 1, (2,), (4,)), results=[3, 4], size=5)
     assert program.tasks[1].donate == {0}
     assert fits(program) == [frozenset()]
 
 
 def test_a_value_that_is_returned_is_copied_unless_it_moves():
-    assert fits(kept_and_sent(results=[3, 2], slots=4)) == [frozenset()]
-    moved = allocate_slots(by_hand([Run(0, -1, 0, (0,), (1,)), Transfer(0, 1, (1,), (2,))], [HERE], [2], 3), [False])
+    assert fits(kept_and_sent(results=[3, 2], size=4)) == [frozenset()]
+    moved = donate_and_free(by_hand([Run(0, -1, 0, (0,), (1,)), Transfer(0, 1, (1,), (2,))], [HERE], [2], 3), [False])
     assert fits(moved) == [{0}]
 
 
 def test_the_callers_arrays_never_move():
     program = by_hand([Transfer(0, 1, (0,), (1,)), Run(0, -1, 1, (1,), (2,))], [THERE], [2], 3)
-    kept = allocate_slots(program, [False])
+    kept = donate_and_free(program, [False])
     assert kept.tasks[0].donate == {0}
     assert fits(kept) == [frozenset()]
-    given = allocate_slots(program, [True])
+    given = donate_and_free(program, [True])
     assert any(isinstance(i, Free) and i.delete for i in given.instructions)
     assert fits(given) == [frozenset()]
 
 
 def test_a_result_that_is_an_argument_as_it_came_does_not_move():
-    program = allocate_slots(
+    program = donate_and_free(
         by_hand(
             [Run(0, -1, 0, (0,), (1,)), Transfer(0, 1, (1,), (2,)), Run(1, -1, 1, (2,), (3,))],
             [ProgramTask("same", 0, identity((2,))), THERE], [3], 4,
@@ -87,7 +87,7 @@ def test_a_result_that_is_an_argument_as_it_came_does_not_move():
 def test_what_is_shared_once_does_not_move_to_a_third_rank():
     third = ProgramTask("third", 2, made((2,)))
     reader = replace(THERE, name="reader")
-    program = allocate_slots(
+    program = donate_and_free(
         by_hand(
             [
                 Run(0, -1, 0, (0,), (1,)),

@@ -9,6 +9,7 @@ holds the device's values until then.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,43 +28,45 @@ __all__ = ["offload"]
 
 
 def offload(program: Program, plan: ResidualPlan | None) -> Program:
-    """Add the offloads and the fetches of a plan to a program in which each slot is written once.
+    """Add the offloads and the fetches of a plan to a program without frees and donations.
 
     Raises:
       TypeError: if a value to be moved is not an array.
     """
     if plan is None or not any(stage.offload for stage in plan.stages):
         return program
-    found = _Values.of(program)
+    runs: list[list[int]] = [[] for _ in range(program.num_ranks)]  # of loop tasks
+    backwards: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, run in enumerate(program.instructions):
+        if not isinstance(run, Run) or (stage := program.tasks[run.task].stage) is None:
+            continue
+        runs[run.rank].append(number)
+        if program.tasks[run.task].kind is not TaskKind.FORWARD:
+            backwards[stage, run.microbatch].append(number)
     moves: list[_Move] = []
-    count = program.num_slots
-    for rank in range(program.num_ranks):
-        runs = found.runs[rank]
-        scheduled = [_scheduled(program, number) for number in runs]
-        for copy in host_copies(scheduled, plan):
-            forward, fetch = runs[copy.offload_after], runs[copy.fetch_before]
-            readers = found.backwards[copy.stage, copy.microbatch]
-            slots = found.kept_only_for(readers, forward, copy)
-            slots = found.largest(slots, plan.of(copy.stage).offload_values)
-            if slots:
-                host = tuple(range(count, count + len(slots)))
-                back = tuple(range(host[-1] + 1, host[-1] + 1 + len(slots)))
-                count += 2 * len(slots)
-                gone = None if copy.gone_before is None else runs[copy.gone_before]
-                moves.append(_Move(rank, found.sends_end[forward], gone, fetch, frozenset(readers), slots, host, back))
-    return replace(program, instructions=_with_moves(program.instructions, moves), num_slots=count)
+    count = program.num_values
+    for rank, numbers in enumerate(runs):
+        for copy in host_copies([_scheduled(program, number) for number in numbers], plan):
+            forward, fetch = numbers[copy.offload_after], numbers[copy.fetch_before]
+            gone = None if copy.gone_before is None else numbers[copy.gone_before]
+            kept = _Kept(program, copy, forward, _last_send(program, forward), backwards[copy.stage, copy.microbatch])
+            if values := kept.largest(plan.of(copy.stage).offload_values):
+                host, back = (tuple(range(n, n + len(values))) for n in (count, count + len(values)))
+                count += 2 * len(values)
+                moves.append(_Move(rank, kept.sent, gone, fetch, frozenset(kept.readers), values, host, back))
+    return replace(program, instructions=_with_moves(program.instructions, moves), num_values=count)
 
 
 @dataclass(frozen=True)
 class _Move:
-    """An offload after one instruction, its end and a fetch before others, and the runs that read the fetched slots."""
+    """An offload after one instruction, its end and a fetch before others, and the runs that read what is fetched."""
 
     rank: int
     after: int
     gone: int | None
     before: int
     readers: frozenset[int]
-    slots: tuple[int, ...]
+    values: tuple[int, ...]
     host: tuple[int, ...]
     back: tuple[int, ...]
 
@@ -77,16 +80,16 @@ def _with_moves(instructions: Sequence[Instruction], moves: Sequence[_Move]) -> 
         after[move.after].append(move)
         gone[move.gone].append(move)
         for reader in move.readers:
-            renamed[reader].update(zip(move.slots, move.back, strict=True))
+            renamed[reader].update(zip(move.values, move.back, strict=True))
     changed: list[Instruction] = []
     for number, instruction in enumerate(instructions):
-        changed += [Wait(m.rank, m.slots, m.host) for m in gone.get(number, ())]
+        changed += [Wait(m.rank, m.values, m.host) for m in gone.get(number, ())]
         changed += [Transfer(m.rank, m.rank, m.host, m.back, "device") for m in before.get(number, ())]
         if isinstance(instruction, Run) and number in renamed:
-            inputs = tuple(renamed[number].get(slot, slot) for slot in instruction.inputs)
+            inputs = tuple(renamed[number].get(value, value) for value in instruction.inputs)
             instruction = replace(instruction, inputs=inputs)
         changed.append(instruction)
-        changed += [Transfer(m.rank, m.rank, m.slots, m.host, HOST_MEMORY) for m in after.get(number, ())]
+        changed += [Transfer(m.rank, m.rank, m.values, m.host, HOST_MEMORY) for m in after.get(number, ())]
     return tuple(changed)
 
 
@@ -95,85 +98,56 @@ def _scheduled(program: Program, number: int) -> Any:
     return program.tasks[run.task].scheduled(run.microbatch) if isinstance(run, Run) else None
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Facts about the slots of a program, and about its instructions by number.
+def _last_send(program: Program, run: int) -> int:
+    """Return the number of the last of the transfers behind a run, which send its results."""
+    following = itertools.takewhile(lambda i: isinstance(i, Transfer), program.instructions[run + 1 :])
+    return run + sum(1 for _ in following)
 
-    Attributes:
-      program: the program.
-      runs: the runs of loop tasks of each rank.
-      backwards: the backward runs of each stage and microbatch.
-      sends_end: for each run, the last of the transfers that send its results.
-      written: the instruction that writes each slot of one microbatch, with the microbatch and the type.
-      readers: the instructions that read each slot.
-      results: the slots of the results.
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a stage keeps from a forward for its backward.
+
+    `forward` is the number of the forward's run, `sent` of its last transfer, and `readers` of the backward's runs.
     """
 
     program: Program
-    runs: list[list[int]]
-    backwards: dict[tuple[int, int], list[int]]
-    sends_end: dict[int, int]
-    written: dict[int, tuple[int, int, Any]]
-    readers: dict[int, list[int]]
-    results: frozenset[int]
+    copy: HostCopy
+    forward: int
+    sent: int
+    readers: Sequence[int]
 
-    @classmethod
-    def of(cls, program: Program) -> _Values:
-        results = frozenset(s for r in program.results if isinstance(r, dict) for s in r.values())
-        found = cls(program, [[] for _ in range(program.num_ranks)], {}, {}, {}, {}, results)
-        latest = -1
-        for number, instruction in enumerate(program.instructions):
-            for slot in instruction.reads():
-                found.readers.setdefault(slot, []).append(number)
-            if isinstance(instruction, Run):
-                latest = number
-                found._note_run(number, instruction)
-            elif isinstance(instruction, Transfer):
-                found.sends_end[latest] = number
-                for sent, received in zip(instruction.sent, instruction.received, strict=True):
-                    if sent in found.written:
-                        found.written[received] = (number, *found.written[sent][1:])
-        return found
+    def largest(self, share: float) -> tuple[int, ...]:
+        """Return values with this share of the bytes: the largest ones that fit into it, and one more to reach it."""
+        behind = (number for number in self.readers if number > self.forward)
+        read = dict.fromkeys(value for number in behind for value in self.program.instructions[number].reads())
+        values = [value for value in read if self._moves(value)]
+        avals = [self.program.types[value] for value in values]
+        sizes = [int(aval.size) * int(aval.dtype.itemsize) for aval in avals]
+        return tuple(values[i] for i in largest_share(sizes, share))
 
-    def _note_run(self, number: int, run: Run) -> None:
-        task = self.program.tasks[run.task]
-        self.sends_end[number] = number
-        if task.stage is None:
-            return
-        self.runs[run.rank].append(number)
-        if task.kind is not TaskKind.FORWARD:
-            self.backwards.setdefault((task.stage, run.microbatch), []).append(number)
-        going_round = {output for output, _ in task.pins}
-        for position, (slot, atom) in enumerate(zip(run.outputs, task.graph.outputs, strict=True)):
-            if position not in going_round:
-                self.written[slot] = number, run.microbatch, atom.aval
-
-    def kept_only_for(self, backwards: Sequence[int], forward: int, copy: HostCopy) -> tuple[int, ...]:
-        """Return the slots that are there after a forward, and that only these backward runs read later."""
-        read = dict.fromkeys(
-            slot for number in backwards if number > forward for slot in self.program.instructions[number].reads()
-        )
-        return tuple(slot for slot in read if self._moves(slot, backwards, forward, copy))
-
-    def largest(self, slots: tuple[int, ...], share: float) -> tuple[int, ...]:
-        """Return slots with this share of their bytes: the largest ones that fit into it, and one more to reach it."""
-        return tuple(slots[i] for i in largest_share([self._nbytes(slot) for slot in slots], share))
-
-    def _nbytes(self, slot: int) -> int:
-        aval = self.written[slot][2]
-        return int(aval.size) * int(aval.dtype.itemsize)
-
-    def _moves(self, slot: int, backwards: Sequence[int], forward: int, copy: HostCopy) -> bool:
-        number, microbatch, aval = self.written.get(slot, (0, -1, None))
-        if microbatch != copy.microbatch or number > forward or slot in self.results:
+    def _moves(self, value: int) -> bool:
+        """Return whether a value of the microbatch is there after the forward, and only the backward reads it later."""
+        program, made = self.program, self.program.makers.get(value)
+        if made is None or made[0] > self.forward or value in program.returned or not self._is_of_the_microbatch(made):
             return False
-        later = [reader for reader in self.readers[slot] if reader > self.sends_end[forward]]
-        if not set(later) <= set(backwards):
+        if any(reader > self.sent and reader not in self.readers for reader in program.readers[value]):
             return False
+        aval = program.types[value]
         if not isinstance(aval, ShapedArray):
             raise TypeError(
-                f"the ResidualPlan offloads stage {copy.stage}, whose backward reads {aval}: only arrays can be moved "
-                "to host memory. Keep the residuals of this stage on the devices."
+                f"the ResidualPlan offloads stage {self.copy.stage}, whose backward reads {aval}: only arrays can be "
+                "moved to host memory. Keep the residuals of this stage on the devices."
             )
         # Keys of random numbers are a few bytes, and what the user has put on the host is there.
         return memory_kind_of(aval) is None and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+    def _is_of_the_microbatch(self, made: tuple[int, int]) -> bool:
+        """Return whether a task of the loop makes a value for this microbatch, and for no other one."""
+        instruction, position = self.program.instructions[made[0]], made[1]
+        if isinstance(instruction, Transfer):
+            origin = self.program.makers.get(instruction.sent[position])
+            return origin is not None and self._is_of_the_microbatch(origin)
+        if not isinstance(instruction, Run) or instruction.microbatch != self.copy.microbatch:
+            return False
+        return position not in {output for output, _ in self.program.tasks[instruction.task].pins}

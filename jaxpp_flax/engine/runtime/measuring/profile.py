@@ -41,17 +41,17 @@ class TaskTiming:
 
 
 class _Mailbox:
-    """The values that ranks send to one another, by the number of the transfer."""
+    """Tells ranks which transfers from other ranks have arrived, by their numbers."""
 
     def __init__(self) -> None:
-        self._arrived: dict[int, Any] = {}
+        self._arrived = set[int]()
         self._condition = threading.Condition()
         self._ended = 0
         self.failure: BaseException | None = None
 
-    def post(self, number: int, values: Any) -> None:
+    def post(self, number: int) -> None:
         with self._condition:
-            self._arrived[number] = values
+            self._arrived.add(number)
             self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -70,7 +70,7 @@ class _Mailbox:
         with self._condition:
             self._condition.wait_for(lambda: self._ended == count or self.failure is not None)
 
-    def take(self, number: int) -> Any:
+    def await_arrival(self, number: int) -> None:
         with self._condition:
             done = self._condition.wait_for(
                 lambda: number in self._arrived or self.failure is not None, timeout=_WAIT_SECONDS
@@ -85,7 +85,6 @@ class _Mailbox:
                     f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
                     "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
                 )
-            return self._arrived.pop(number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ def run_profiled(
     Args:
       program: the program that runs.
       steps: the runtime's steps, one for each instruction; None for work of other processes.
-      environment: arguments and indices in their slots; receives the results.
+      environment: arguments and indices in their places; receives the results.
       at_once: the number of tasks that may run at a time, over all ranks. If ranks are virtual devices on fewer cores,
         pass the number of cores: then a task's time does not include its wait for a core.
       ranks: the ranks of this process; None: all.
@@ -187,26 +186,20 @@ class _MeasuredStep:
         if not {transfer.source, transfer.target} <= self.own:
             self.gate.run(number, step, self.environment)
             if transfer.target == rank:
-                jax.block_until_ready([self.environment[slot] for slot in transfer.received])
+                jax.block_until_ready([self.environment[value] for value in transfer.received])
             return
         if transfer.source == rank:
-            # The runtime's step copies within one environment; here the received slots may still be in use.
-            apart = _Overlay(self.environment)
-            self.gate.run(number, step, apart)
-            copies = [apart.written[slot] for slot in transfer.received]
-            for copy in copies:
-                copy.block_until_ready()
-            self.mailbox.post(number, copies)
+            self.gate.run(number, step, self.environment)
+            jax.block_until_ready([self.environment[value] for value in transfer.received])
+            self.mailbox.post(number)
         if transfer.target == rank:
-            for slot, copy in zip(transfer.received, self.mailbox.take(number), strict=True):
-                self.environment[slot] = copy
+            self.mailbox.await_arrival(number)
 
     def _task(self, number: int, run: Run, step: Step) -> None:
         with self.cores:
             start = time.perf_counter() - self.begin
             step(self.environment)
-            for slot in run.outputs:
-                self.environment[slot].block_until_ready()
+            jax.block_until_ready([self.environment[value] for value in run.outputs])
             end = time.perf_counter() - self.begin
         task, timings = self.program.tasks[run.task], self.timings[run.rank]
         scheduled = task.scheduled(run.microbatch)
@@ -256,20 +249,6 @@ class _Gate:
             if step is not None:
                 step(self._step.environment)
             self._next += 1
-
-
-class _Overlay:
-    """Reads from the environment, but keeps writes apart."""
-
-    def __init__(self, environment: list[Any]) -> None:
-        self.environment = environment
-        self.written: dict[int, Any] = {}
-
-    def __getitem__(self, slot: int) -> Any:
-        return self.environment[slot]
-
-    def __setitem__(self, slot: int, value: Any) -> None:
-        self.written[slot] = value
 
 
 # -- the time of each task alone
@@ -331,9 +310,9 @@ def run_timed(
         if not isinstance(instruction, Run):
             step(environment)
             continue
-        jax.block_until_ready([environment[slot] for slot in instruction.inputs])
+        jax.block_until_ready([environment[value] for value in instruction.inputs])
         begin = time.perf_counter()
         step(environment)
-        jax.block_until_ready([environment[slot] for slot in instruction.outputs])
+        jax.block_until_ready([environment[value] for value in instruction.outputs])
         task = program.tasks[instruction.task]
         times.setdefault(task.name, []).append((time.perf_counter() - begin) * 1e3)

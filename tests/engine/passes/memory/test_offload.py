@@ -71,7 +71,7 @@ def test_waits_stand_where_the_simulator_has_them_and_device_copies_end_there(sc
 
 def test_the_device_copy_is_freed_right_after_the_offload_and_parameters_stay():
     program = program_of(GPipe(2), ResidualPlan([OFFLOAD, OFFLOAD]))
-    arguments = {slot for slots in program.arguments for slot in slots.values()}
+    arguments = {value for ranks in program.arguments for value in ranks.values()}
     for rank in range(2):
         for number, move in moves(program, rank):
             assert arguments.isdisjoint(move.sent)
@@ -79,8 +79,8 @@ def test_the_device_copy_is_freed_right_after_the_offload_and_parameters_stay():
     # A fetched value is donated to the backward as the kept one was.
     kept = program_of(GPipe(2), None)
     assert [t.donate for t in program.tasks] == [t.donate for t in kept.tasks]
-    assert "offload s" in program.as_text()
-    assert f"to {HOST_MEMORY} as s" in program.as_text()
+    assert "offload v" in program.as_text()
+    assert f"to {HOST_MEMORY} as v" in program.as_text()
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
@@ -129,18 +129,17 @@ def test_a_value_that_another_stage_of_the_rank_reads_stays():
     later = next(t for t in program.tasks if t.name == "fwd_2")
     (shared,) = set(forward.graph.outputs) & set(later.graph.inputs)
     position = forward.graph.outputs.index(shared)
-    slots = [(n, i.outputs[position]) for n, i in enumerate(program.instructions)
+    made = [(n, i.outputs[position]) for n, i in enumerate(program.instructions)
              if isinstance(i, Run) and program.tasks[i.task] is forward]  # fmt: skip
-    for number, slot in slots:
+    for number, value in made:
         after = program.instructions[number + 1 :]
         reader = next(n for n, i in enumerate(after) if isinstance(i, Run) and program.tasks[i.task] is later)
-        assert all(slot not in i.sent for i in after[:reader] if isinstance(i, Transfer) and i.memory is not None)
+        assert all(value not in i.sent for i in after[:reader] if isinstance(i, Transfer) and i.memory is not None)
     assert moves(program, 0)
 
 
 def test_a_value_that_is_no_array_is_refused():
     unrolled = program_of(GPipe(2), None)
-    # Slots are used again there; it is enough that the first forward's result has a type of another kind.
     tasks = list(unrolled.tasks)
     number, forward = next((n, t) for n, t in enumerate(tasks) if t.name == "fwd_0")
     strange = tuple(Value(jax.extend.core.AbstractToken()) for _ in forward.graph.outputs)
@@ -162,11 +161,11 @@ def test_broken_copies_are_found():
         with pytest.raises(VerificationError, match=text):
             replace(program, instructions=instructions).verify()
 
-    broken("fetch on rank 0.* reads slot .*was not offloaded", number, replace(away, memory="device"))
+    broken("fetch on rank 0.* reads value .*was not offloaded", number, replace(away, memory="device"))
     fetch = program.instructions[back]
-    broken("offload on rank 0.* reads slot .* is in host memory", back, replace(fetch, memory=HOST_MEMORY))
-    broken("moves slots of rank 0: a rank offloads its own", number, replace(away, target=1))
+    broken("offload on rank 0.* reads value .* is in host memory", back, replace(fetch, memory=HOST_MEMORY))
+    broken("moves values of rank 0: a rank offloads its own", number, replace(away, target=1))
     bounded = program_of(GPipe(2), ResidualPlan([OFFLOAD, OFFLOAD], offload_within=1))
     instructions = tuple(replace(i, copies=i.sent) if isinstance(i, Wait) else i for i in bounded.instructions)
-    with pytest.raises(VerificationError, match=r"wait on rank 0.* waits for slot .*, which was not offloaded"):
+    with pytest.raises(VerificationError, match=r"wait on rank 0.* waits for value .*, which was not offloaded"):
         replace(bounded, instructions=instructions).verify()
