@@ -9,11 +9,11 @@ written again. A value that a `jax.checkpoint` policy saves stays saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from jaxpp_flax.engine.analyses.data_flow import makers_of
-from jaxpp_flax.engine.passes.loop.task_drafts import TaskDrafts
+from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -26,40 +26,42 @@ def recompute(drafts: TaskDrafts, plan: ResidualPlan) -> None:
     Raises:
       ValueError: if an operation with side effects would run twice.
     """
-    stages = [stage for stage, entry in enumerate(plan.stages) if entry.recompute]
-    graphs = drafts.graphs() if stages else {}
-    for stage in stages:
-        forward, phase = (stage, 0), 2 * drafts.stages - 1 - stage
-        if forward != drafts.fused:
-            saved = saved_by_policies((g for key, g in graphs.items() if key[0] == phase), drafts.labels.marked)
-            _recompute_stage(drafts, stage, phase, saved)
-    drafts.drop_unneeded()  # what the forwards made for the backwards alone
-
-
-def _recompute_stage(drafts: TaskDrafts, stage: int, phase: int, saved: Set[Value]) -> None:
-    tasks = drafts.by_task()
-    forward = tasks.get((stage, 0), [])
-    made = {v for e in forward for v in e.outputs} - saved
-    read = {key: {v for e in tasks[key] for v in values(e.inputs)} & made for key in tasks if key[0] == phase}
-    first = min((key for key, residuals in read.items() if residuals), default=None)
-    if first is None:
-        return
-    again = set(makers_of(forward, set[Value]().union(*read.values()), saved))
-    copies: dict[Atom, Value] = {v: Value(v.aval) for e in again for v in e.outputs if v not in saved}
+    tasks, graphs = drafts.by_task(), drafts.graphs()
+    again: dict[Equation, Key] = {}  # the equations that run once more, and the task that runs them
+    copies: dict[int, dict[Atom, Value]] = {}  # what a backward reads in place of its residuals, by its phase
+    for stage, entry in enumerate(plan.stages):
+        phase = 2 * drafts.stages - 1 - stage
+        backward = [key for key in tasks if key[0] == phase]
+        if not entry.recompute or (stage, 0) == drafts.fused:
+            continue
+        saved = saved_by_policies((graphs[key] for key in backward), drafts.labels.marked)
+        made = {v for e in tasks.get((stage, 0), ()) for v in e.outputs} - saved
+        residuals = {key: made.intersection(graphs[key].inputs) for key in backward}
+        chosen = makers_of(tasks.get((stage, 0), ()), set[Value]().union(*residuals.values()), saved)
+        again.update((e, min(key for key in backward if residuals[key])) for e in chosen)
+        copies[phase] = {v: Value(v.aval) for e in chosen for v in e.outputs if v not in saved}
     equations = list[Equation]()
     for equation in drafts.equations:
-        reading = equation.reading(tuple(copies.get(a, a) for a in equation.inputs))
-        if drafts.key_of.get(equation) in read:
+        key = drafts.key_of.get(equation)
+        if key is not None and key[0] in copies:
+            reading = _reading(equation, copies[key[0]])
             drafts.key_of[reading] = drafts.key_of.pop(equation)
             equations.append(reading)
             continue
         equations.append(equation)
         if equation in again:
-            _refuse_effects(equation, stage)
-            copy = replace(reading, outputs=tuple(copies.get(v) or Value(v.aval) for v in equation.outputs))
-            drafts.key_of[copy] = first
+            _refuse_effects(equation, drafts.stage_of(again[equation]))
+            names = copies[again[equation][0]]
+            outputs = tuple(names.get(v) or Value(v.aval) for v in equation.outputs)
+            copy = replace(_reading(equation, names), outputs=outputs)
+            drafts.key_of[copy] = again[equation]
             equations.append(copy)
     drafts.equations[:] = equations
+    drafts.drop_unneeded()  # what the forwards made for the backwards alone
+
+
+def _reading(equation: Equation, names: Mapping[Atom, Value]) -> Equation:
+    return equation.reading(tuple(names.get(atom, atom) for atom in equation.inputs))
 
 
 def saved_by_policies(graphs: Iterable[Graph], marked: Set[Value]) -> set[Value]:

@@ -136,6 +136,20 @@ def test_a_carry_against_the_pipeline_is_refused():
         partition_of(carried_step(lambda scale, grads: scale + grads[0]["b"]), chain(2), jnp.ones(DIM), batch_of(2))
 
 
+def test_a_leaf_that_another_leaf_keeps_is_read_where_that_is_written():
+    """In whatever order the leaves stand: the last stage's forward hands on what a backward writes."""
+
+    def step(params: Any, carry: Any, batch: Any) -> Any:
+        def body(carry: Any, mb: Any) -> Any:
+            value, grads = jax.value_and_grad(chain_loss)(params, mb)
+            return (carry[0] + grads[0]["b"], carry[0]), (value, grads)
+
+        return treduce(body, batch, init=carry)
+
+    with pytest.raises(CarryError, match="read in the forward of stage 1 and written later, in the backward of stage"):
+        partition_of(step, chain(2), (jnp.ones(DIM), jnp.ones(DIM)), batch_of(2))
+
+
 # --- remat -------------------------------------------------------------------------------------------------------
 
 
