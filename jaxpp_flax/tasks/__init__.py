@@ -15,14 +15,15 @@ Array([4., 4.], dtype=float32)
 """
 
 from pathlib import Path
+from typing import Any
 
 from jax.extend import source_info_util
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.messages import missing_name
 from jaxpp_flax.tasks.function import MpmdFunction, mpmd
 from jaxpp_flax.tasks.lowered import CompiledMpmdFun, LoweredMpmdFun
 from jaxpp_flax.tasks.operations import TransferFuture, task, transfer
-from jaxpp_flax.tasks.regroup import slice, stack
 
 __all__ = [
     "CompiledMpmdFun",
@@ -31,11 +32,16 @@ __all__ = [
     "MpmdMesh",
     "TransferFuture",
     "mpmd",
-    "slice",
-    "stack",
     "task",
     "transfer",
 ]
 
 # Messages name the user's line that calls a task, not ours.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
+
+_JOIN = "a task runs on one rank. `transfer` the values to it, join or cut them there, and send the results on"
+_REMEDIES = {"stack": _JOIN, "slice": _JOIN}
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(missing_name(__name__, name, _REMEDIES, __all__))

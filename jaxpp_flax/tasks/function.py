@@ -18,8 +18,8 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
 from jaxpp_flax.tasks.lowered import CompiledMpmdFun, LoweredMpmdFun
-from jaxpp_flax.tasks.meshes import TaskMeshes
 from jaxpp_flax.tasks.program import build
+from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording
 
 __all__ = ["MpmdFunction", "mpmd"]
@@ -41,7 +41,6 @@ class MpmdFunction:
         numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
         self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
         self._name = getattr(fun, "__name__", type(fun).__name__)
-        self._meshes = TaskMeshes(mpmd_mesh)
         self._compiled: dict[Hashable, CompiledMpmdFun] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +82,7 @@ class MpmdFunction:
         args, _ = jax.tree_util.tree_unflatten(call.tree, call.leaves)
         prefix = tuple(self.in_shardings) if isinstance(self.in_shardings, list) else self.in_shardings
         nodes = broadcast_prefix(prefix if prefix is not None else (), args, f"in_shardings of {self._name}")
-        return [self._meshes.on_rank(node, where) for where, node in nodes]
+        return [on_rank(self.mpmd_mesh, node, where) for where, node in nodes]
 
     def _lower(self, call: Call) -> LoweredMpmdFun:
         places = self._places(call)
@@ -103,10 +102,10 @@ class MpmdFunction:
         jaxpr = jax.make_jaxpr(flat)(*typed)
         graph, constants = from_jaxpr(jaxpr)
         check_memory_requests(graph, self.mpmd_mesh.jax_mesh.devices.flat)
-        donated, meshes = self._parameters.donated(call), self._meshes.frozen()
+        donated = self._parameters.donated(call)
         program = build(
             graph,
-            meshes,
+            self.mpmd_mesh,
             [None] * len(constants) + [rank for rank, _ in places],
             [False] * len(constants) + list(donated),
             infer_donation=self.infer_donation,
@@ -116,18 +115,18 @@ class MpmdFunction:
         signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name, made="lowered")
         in_shardings = [sharding for _, sharding in places]
         outs = [self._result_sharding(*found) for found in zip(graph.outputs, shardings, strict=True)]
-        return LoweredMpmdFun(program, graph, signature, meshes, tuple(constants), in_shardings, outs)
+        return LoweredMpmdFun(program, graph, signature, self.mpmd_mesh, tuple(constants), in_shardings, outs)
 
     def _result_sharding(self, atom: Any, known: NamedSharding | None) -> NamedSharding | None:
         if isinstance(atom, Constant):
             return None
-        return known or NamedSharding(self._meshes.unstack[0], PartitionSpec())  # a captured array
+        return known or NamedSharding(self.mpmd_mesh.unstack[0], PartitionSpec())  # a captured array
 
     def _record(
         self, call: Call, leaves: Sequence[Any], places: Sequence[tuple[int, NamedSharding]]
     ) -> tuple[list[Any], list[NamedSharding | None], Any]:
         """Run the function on traced leaves; return the results, their shardings, and their tree."""
-        with recording(self._meshes) as found:
+        with recording(self.mpmd_mesh) as found:
             for leaf, (rank, sharding) in zip(leaves, places, strict=True):
                 found.know(leaf, rank, sharding)
             args, _ = jax.tree_util.tree_unflatten(call.tree, leaves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.bound_program import BoundProgram, array_result
 from jaxpp_flax.engine.program.program import Program
@@ -20,7 +20,6 @@ from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Graph
-from jaxpp_flax.tasks.meshes import TaskMeshes
 
 __all__ = ["CompiledMpmdFun", "LoweredMpmdFun"]
 
@@ -37,12 +36,12 @@ class LoweredMpmdFun:
         program: Program,
         graph: Graph,
         signature: Signature,
-        meshes: TaskMeshes,
+        mpmd_mesh: MpmdMesh,
         constants: tuple[Any, ...],
         in_shardings: Sequence[NamedSharding],
         out_shardings: Sequence[NamedSharding | None],
     ) -> None:
-        self.program, self.signature, self.meshes = program, signature, meshes
+        self.program, self.signature, self.mpmd_mesh = program, signature, mpmd_mesh
         self.constants, self._in, self._out = constants, tuple(in_shardings), tuple(out_shardings)
         self.graph = graph
 
@@ -69,7 +68,7 @@ class LoweredMpmdFun:
     @property
     def used_inputs(self) -> Any:
         """For each argument, whether a rank of this process reads it: a tree like `in_shardings`."""
-        local = set(self.meshes.local_ranks)
+        local = set(self.mpmd_mesh.local_ranks)
         flags = [not local.isdisjoint(ranks) for ranks in self.program.arguments[len(self.constants) :]]
         args, _ = jax.tree_util.tree_unflatten(self.signature.tree, flags)
         return args
@@ -80,14 +79,11 @@ class LoweredMpmdFun:
         Raises:
           ValueError: if there is no such rank.
         """
-        wanted = None if rank is None else self.meshes.mpmd_mesh.check_rank(rank)
-        lines: list[str] = []
-        for line in self.program.as_text().splitlines():
-            where, _, what = line.partition(":")
-            places = [int(number) for number in re.findall(r"\d+", where)]
-            if wanted is None or any(wanted in self.meshes.ranks_in(place) for place in places):
-                lines.append(" -> ".join(map(self.meshes.name, places)) + ":" + what)
-        return "\n".join(lines)
+        text = self.program.as_text()
+        if rank is None:
+            return text
+        wanted = f"rank {self.mpmd_mesh.check_rank(rank)}"
+        return "\n".join(line for line in text.splitlines() if wanted in line.partition(":")[0].split(" -> "))
 
     def compile(self) -> CompiledMpmdFun:
         """Compile each distinct task of this process's ranks once; with several processes, all must call this."""
@@ -107,21 +103,21 @@ class CompiledMpmdFun:
 
     def __init__(self, lowered: LoweredMpmdFun) -> None:
         self._lowered = lowered
-        program, signature, meshes = lowered.program, lowered.signature, lowered.meshes
+        program, signature, mesh = lowered.program, lowered.signature, lowered.mpmd_mesh
         constants = lowered.constants
         specs = signature.specs(len(constants))
         avals = [value.aval for value in lowered.graph.inputs]
         chosen: list[PartitionSpec | None] = [None] * len(program.results)
-        distributed, shared = compare_programs(meshes, program, specs, chosen)
-        compiler: TaskCompiler[TaskMeshes] = TaskCompiler(meshes)
+        distributed, shared = compare_programs(mesh, program, specs, chosen)
+        compiler: TaskCompiler[MpmdMesh] = TaskCompiler(mesh)
         with context_mesh(None):  # no mesh around the call may change what is compiled
-            executables = compile_program(program, compiler, specs, chosen, avals, meshes.local_ranks, shared=shared)
+            executables = compile_program(program, compiler, specs, chosen, avals, mesh.local_ranks, shared=shared)
         self._executables = executables
-        wanted = wanted_inputs(meshes, program.arguments, specs, signature, avals)
+        wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         out_avals = [atom.aval for atom in lowered.graph.outputs]
         results = list(map(array_result, program.results, lowered._out, out_avals))  # pyright: ignore[reportPrivateUsage]
         binding = Binding(executables.program, signature, constants, wanted, results, distributed)
-        self._bound = BoundProgram(Runtime(executables.program, executables, meshes, distributed), binding, distributed)
+        self._bound = BoundProgram(Runtime(executables.program, executables, mesh, distributed), binding, distributed)
         self._bound.start(constants)
 
     def __call__(self, *args: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording_of
 from jaxpp_flax.tasks.task_trace import TaskTrace, trace_task
 
@@ -176,7 +177,7 @@ def moved(found: Recording, value: Any, target: int) -> Any:
         return value
     if key not in found.copies:
         sharding = NamedSharding(
-            found.meshes.unstack[target], known.sharding.spec, memory_kind=known.sharding.memory_kind
+            found.mesh.unstack[target], known.sharding.spec, memory_kind=known.sharding.memory_kind
         )
         mesh = sharding.mesh.abstract_mesh
         (copy,) = transfer_p.bind(value, source=known.rank, target=target, number=None, mesh=mesh)
@@ -245,7 +246,7 @@ def transfer(arrays: T, *, out_shardings: Any) -> TransferFuture[T]:
         routes.setdefault((source, target), []).append(position)
     moved: list[Any] = [None] * len(leaves)
     for (source, target), positions in routes.items():
-        mesh = found.meshes.unstack[target].abstract_mesh
+        mesh = found.mesh.unstack[target].abstract_mesh
         sent = [leaves[i] for i in positions]
         copies = transfer_p.bind(*sent, source=source, target=target, number=number, mesh=mesh)
         for position, copy in zip(positions, copies, strict=True):
@@ -261,11 +262,11 @@ def _route(found: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int
             f"`transfer` got {leaf!r} for {where}, which no task and no argument gave: it has no rank to come from. "
             "Make the value in a task."
         )
-    target, sharding = found.meshes.on_rank(node, where)
-    what = f"{jax.typeof(leaf).str_short()} on {found.meshes.name(known.rank)}"
-    if not set(found.meshes.ranks_in(target)).isdisjoint(found.meshes.ranks_in(known.rank)):
+    target, sharding = on_rank(found.mesh, node, where)
+    what = f"{jax.typeof(leaf).str_short()} on rank {known.rank}"
+    if target == known.rank:
         raise ValueError(
-            f"`transfer` of {what}: {where} is on {found.meshes.name(target)} too. A transfer goes to another rank; "
+            f"`transfer` of {what}: {where} is on rank {target} too. A transfer goes to another rank; "
             "for another partition or memory on the same rank, use `jax.reshard` or `jax.device_put` in a task."
         )
     there = NamedSharding(sharding.mesh, known.sharding.spec, memory_kind=known.sharding.memory_kind)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
-from jaxpp_flax.tasks.meshes import TaskMeshes
 from jaxpp_flax.tasks.operations import TaskCall, task_p, transfer_p
 
 __all__ = ["build"]
@@ -23,7 +23,7 @@ __all__ = ["build"]
 
 def build(
     graph: Graph,
-    meshes: TaskMeshes,
+    mesh: MpmdMesh,
     ranks: Sequence[int | None],
     donated: Sequence[bool],
     *,
@@ -34,7 +34,7 @@ def build(
 
     Args:
       graph: the function; its equations are tasks and transfers.
-      meshes: the ranks.
+      mesh: the ranks.
       ranks: for each input, its rank; None for a captured array, which goes to the ranks that read it.
       donated: for each input, whether its memory may be reused.
       infer_donation: donate each value at its last use; otherwise only what tasks donate.
@@ -44,7 +44,7 @@ def build(
       ValueError: if an operation stands outside of the tasks, a donated value is read again or was sent, or a side
         effect is ordered.
     """
-    builder = _Builder(meshes, dict(zip(graph.inputs, ranks, strict=True)))
+    builder = _Builder(mesh, dict(zip(graph.inputs, ranks, strict=True)))
     donations = _Donations(dict(zip(graph.inputs, donated, strict=True)))
     for equation in graph.equations:
         if equation.primitive is task_p:
@@ -79,22 +79,17 @@ def _outside_of_tasks(equation: Equation) -> ValueError:
 class _Builder:
     """The program while it is written; `rank` holds the rank of each value, None for a captured array."""
 
-    meshes: TaskMeshes
+    mesh: MpmdMesh
     rank: dict[Value, int | None]
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    graphs: dict[int, Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.written = ProgramBuilder(len(self.meshes.unstack))
+        self.written = ProgramBuilder(self.mesh.mpmd_dim)
         for value in self.rank:
             self.written.argument(value, ())
-        submeshes = self.meshes.unstack
-        ranks = self.meshes.mpmd_mesh.unstack
-        # A task of one rank may name the submesh of any rank; a task of a group names its own mesh.
-        self.rewrites = [
-            onto_mesh(ranks if place < len(ranks) else [mesh], mesh.abstract_mesh)
-            for place, mesh in enumerate(submeshes)
-        ]
+        # A task may name the submesh of any rank.
+        self.onto_submesh = onto_mesh(self.mesh.unstack, self.mesh.abstract_submesh)
 
     def bring(self, edges: Iterable[Value], rank: int) -> None:
         """Put arguments on the rank where they are read for the first time."""
@@ -104,10 +99,10 @@ class _Builder:
 
     def task(self, equation: Equation) -> None:
         call: TaskCall = equation.params["call"]
-        key = id(call.graph), call.rank
+        key = id(call.graph)
         if key not in self.graphs:
             refuse_ordered_effects(call.graph)
-            self.graphs[key] = self.rewrites[call.rank](call.graph)
+            self.graphs[key] = self.onto_submesh(call.graph)
         graph = _with_literals(self.graphs[key], equation.inputs)
         read = [(i, atom) for i, atom in enumerate(equation.inputs) if isinstance(atom, Value)]
         donate = frozenset(p for p, (i, _) in enumerate(read) if i in call.donated)

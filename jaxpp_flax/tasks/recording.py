@@ -14,8 +14,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.ir import Graph
-from jaxpp_flax.tasks.meshes import TaskMeshes
 
 __all__ = ["Known", "Recording", "not_recording", "recording", "recording_of"]
 
@@ -37,7 +37,7 @@ class Recording:
     transfers that nobody wrote, by value and target. `waiting` holds the number of each transfer until `done()`.
     """
 
-    meshes: TaskMeshes
+    mesh: MpmdMesh
     traced: dict[Hashable, tuple[Any, Graph, Any]] = field(default_factory=dict)
     copies: dict[tuple[int, int], Any] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
@@ -63,9 +63,9 @@ _current: ContextVar[Recording | None] = ContextVar("jaxpp_flax_tasks_recording"
 
 
 @contextmanager
-def recording(meshes: TaskMeshes) -> Iterator[Recording]:
+def recording(mesh: MpmdMesh) -> Iterator[Recording]:
     """Record the tasks and transfers that are called inside."""
-    token = _current.set(found := Recording(meshes))
+    token = _current.set(found := Recording(mesh))
     try:
         yield found
     finally:

@@ -14,9 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, named_memory
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr, memory_kind_of
+from jaxpp_flax.tasks.ranks import placed, rank_of
 from jaxpp_flax.tasks.recording import Recording, not_recording
 
-__all__ = ["TaskTrace", "as_asked", "trace_task"]
+__all__ = ["TaskTrace", "trace_task"]
 
 Move = Callable[[Recording, Any, int], Any]
 
@@ -103,15 +104,15 @@ def _rank_of(
     """Return the rank that the shardings of a task name; else the rank of its arguments."""
     ranks: dict[int, str] = {}
     if mesh is not None:
-        ranks[found.meshes.rank_of(mesh, f"`mesh` of task {name!r}")] = "mesh"
+        ranks[rank_of(found.mesh, mesh, f"`mesh` of task {name!r}")] = "mesh"
     nodes = jax.tree.leaves(out_shardings, is_leaf=lambda x: isinstance(x, (PartitionSpec, Sharding)))
     for what, shardings in (("in_shardings", asked), ("out_shardings", nodes)):
         for sharding in shardings:
             if isinstance(sharding, NamedSharding):
-                rank = found.meshes.rank_of(sharding.mesh, f"a sharding in {what} of task {name!r}")
+                rank = rank_of(found.mesh, sharding.mesh, f"a sharding in {what} of task {name!r}")
                 ranks.setdefault(rank, what)
     if len(ranks) > 1:
-        listed = ", ".join(f"{found.meshes.name(rank)} ({what})" for rank, what in sorted(ranks.items()))
+        listed = ", ".join(f"rank {rank} ({what})" for rank, what in sorted(ranks.items()))
         raise ValueError(
             f"task {name!r} is on several meshes: {listed}. A task runs on one rank: give all its shardings over one "
             "submesh, and `transfer` its results."
@@ -133,7 +134,7 @@ def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[An
         if node is None or known is None:
             continue
         spec = canonical(node if isinstance(node, PartitionSpec) else node.spec)
-        wanted = found.meshes.placed(rank, spec, node, f"in_shardings of task {name!r}")
+        wanted = placed(found.mesh, rank, spec, node, f"in_shardings of task {name!r}")
         if wanted == known.sharding or wanted.is_equivalent_to(known.sharding, leaf.ndim):
             continue
         raise ValueError(
@@ -170,7 +171,7 @@ def _traced(
     rank: int,
     out_shardings: Any,
 ) -> tuple[Graph, list[Any], tuple[NamedSharding, ...], Any]:
-    mesh = found.meshes.unstack[rank]
+    mesh = found.mesh.unstack[rank]
     shardings: list[NamedSharding] = []
     trees: list[Any] = []
 
@@ -181,7 +182,7 @@ def _traced(
         made, out_tree = jax.tree_util.tree_flatten(results)
         trees.append(out_tree)
         shardings[:] = [_asked(found, rank, made, where, node) for made, (where, node) in zip(made, nodes, strict=True)]
-        return [as_asked(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
+        return [_as_asked(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
 
     # `context_mesh` cannot be used here, inside the trace of the mpmd function; outside of it there is no mesh.
     with not_recording(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -192,7 +193,7 @@ def _traced(
 
 def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> NamedSharding:
     """Return the sharding of a result on its rank."""
-    mesh = found.meshes.unstack[rank]
+    mesh = found.mesh.unstack[rank]
     if node is None:
         if AxisType.Explicit not in mesh.axis_types:
             raise ValueError(
@@ -200,24 +201,23 @@ def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> N
                 "partition. Give a PartitionSpec or a NamedSharding; P() keeps the result whole."
             )
         node = jax.typeof(result).sharding
-        return found.meshes.placed(rank, node.spec, _memory_of(result, mesh), where)
+        return placed(found.mesh, rank, node.spec, _memory_of(result, mesh), where)
     spec = node if isinstance(node, PartitionSpec) else node.spec
     for axis in (*axes_in(spec), *spec.unreduced, *spec.reduced):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{where} is {spec}, but {found.meshes.name(rank)} has only the axes {dict(mesh.shape)}. Use one of "
-                "these."
+                f"{where} is {spec}, but rank {rank} has only the axes {dict(mesh.shape)}. Use one of these."
             )
     # A spec alone says nothing of memory: the result stays where the task has put it.
     memory = node if getattr(node, "memory_kind", None) is not None else _memory_of(result, mesh)
-    return found.meshes.placed(rank, spec, memory, where)
+    return placed(found.mesh, rank, spec, memory, where)
 
 
 def _memory_of(result: Any, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind_of(jax.typeof(result)))
 
 
-def as_asked(value: Any, sharding: NamedSharding) -> Any:
+def _as_asked(value: Any, sharding: NamedSharding) -> Any:
     """Move a result, inside of its task, to the memory and to the typed partition that are asked for."""
     kind = named_memory(sharding)
     if kind != memory_kind_of(jax.typeof(value)):

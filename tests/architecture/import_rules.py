@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "launch": {"processes", "error_codes", "_compat"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},
-    "tasks": {"engine"},
+    "tasks": {"engine", "messages"},
     "compat": {"api", "tasks", "__init__"},
     "__init__": {"trainers", "layers", "schedules", "engine"},
 }

@@ -76,6 +76,8 @@ REFUSALS: dict[str, tuple[Callable[[MpmdMesh, Any], Any], type[Exception], str]]
         r"task 'add' names no mesh, and its arguments lie on the ranks \[0, 1\]\. Tell the rank"),
     "no rank": (lambda mesh, x: double(mesh, x, out_shardings=elsewhere()), ValueError,
         r"a sharding in out_shardings of task 'double' is over a mesh that is no rank of .* its devices \[4, 5\]"),
+    "several ranks": (lambda mesh, x: double(mesh, x, mesh=mesh.mpmd_submesh([0, 1]).jax_mesh), ValueError,
+        r"`mesh` of task 'double' is over a mesh that is no rank of .* its devices \[0, 1, 2, 3\]"),
     "axis": (lambda mesh, x: double(mesh, x, out_shardings=P("tensor")), ValueError,
         r"out_shardings of task 'double' is P\('tensor',?\), but rank 0 has only the axes"),
     "prefix": (lambda mesh, x: double(mesh, x, out_shardings=[P(), P()]), ValueError,
