@@ -159,7 +159,7 @@ def test_what_is_found_out_for_instructions_does_not_grow_with_the_microbatches(
     for microbatches in (16, 64):
         looked_at.clear()
         compiled = compiled_loop(4, microbatches)
-        executables, program, steps = compiled._executables, compiled.program, compiled._runtime._steps
+        executables, program, steps = compiled._executables, compiled.program, compiled._bound.runtime._steps
         all_found = [executables.written_bytes.values(), executables.transfer_specs.values()]
         found.append([len(looked_at), *(len({id(each) for each in of}) for of in all_found)])
     assert found[0] == found[1]
