@@ -16,7 +16,7 @@ def live_peaks(compiled: Any, contestant: Contestant, kind: str = "device") -> l
 
     import jax
 
-    runtime, mesh = compiled._runtime, compiled.mpmd_mesh
+    runtime, mesh = compiled._bound.runtime, compiled.mpmd_mesh
     devices = [mesh.rank_devices(rank)[0] for rank in range(mesh.mpmd_dim)]
     if len(set(devices)) < len(devices):
         raise SystemExit("live bytes are counted by device: this benchmark needs a device for each rank")

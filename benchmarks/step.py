@@ -35,9 +35,9 @@ class Simulated:
 
         timed = self.contestant
         compiled = timed.step.compile(timed.params, timed.data)  # type: ignore[attr-defined]
-        environment = compiled._bound.binding.environment(jax.tree.leaves((timed.params, timed.data)))
-        timings = compiled._runtime.profile(environment, self.processors)
-        timed.params, _ = compiled._bound.binding.collect(environment)
+        leaves = jax.tree.leaves((timed.params, timed.data))
+        results, timings = compiled._bound.profile(leaves, self.processors)
+        timed.params, _ = results
         events: list[list[Event]] = [[] for _ in range(self.schedule.num_ranks)]
         for timing in timings:
             events[timing.rank].append(Event(timing.task, timing.rank, timing.start, timing.end))

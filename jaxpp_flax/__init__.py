@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
     from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-    from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
     from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
+    from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
     from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
     from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
     from jaxpp_flax.layers import PipelineStage, pipeline_stage
@@ -91,8 +91,8 @@ _HOME = {
     "pipeline_enter_stage": "engine.tracing.markers",
     "MpmdMesh": "engine.arrays.mesh",
     "MpmdSharding": "engine.arrays.mesh",
-    "mpmd_to_spmd_reshard": "engine.arrays.reshard",
-    "spmd_to_mpmd_reshard": "engine.arrays.reshard",
+    "mpmd_to_spmd_reshard": "engine.runtime.reshard",
+    "spmd_to_mpmd_reshard": "engine.runtime.reshard",
     "PipelineStage": "layers",
     "pipeline_stage": "layers",
     "Eager1F1B": "schedules",

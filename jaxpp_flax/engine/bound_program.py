@@ -1,60 +1,245 @@
-"""A compiled program with its arguments and results: what every front starts and runs."""
+"""A compiled program with its arguments and results: what every front runs.
+
+Each argument goes to the ranks that read it, with the sharding of their compiled tasks; most arguments have it already.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpp_flax.engine.arrays.mesh import RankMeshes, lies_alike
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.binding import Binding
+from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
+from jaxpp_flax.engine.runtime.executables import Executables
+from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_values, start
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
-from jaxpp_flax.engine.tracing.ir import Constant
+from jaxpp_flax.engine.signature import Signature
+from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
 
-__all__ = ["BoundProgram", "array_result"]
+__all__ = ["BoundProgram", "array_result", "wanted_inputs"]
 
 
-@dataclass(frozen=True, eq=False)
-class BoundProgram:
-    """Runs on flat arguments whose types fit the program; the types are not checked.
+@dataclass(frozen=True)
+class _Target:
+    """One of this process's ranks that reads an argument.
 
-    `distributed` is None if all ranks are of this process.
+    `own_memory`: an earlier target shares a device with this one, and one of the two may give its buffer away.
     """
 
-    runtime: Runtime
-    binding: Binding
-    distributed: DistributedProgram | None
+    value: int
+    rank: int
+    sharding: NamedSharding
+    own_memory: bool
 
-    def start(self, constants: Sequence[Any]) -> None:
-        """Connect the processes, and compare the arrays that the function closes over; alone, do nothing."""
-        if self.distributed is not None:
+
+@dataclass(frozen=True)
+class _Argument:
+    """The places of an argument: its targets in this process, and all its ranks."""
+
+    position: int
+    targets: tuple[_Target, ...]
+    wanted: Wanted
+    donated: bool
+
+    @cached_property
+    def has_own_memory(self) -> bool:
+        """True if a target needs memory that no other target shares."""
+        return any(target.own_memory for target in self.targets)
+
+
+class BoundProgram:
+    """A compiled program that runs on flat arguments whose types fit it; the types are not checked.
+
+    The program's first arguments are `constants`, the arrays that the function closes over. `wanted` is the program's
+    demand for each argument. `results` holds functions that make the results from the environment after a run. `blocks` are
+    the names of the user's blocks by task, for a profiler.
+
+    With several processes, all of them make this object at the same point: they connect, wait until each of them has
+    compiled its tasks, and compare the constants. `distributed` is None if all ranks are of this process.
+    """
+
+    def __init__(
+        self,
+        executables: Executables,
+        mesh: RankMeshes,
+        signature: Signature,
+        constants: Sequence[Any],
+        wanted: Sequence[Wanted],
+        results: Sequence[Callable[[list[Any]], Any]],
+        distributed: DistributedProgram | None = None,
+        blocks: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        program = executables.program
+        self.runtime = Runtime(program, executables, mesh, distributed, blocks)
+        self._signature, self._num_values, self._distributed = signature, program.num_values, distributed
+        self._results = tuple(results)
+        self._calls = 0
+        # By value: the latest sharding that lies as its target does.
+        self._alike: list[Any] = [None] * program.num_values
+        count = len(constants)
+        # A later step may take a result of this one as an argument, and donate it.
+        donated = (False,) * count + signature.donated
+        arguments = [
+            _Argument(
+                position - count,
+                _targets(where, ranks, separate=given_away or not program.returned.isdisjoint(ranks.values())),
+                where,
+                given_away,
+            )
+            for position, (ranks, where, given_away) in enumerate(zip(program.arguments, wanted, donated, strict=True))
+        ]
+        self._arguments = tuple(arguments[count:])
+        self._constants = [
+            (target.value, place(value, target.sharding, may_alias=False if target.own_memory else None))
+            for value, argument in zip(constants, arguments[:count], strict=True)
+            for target in argument.targets
+        ]
+
+        if distributed is not None:
             named = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(constants)}
-            start(self.distributed, self.runtime.parcels, named)
+            start(distributed, self.runtime.parcels, named)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run the program; several processes compare the arguments of the first call."""
+        """Run the program, and return the results in their containers.
+
+        Several processes compare the arguments of the first call.
+
+        Raises:
+          RuntimeError: if an argument has been deleted.
+          TypeError: if a shape without a value is passed for an argument that this process reads.
+        """
         environment = self._environment(leaves)
         self.runtime.run(environment)
-        return self.binding.collect(environment)
+        return self._collect(environment)
 
-    def profile(self, leaves: Sequence[Any]) -> tuple[Any, list[TaskTiming]]:
+    def profile(self, leaves: Sequence[Any], at_once: int | None = None) -> tuple[Any, list[TaskTiming]]:
         """Run the program and measure it: return the results, and the times of the loop's tasks on all ranks."""
         environment = self._environment(leaves)
-        timings = self.runtime.profile(environment)
-        return self.binding.collect(environment), timings
+        timings = self.runtime.profile(environment, at_once)
+        return self._collect(environment), timings
 
     def _environment(self, leaves: Sequence[Any]) -> list[Any]:
-        if self.distributed is not None and not self.binding.calls:
-            compare_values(self.distributed, "the arguments", self.binding.in_several_processes(leaves))
-        return self.binding.environment(leaves)
+        """Return the environment before a run, with constants and arguments in place; donated arguments are given away."""
+        if self._distributed is not None and not self._calls:
+            compare_values(self._distributed, "the arguments", self._in_several_processes(leaves))
+        environment: list[Any] = [None] * self._num_values
+        for value, constant in self._constants:
+            environment[value] = constant
+        self._calls += 1
+        given_away: list[jax.Array] = []
+        try:
+            with looking_away():
+                for leaf, argument in zip(leaves, self._arguments, strict=True):
+                    if isinstance(leaf, MpmdArray):
+                        self._place_parts(leaf, argument, environment)
+                    else:
+                        self._place_value(leaf, argument, environment, given_away)
+        except RuntimeError as error:
+            raise self._signature.name_deleted(leaves, error) from error
+        if given_away and not kinds_looked_for():  # else `jax.jit` donates nothing
+            for leaf in given_away:  # only now: if another argument is refused, the donated ones stay alive
+                leaf.delete()
+        return environment
+
+    def _collect(self, environment: list[Any]) -> Any:
+        return jax.tree_util.tree_unflatten(self._signature.out_tree, [make(environment) for make in self._results])
+
+    def _place_value(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
+        if self._distributed is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            check_parts(leaf, argument.wanted)
+        if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
+            raise _no_value(leaf, argument)
+        in_place = False
+        for target in argument.targets:
+            part = place(leaf, target.sharding, may_alias=False if target.own_memory else None)
+            environment[target.value] = part
+            in_place = in_place or part is leaf
+        if in_place or not argument.donated or not isinstance(leaf, jax.Array):
+            return
+        # As under jax.jit, a donated argument is deleted after the call. A copy on one of its devices may share its
+        # memory; then the task that takes the copy as a donation deletes both.
+        if all(leaf.devices().isdisjoint(target.sharding.device_set) for target in argument.targets):
+            given_away.append(leaf)
+
+    def _place_parts(self, leaf: MpmdArray, argument: _Argument, environment: list[Any]) -> None:
+        parts = leaf._parts  # pyright: ignore[reportPrivateUsage]
+        if self._distributed is not None and not argument.wanted.is_met_by(leaf):
+            parts = bring(leaf, argument.wanted, self._distributed, self._calls, argument.position)
+        may_alias = False if argument.has_own_memory else None
+        for target in argument.targets:
+            rank, sharding = target.rank, target.sharding
+            part = parts.get(rank)
+            if part is None or not self._lies_alike(part.sharding, target):
+                part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
+                part = place(part, sharding, may_alias=may_alias)
+            elif part.is_deleted():
+                raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
+            environment[target.value] = part
+
+    def _lies_alike(self, sharding: Any, target: _Target) -> bool:
+        """Compare a part's sharding with its target; an executable's results have the same object in every step."""
+        if sharding is self._alike[target.value]:
+            return True
+        if not lies_alike(sharding, target.sharding):
+            return False
+        self._alike[target.value] = sharding
+        return True
+
+    def _in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
+        """Return, by name, the arguments that every process passes itself and that several processes read."""
+        found: dict[str, Any] = {}
+        for leaf, argument in zip(leaves, self._arguments, strict=True):
+            if type(leaf) is not MpmdArray and len(argument.wanted.processes) > 1:
+                found[f"argument{argument.wanted.name}"] = leaf
+        return found
+
+
+def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
+    ranks = [target.rank for target in argument.targets]
+    return TypeError(
+        f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
+        "process read it. Pass its value: only an argument that no rank of this process reads may be left out."
+    )
+
+
+def wanted_inputs(
+    mesh: RankMeshes,
+    ranks: Iterable[Iterable[int]],
+    specs: Sequence[PartitionSpec],
+    signature: Signature,
+    avals: Iterable[Any],
+) -> list[Wanted]:
+    """Return the demand of a program for each of its inputs: the captured constants, then the leaves of a call."""
+    names = [""] * (len(specs) - len(signature.leaves)) + [leaf.path for leaf in signature.leaves]
+    return [
+        Wanted(mesh, tuple(readers), spec, name, memory_kind_of(aval))
+        for readers, spec, name, aval in zip(ranks, specs, names, avals, strict=True)
+    ]
+
+
+def _targets(wanted: Wanted, on_ranks: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
+    """Return this process's ranks that read an argument; with `separate`, no two of them share memory."""
+    found: list[_Target] = []
+    taken: set[Any] = set()
+    for rank, value in on_ranks.items():
+        if rank in wanted.mesh.local_ranks:
+            devices = wanted.mesh.rank_devices(rank)
+            shared = not taken.isdisjoint(devices)
+            found.append(_Target(value, rank, wanted.on(rank), own_memory=separate and shared))
+            taken.update(devices)
+    return tuple(found)
 
 
 def array_result(

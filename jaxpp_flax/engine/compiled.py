@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -13,12 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import are_attached, place
-from jaxpp_flax.engine.binding import Binding
 from jaxpp_flax.engine.bound_program import BoundProgram
-from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
-from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
@@ -31,9 +28,11 @@ __all__ = ["Compiled"]
 class Compiled:
     """A step compiled for one signature; it takes arguments of exactly that structure and type."""
 
-    def __init__(self, plan: Plan, compiler: TaskCompiler[MpmdMesh], front: Front) -> None:
+    _array_type: ClassVar[type[MpmdArray]] = MpmdArray  # of the results
+
+    def __init__(self, plan: Plan, compiler: TaskCompiler[MpmdMesh]) -> None:
         built, signature, consts = plan.built, plan.signature, plan.consts
-        self._plan, self._compiler, self._front = plan, compiler, front
+        self._plan, self._compiler = plan, compiler
         self._built, self._signature = built, signature
         mesh = self.mpmd_mesh = compiler.mesh
         program, specs = built.program, plan.in_specs
@@ -51,11 +50,11 @@ class Compiled:
         self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
         if not self._can_run:  # nothing can be put on devices that are only described
             return
-        self._runtime = Runtime(program, self._executables, mesh, distributed, task_blocks(built, program))
         results = [self._result(i) for i in range(len(program.results))]
-        binding = Binding(program, signature, consts, plan.wanted, results, distributed)
-        self._bound = BoundProgram(self._runtime, binding, distributed)
-        self._bound.start(consts)
+        blocks = task_blocks(built, program)
+        self._bound = BoundProgram(
+            self._executables, mesh, signature, consts, plan.wanted, results, distributed, blocks
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -110,7 +109,7 @@ class Compiled:
         sharding = self._result_sharding(position)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
-        make = self._front.array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        make = self._array_type._from_parts  # pyright: ignore[reportPrivateUsage]
         if isinstance(result, dict) and len(local) == 1:  # the usual case, with few calls of Python
             rank, value = local[0], result[local[0]]
             return lambda environment: make(sharding, {rank: environment[value]}, aval)

@@ -18,7 +18,6 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
-from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.garbage import collection_paused
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.placed import ResultRanks
@@ -113,7 +112,7 @@ class MpmdFunction:
     Parallelism", 2024).
     """
 
-    _front: ClassVar[Front] = Front()
+    _idle_everywhere: ClassVar[bool] = False
     _compiled_type: ClassVar[type[Compiled]] = Compiled
 
     def __init__(
@@ -190,7 +189,7 @@ class MpmdFunction:
     def _compile(self, plan: Plan) -> Compiled:
         if plan not in self._compiled:
             with context_mesh(None):
-                self._compiled[plan] = self._compiled_type(plan, self._compiler, self._front)
+                self._compiled[plan] = self._compiled_type(plan, self._compiler)
         return self._compiled[plan]
 
     def _key(self, call: Call) -> _Key:
@@ -248,7 +247,7 @@ class MpmdFunction:
         result_ranks = ResultRanks.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
-            idle = self._front.idle_ranks(mesh.mpmd_dim)
+            idle = frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1))
             names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
             fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
             built = build(

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.engine.binding import wanted_inputs
+from jaxpp_flax.engine.bound_program import wanted_inputs
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.signature import Signature

@@ -11,11 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import Device
-from jaxpp_flax.engine.binding import Binding, wanted_inputs
-from jaxpp_flax.engine.bound_program import BoundProgram, array_result
+from jaxpp_flax.engine.bound_program import BoundProgram, array_result, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
-from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
@@ -203,12 +201,11 @@ class MpmdLowered:
             self._executables,
             [a.aval for a in self.built.step.outputs],
         )
-        program = executables.program
-        results = [array_result(*found) for found in zip(program.results, self._result_shardings, avals, strict=True)]
-        runtime = Runtime(program, executables, self._meshes, distributed)
-        binding = Binding(program, self.signature, self._constants, self._wanted, results, distributed)
-        bound = BoundProgram(runtime, binding, distributed)
-        bound.start(self._constants)
+        found = zip(executables.program.results, self._result_shardings, avals, strict=True)
+        results = [array_result(*each) for each in found]
+        bound = BoundProgram(
+            executables, self._meshes, self.signature, self._constants, self._wanted, results, distributed
+        )
         return MpmdExecutable(self, executables, bound)
 
     def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:

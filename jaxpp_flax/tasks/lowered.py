@@ -11,11 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.binding import Binding, wanted_inputs
-from jaxpp_flax.engine.bound_program import BoundProgram, array_result
+from jaxpp_flax.engine.bound_program import BoundProgram, array_result, wanted_inputs
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.executables import compile_program
-from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
@@ -116,9 +114,7 @@ class CompiledMpmdFun:
         wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         out_avals = [atom.aval for atom in lowered.graph.outputs]
         results = list(map(array_result, program.results, lowered._out, out_avals))  # pyright: ignore[reportPrivateUsage]
-        binding = Binding(executables.program, signature, constants, wanted, results, distributed)
-        self._bound = BoundProgram(Runtime(executables.program, executables, mesh, distributed), binding, distributed)
-        self._bound.start(constants)
+        self._bound = BoundProgram(executables, mesh, signature, constants, wanted, results, distributed)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function.

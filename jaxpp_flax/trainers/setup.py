@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.engine.arrays.memory_kinds import computes_on
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import build_mesh, default_axes, wrap_mesh
@@ -189,7 +188,7 @@ def check_parameters(params: Any, name: str) -> None:
 def check_memory(params: Any, rest: Any, name: str) -> None:
     """Refuse a model with leaves in other than device memory; `name` is its class."""
     for path, leaf in jax.tree_util.tree_leaves_with_path((params, rest)):
-        if not computes_on(leaf):
+        if named_memory(getattr(leaf, "sharding", None)) is not None:
             raise ModelError(
                 f"the leaf {jax.tree_util.keystr(path[1:])} of {name} lies in {leaf.sharding.memory_kind!r} memory, "
                 "but a step computes with it in the devices' own memory. Move the model there first: "

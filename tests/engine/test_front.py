@@ -1,4 +1,4 @@
-"""A front chooses the class of a step's results, and the place of its idle values."""
+"""A front chooses the class of a step's results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.front import Front
+from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import MpmdFunction, one_pass
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from tests.engine.toys import mesh_of
@@ -16,8 +16,12 @@ class Named(MpmdArray):
     __slots__ = ()
 
 
+class Step(Compiled):
+    _array_type = Named
+
+
 class Function(MpmdFunction):
-    _front = Front(array_type=Named, idle_everywhere=True)
+    _compiled_type = Step
 
 
 def test_a_step_follows_its_front():
@@ -30,8 +34,3 @@ def test_a_step_follows_its_front():
     y = step(jnp.eye(2), jnp.ones((1, 2)))
     assert type(y) is Named
     np.testing.assert_array_equal(step(y.T @ y, y), [[4, 4]])
-
-
-def test_the_ranks_of_idle_values():
-    assert Front().idle_ranks(3) == {0}
-    assert Front(idle_everywhere=True).idle_ranks(3) == {0, 1, 2}

@@ -68,7 +68,7 @@ def observe(
     compiled: Compiled, arguments: tuple[Any, ...], look: Callable[[Instruction, list[Any], bool], None]
 ) -> Any:
     """Run a step and call `look(instruction, environment, done)` before and after every instruction."""
-    runtime = compiled._runtime
+    runtime = compiled._bound.runtime
     plain = runtime._steps
 
     def watched(instruction: Instruction, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:

@@ -13,14 +13,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint import restore, save
-from jaxpp_flax.engine.arrays import memory_kinds, reshard
+from jaxpp_flax.engine.arrays import memory_kinds
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Transfer
-from jaxpp_flax.engine.runtime import fetching, instruction_loop
+from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.fetching import Wanted
+from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
@@ -207,24 +207,6 @@ def test_an_argument_in_another_memory_is_not_what_the_step_wants():
     )
     assert Wanted(mesh, (1,), P("x"), "", "pinned_host").is_met_by(on_host)
     assert not Wanted(mesh, (1,), P("x"), "").is_met_by(on_host)
-    # Between processes it travels in device memory.
-    source, target = fetching._origin(on_host, Wanted(mesh, (0,), P("x"), "['m']", "pinned_host"), 0)
-    assert (source, target and target.memory_kind) == (1, "device")
-
-
-def test_collectives_move_what_lies_on_the_host():
-    """The programs that several processes run, in one process."""
-    mesh, value = stages(), np.arange(8.0, dtype=np.float32)
-    there, back = MpmdSharding(mesh, {1}, P("x"), "pinned_host"), MpmdSharding(mesh, {0}, P(), "pinned_host")
-    on_host = spmd_to_mpmd_reshard(mesh, value, there)
-    reshard._refuse_collectives("mpmd_to_spmd_reshard", ["['m']"], [on_host])
-    whole = NamedSharding(mesh.jax_mesh, P(), memory_kind="pinned_host")
-    (gathered,) = reshard._gather_by_collective(mesh, [on_host], [whole])
-    assert gathered.sharding.memory_kind == "pinned_host"
-    (moved,) = reshard._place_by_collective(mesh, [on_host], [back])
-    assert (moved.mpmd_idxs, kinds(moved)) == ((0,), {("pinned_host", "pinned_host")})
-    for found in (gathered, moved):
-        np.testing.assert_array_equal(found, value)
 
 
 def in_the_loop(put: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.arrays import mpmd_array, reshard
+from jaxpp_flax.engine.arrays import mpmd_array
+from jaxpp_flax.engine.runtime import reshard
 
 __all__ = ["MpmdArray", "as_jaxpp", "mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
 

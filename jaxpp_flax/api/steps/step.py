@@ -8,14 +8,15 @@ from jaxpp_flax.api.steps.array import MpmdArray
 from jaxpp_flax.engine import jit as engine
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.compiled import Compiled
-from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.plan import Plan
 
 __all__ = ["CompiledStep", "PlacedStep", "StepFunction"]
 
 
 class CompiledStep(Compiled):
-    """The engine's `Compiled`, which JaxPP's programs print."""
+    """The engine's `Compiled` with JaxPP's arrays, which JaxPP's programs print."""
+
+    _array_type: ClassVar[type[MpmdArray]] = MpmdArray
 
     @property
     def closed_jaxpr(self) -> str:
@@ -24,9 +25,13 @@ class CompiledStep(Compiled):
 
 
 class StepFunction(engine.MpmdFunction):
-    """The engine's `MpmdFunction` with JaxPP's arrays, its place of idle values and its `trace_and_place`."""
+    """The engine's `MpmdFunction` with JaxPP's arrays, its place of idle values and its `trace_and_place`.
 
-    _front: ClassVar[Front] = Front(array_type=MpmdArray, idle_everywhere=True)
+    A result is idle if no stage reads it and every rank can compute it without a transfer: the count of steps, a key.
+    JaxPP has it on all ranks, the engine on rank 0 alone.
+    """
+
+    _idle_everywhere: ClassVar[bool] = True
     _compiled_type: ClassVar[type[Compiled]] = CompiledStep
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:

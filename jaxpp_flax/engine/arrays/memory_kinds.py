@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
-__all__ = ["SPACES", "check_devices", "check_kind", "computes_on", "is_own_memory", "memory_wanted"]
+__all__ = ["SPACES", "check_devices", "check_kind", "memory_wanted"]
 
 SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
@@ -86,29 +85,4 @@ def memory_wanted(sharding: Any, where: str) -> str | None:
       True
     """
     kind = getattr(sharding, "memory_kind", None)
-    if kind is None or kind in SPACES:
-        return kind
-    return "device" if is_own_memory(sharding) else check_kind(kind, where)
-
-
-def computes_on(leaf: Any) -> bool:
-    """Return True if a value lies where devices compute: in their own memory, or not yet in any (NumPy, a shape).
-
-    Example:
-      >>> from jax.sharding import SingleDeviceSharding
-      >>> host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-      >>> computes_on(jax.numpy.ones(2)), computes_on(jax.device_put(jax.numpy.ones(2), host))
-      (True, False)
-    """
-    return is_own_memory(getattr(leaf, "sharding", None))
-
-
-def is_own_memory(sharding: Any) -> bool:
-    """Return True if a sharding names the devices' own memory, under any of its names, or no memory.
-
-    Older JAX calls a CPU's own memory `unpinned_host`.
-    """
-    kind = getattr(sharding, "memory_kind", None)
-    if kind in (None, "device") or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
-        return kind in (None, "device")
-    return kind == next(iter(sharding.device_set)).default_memory().kind
+    return None if kind is None else check_kind(kind, where)

@@ -328,7 +328,7 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
 
 
 def named_memory(sharding: Any) -> str | None:
-    """Return the kind of memory that a sharding names; None for device memory, named or not.
+    """Return the kind of memory that a sharding names; None for device memory, named or not, and for no sharding.
 
     Example:
       >>> named_memory(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")) is None

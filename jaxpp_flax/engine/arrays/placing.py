@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard
 
-__all__ = ["are_attached", "on_every_process", "place", "place_on_ranks"]
+__all__ = ["are_attached", "key_impl", "place", "place_on_ranks"]
 
 
 def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
@@ -102,29 +101,6 @@ def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return MpmdArray(parts, sharding, shape=np.shape(value), dtype=dtype)
-
-
-def on_every_process(array: MpmdArray) -> jax.Array:
-    """Copy a whole array to a device of this process; all processes of its mesh must call this, in one order.
-
-    Example:
-      >>> from jax.sharding import Mesh, PartitionSpec as P
-      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
-      >>> on_every_process(place_on_ranks(np.arange(3), MpmdSharding(mesh, {1}, P()))).tolist()
-      [0, 1, 2]
-    """
-    mesh = array.sharding.mpmd_mesh
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        parts = {rank: jax.random.key_data(part) for rank, part in array._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
-        integers = MpmdArray(parts, array.sharding, shape=data.shape, dtype=data.dtype)
-        return jax.random.wrap_key_data(on_every_process(integers), impl=key_impl(array.dtype))
-    # A collective must not begin on a device that still waits for a value from another process.
-    array.block_until_ready()
-    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
-    gathered = mpmd_to_spmd_reshard(mesh, [array], whole, donate=False)[0]
-    return gathered.addressable_shards[0].data
 
 
 def key_impl(dtype: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The program of a compiled step: instructions over slots, and facts about them."""
+"""The program of a compiled step: tasks and instructions over values, and facts about them."""

@@ -10,10 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
+from jaxpp_flax.engine.arrays.replicas import ranks_text
+from jaxpp_flax.engine.runtime.host_memory import to_memory
+from jaxpp_flax.engine.runtime.transport.base import Tag
+from jaxpp_flax.engine.runtime.transport.connection import Connection, DistributedProgram
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 
-__all__ = ["Wanted", "bring", "check_parts"]
+__all__ = ["Wanted", "bring", "check_parts", "moved"]
 
 
 @dataclass(frozen=True)
@@ -48,70 +51,58 @@ def bring(
 ) -> dict[int, jax.Array]:
     """Return replicas of `leaf` for this process's wanted ranks; a replica is moved if a rank lacks one.
 
-    Every process calls this with the same array at the same point, because all of them know where the array lives.
-    Connections to new peers are opened on the way. A replica that is moved arrives with the partition that the step
-    wants, in device memory, also if it lies in host memory; what the devices of a rank have already, they keep.
+    Every process calls this with the same array at the same point, because all of them know where the array lives. What
+    the devices of a rank have already, they keep.
 
     No two calls of the step may have the same number `call`; `argument` is the position of the argument.
-
     """
-    parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
-    routes = {rank: _origin(leaf, wanted, rank) for rank in sorted(set(wanted.ranks))}
     found: dict[int, jax.Array] = {}
-    for rank, (source, target) in routes.items():
-        part = parts.get(source)
-        if target is not None:
-            what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
-            lies = _in_own_memory(leaf.sharding.local_sharding(source))
-            route = plan((Leaf(leaf.shape, leaf.dtype, lies, target),), jax.process_index())
-            distributed.connection.connect(route.own_parcels())
-            if part is not None and part.is_deleted():
-                raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
-            if part is not None and named_memory(part.sharding) is not None:  # only device memory is sent
-                part = jax.device_put(part, lies)
+    for rank in sorted(set(wanted.ranks)):
+        target = wanted.on(rank)
+        own = next((own for own in leaf.mpmd_idxs if _is_there(leaf, own, target)), None)
+        if own is None:
+            what = f"rank {rank}: argument{wanted.name} of the step, which rank {ranks_text(leaf.mpmd_idxs)} has"
             tag = distributed.tag(0, call, what, part=f"/argument-{argument}-to-{rank}")
-            (part,) = route.move(distributed.connection, [part], [True], tag)
+            part = moved(leaf.as_jax_array(), target, distributed.connection, tag)
+        else:
+            part = leaf._partially_addressable_arrays.get(own)  # pyright: ignore[reportPrivateUsage]
         if part is not None and rank in wanted.mesh.local_ranks:
             found[rank] = part
     return found
 
 
-def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedSharding | None]:
-    """Return the rank of the leaf's mesh that sends its replica, and the sharding with which the replica arrives.
+def moved(array: jax.Array, target: Sharding, connection: Connection, tag: Tag) -> jax.Array | None:
+    """Return a copy of an array with another sharding; None if the sharding has no device of this process.
 
-    The sharding is None if each process of the rank can make its parts from its own parts of that replica.
+    Every process calls this at the same point, also one that has no part of the array. Connections to new peers are
+    opened on the way. The values travel in device memory.
     """
-    sharding, target = leaf.sharding, _in_own_memory(wanted.on(rank))
-    for own in leaf.mpmd_idxs:
-        lies = _in_own_memory(sharding.local_sharding(own))
-        if lies.device_set == target.device_set and _can_repartition(lies, target, len(leaf.shape)):
-            return own, None
-    # A replica is near if its process also has devices of the target rank.
-    owners = _processes(target)
-    source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
-    return source, target
+    if named_memory(array.sharding) is not None:
+        (array,) = to_memory([array], [_in_own_memory(array.sharding)])
+    leaf = Leaf(array.shape, array.dtype, array.sharding, _in_own_memory(target))
+    route = plan((leaf,), jax.process_index())
+    connection.connect(route.own_parcels())
+    (copy,) = route.move(connection, [array], [True], tag)
+    return copy if copy is None or named_memory(target) is None else to_memory([copy], [target])[0]
 
 
-def _in_own_memory(sharding: NamedSharding) -> NamedSharding:
-    """Return the same sharding in device memory; a moved value goes to another memory inside its process."""
-    return NamedSharding(sharding.mesh, sharding.spec)
+def _in_own_memory(sharding: Sharding) -> Sharding:
+    """Return the same sharding in device memory."""
+    return sharding.with_memory_kind("device")
 
 
-def _processes(sharding: Sharding) -> set[int]:
-    return {device.process_index for device in sharding.device_set}
-
-
-def _can_repartition(lies: NamedSharding, target: NamedSharding, ndim: int) -> bool:
-    """Return whether each process can make its parts of `target` from its parts of `lies`, on the same devices."""
-    return len(_processes(target)) == 1 or lies.is_fully_replicated or lies.is_equivalent_to(target, ndim)
+def _is_there(leaf: MpmdArray, rank: int, target: NamedSharding) -> bool:
+    """Return whether the replica of `rank` lies on the devices of the target as the target wants it."""
+    lies = _in_own_memory(leaf.sharding.local_sharding(rank))
+    return lies.device_set == target.device_set and lies.is_equivalent_to(_in_own_memory(target), leaf.ndim)
 
 
 def check_parts(value: jax.Array, wanted: Wanted) -> None:
     """Refuse an array over several processes if one process lacks parts that it needs; all processes refuse it."""
-    has = _processes(value.sharding)
+    has = {device.process_index for device in value.sharding.device_set}
     for rank in wanted.ranks:
         target = wanted.on(rank)
-        whole = value.is_fully_replicated and _processes(target) <= has
+        whole = value.is_fully_replicated and wanted.mesh.rank_processes[rank] <= has
         if not whole and not _same_devices(value, target):
             raise ValueError(
                 f"argument{wanted.name}, {value.dtype}{list(value.shape)}, is sharded over several processes as "

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 __all__ = ["to_memory"]
 
 
-def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
     """Copy arrays into the memories of their shardings, which differ from their own in nothing else; do not wait.
 
     If several processes own a rank, each copies its own shards.
 
     Example:
       >>> import numpy as np
-      >>> from jax.sharding import Mesh, PartitionSpec
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
       >>> host = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec(), memory_kind="pinned_host")
       >>> to_memory([jax.numpy.ones(2)], [host])[0].sharding.memory_kind
       'pinned_host'
@@ -27,10 +27,10 @@ def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -
     return [_shards_to_memory(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
 
 
-def _shards_to_memory(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _shards_to_memory(array: jax.Array, sharding: Sharding) -> jax.Array:
     shards = [shard.data for shard in array.addressable_shards]
     targets = [
         SingleDeviceSharding(shard.device, memory_kind=sharding.memory_kind) for shard in array.addressable_shards
     ]
     copies = jax.device_put(shards, targets)
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, copies, dtype=array.dtype)

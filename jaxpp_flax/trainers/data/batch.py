@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.engine.arrays.memory_kinds import computes_on
+from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.trainers.errors import BatchError
 
 
@@ -49,8 +49,7 @@ def check_leaf(path: Any, leaf: Any) -> None:
         )
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
-    if not computes_on(leaf):
-        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    if (kind := named_memory(getattr(leaf, "sharding", None))) is not None:
         raise BatchError(
             f"{leaf_name(path)} is a jax.Array in {kind!r} memory, but a step computes with its "
             "batch in the devices' own memory. Pass `np.asarray(leaf)`, which the step copies to its devices, or "

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import on_every_process
+from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.trainers.generation.prompts import Group
 
 __all__ = ["GroupRun", "run_in_turn"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.memory_kinds import is_own_memory
+from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
@@ -124,7 +124,7 @@ def _device(part: Any) -> Any:
     if not isinstance(part, jax.Array):
         return None
     (device,) = part.devices()
-    return device if is_own_memory(part.sharding) else None
+    return device if named_memory(part.sharding) is None else None
 
 
 def _are_finite_on_host(parts: list[Any]) -> list[bool]:

@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import key_impl, place_on_ranks
-from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.engine.arrays.placing import place_on_ranks
+from jaxpp_flax.engine.runtime.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["Ranks", "balanced_order", "fitting", "on_parts", "put_on_ranks"]
-
-# With several processes, leaves of so many bytes in all move together.
-_SMALL_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,26 +149,16 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = Tr
 
 
 def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donate: bool) -> list[Any]:
-    """Move leaves to their targets, so that no rank ever holds much more than before or after.
-
-    Random keys, which cannot go between processes, go as their data.
-    """
+    """Move leaves to their targets, so that no rank ever holds much more than before or after."""
     if not leaves:
         return []
-    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and mesh.jax_mesh.is_multi_process for leaf in leaves]
-    data = [on_parts(leaf, jax.random.key_data) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
     order = balanced_order(leaves, targets) if donate else range(len(leaves))
-    # One group adds one leaf to a device. With several processes each group is compiled, so small leaves share one.
-    threshold = max(map(_nbytes, data)) if donate else 0
-    threshold = max(threshold, _SMALL_GROUP) if mesh.jax_mesh.is_multi_process else threshold
+    threshold = max(map(_nbytes, leaves)) if donate else 0  # so one group adds one leaf to a device
     placed = spmd_to_mpmd_reshard(
-        mesh, [data[i] for i in order], [targets[i] for i in order], threshold or None, donate=donate
+        mesh, [leaves[i] for i in order], [targets[i] for i in order], threshold or None, donate=donate
     )
     found = dict(zip(order, placed, strict=True))
-    return [
-        on_parts(found[i], functools.partial(jax.random.wrap_key_data, impl=key_impl(leaf.dtype))) if key else found[i]
-        for i, (leaf, key) in enumerate(zip(leaves, is_key, strict=True))
-    ]
+    return [found[i] for i in range(len(leaves))]
 
 
 def balanced_order(leaves: Sequence[Any], targets: Sequence[MpmdSharding]) -> list[int]:

@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import on_every_process
+from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.messages import amount, listed
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.loop.process_synchronization import compare_weights

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.memory_kinds import check_devices, check_kind, computes_on, kinds_of, memory_wanted
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices, check_kind, kinds_of, memory_wanted
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("stage",))
 
@@ -39,12 +39,11 @@ def test_kinds_that_devices_have():
         check_devices("pinned_host", [jax.devices()[0], lacking], "x")
 
 
-def test_where_devices_compute_and_what_a_sharding_shows():
+def test_the_memory_that_a_sharding_names_and_shows():
     host = NamedSharding(MESH, P(), memory_kind="pinned_host")
-    assert [computes_on(x) for x in (np.ones(2), jax.device_put(np.ones(2), host))] == [True, False]
-    shape = jax.ShapeDtypeStruct((2,), "float32")
     abstract = NamedSharding(AbstractMesh((2,), ("stage",)), P(), memory_kind="pinned_host")
-    assert [computes_on(x) for x in (shape, shape.update(sharding=abstract))] == [True, False]
+    own = jax.device_put(np.ones(2)).sharding
+    assert [named_memory(x) for x in (None, own, host, abstract)] == [None, None, "pinned_host", "pinned_host"]
     mesh = MpmdMesh(MESH, "stage")
     assert repr(MpmdSharding(mesh, {1}, P(), "pinned_host")).endswith(", memory_kind='pinned_host')")
     assert "memory_kind" not in repr(MpmdSharding(mesh, {1}, P()))

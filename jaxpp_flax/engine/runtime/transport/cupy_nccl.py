@@ -3,7 +3,7 @@
 This file depends on these facts about the releases of CuPy:
 
 - `get_unique_id` returns 128 numbers up to 13.x (C chars: signed on x86, unsigned on ARM) and bytes since 14.0. The
-  constructor takes only the type that its own `get_unique_id` returns. So the name is sent unchanged, with its kind.
+  constructor takes only the type that its own `get_unique_id` returns. So the name is sent as a Python literal.
 - Without libnccl, `cupy.cuda.nccl` can be imported, but it is empty, and `available` is false.
 - `Stream.done` is also false after an error. `runtime.streamQuery` gives CUDA's status.
 - `NcclError` looks up its code in a table. A code that is missing in the table raises a `KeyError`.
@@ -12,6 +12,7 @@ This file depends on these facts about the releases of CuPy:
 
 from __future__ import annotations
 
+import ast
 import importlib
 import threading
 import warnings
@@ -22,8 +23,7 @@ from typing import Any
 import jax
 
 __all__ = [
-    "Buffer", "Communicator", "Cupy", "decode_name", "encode_name", "load_cupy", "local_ordinal", "make_one_alone",
-    "nccl_version",
+    "Buffer", "Communicator", "Cupy", "load_cupy", "local_ordinal", "make_one_alone", "nccl_version",
 ]  # fmt: skip
 
 _CUDA_DONE, _CUDA_NOT_READY = 0, 600
@@ -66,27 +66,6 @@ def nccl_version(nccl: Any) -> tuple[int, int, int]:
     return code // 10_000, code // 100 % 100, code % 100
 
 
-def encode_name(name: bytes | tuple[int, ...]) -> bytes:
-    """Encode the result of `get_unique_id`, with its kind, for the key-value store.
-
-    Example:
-      >>> encode_name(b"ab"), encode_name((-1, 127))
-      (b'bytes:ab', b'tuple:-1,127')
-    """
-    return b"bytes:" + name if isinstance(name, bytes) else b"tuple:" + ",".join(map(str, name)).encode()
-
-
-def decode_name(text: bytes) -> bytes | tuple[int, ...]:
-    """Decode the result of `get_unique_id` in the process that made the name.
-
-    Example:
-      >>> decode_name(b"bytes:ab"), decode_name(b"tuple:-1,127")
-      (b'ab', (-1, 127))
-    """
-    kind, _, name = text.partition(b":")
-    return name if kind == b"bytes" else tuple(map(int, name.split(b",")))
-
-
 def make_one_alone(cupy: Any, nccl: Any, ordinal: int) -> None:
     """Make a communicator of one process on this device, and destroy it again; a failure is a `RuntimeError`."""
     with cupy.cuda.Device(ordinal), _named_errors():
@@ -102,11 +81,11 @@ class Cupy:
     def unique_id(self) -> bytes:
         """Make a new name for a communicator."""
         with _named_errors():
-            return encode_name(self._nccl.get_unique_id())
+            return repr(self._nccl.get_unique_id()).encode()
 
     def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
         """Join the communicator of two with that name, and wait for the other end."""
-        name, rank = decode_name(unique_id), 0 if sending else 1
+        name, rank = ast.literal_eval(unique_id.decode()), 0 if sending else 1
         return Communicator(self._cupy, self._nccl, name, rank, local_ordinal(device))
 
     def empty(self, nbytes: int, device: Any) -> Buffer:

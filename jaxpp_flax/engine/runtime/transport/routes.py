@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import key_impl
@@ -37,8 +37,8 @@ class Leaf:
 
     shape: tuple[int, ...]
     dtype: Any
-    source: NamedSharding
-    target: NamedSharding
+    source: Sharding
+    target: Sharding
 
 
 @dataclass(frozen=True)

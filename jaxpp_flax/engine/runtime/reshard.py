@@ -1,0 +1,287 @@
+"""Move trees of arrays from one mesh onto the ranks of a pipeline, and back, within a memory budget.
+
+In one process every leaf is copied straight to its devices. With several processes each shard goes from a device that
+has it to the devices that need it, as the values between tasks do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxpp_flax._compat import copy_arrays
+from jaxpp_flax.engine.arrays.device_memory import free_bytes
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.runtime.fetching import moved
+from jaxpp_flax.engine.runtime.transport.base import Tag
+from jaxpp_flax.engine.runtime.transport.connection import process_connection
+from jaxpp_flax.processes import errors_naming_failed_process
+
+__all__ = ["mpmd_to_spmd_reshard", "on_every_process", "spmd_to_mpmd_reshard"]
+
+# Used if a device does not tell its free memory.
+_DEFAULT_THRESHOLD = 256 << 20
+# The calls with several processes: all of them make the same ones, in one order.
+_calls = itertools.count()
+
+
+def spmd_to_mpmd_reshard(
+    mpmd_mesh: MpmdMesh, spmd_arrays: Any, mpmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
+) -> Any:
+    """Move a tree of arrays onto the ranks that their shardings name.
+
+    Args:
+      mpmd_mesh: the mesh of all ranks.
+      spmd_arrays: a pytree of `jax.Array`s on any devices, `MpmdArray`s, NumPy arrays or scalars. With several
+        processes, `jax.Array`s lie on the devices of `mpmd_mesh`, and each process passes the same host values.
+      mpmd_shardings: a pytree of `MpmdSharding`s over `mpmd_mesh`: of the same structure, or a prefix of it.
+      threshold: the bytes that one group of leaves may add to any one device before the next group begins; a larger
+        leaf forms a group alone. Default: a third of the free memory; 256 MiB if the free memory is unknown.
+      donate: delete each source once it is moved, so that the tree is never in memory twice. This applies to JAX's
+        arrays; NumPy arrays stay as they are.
+
+    Returns:
+      A tree like `spmd_arrays` with an `MpmdArray` for each leaf.
+
+    Raises:
+      TypeError: if a leaf is not an array, or has no `MpmdSharding`.
+      ValueError: if the trees don't fit, a sharding is over another mesh, or its spec does not fit the leaf.
+      RuntimeError: if a leaf has been deleted.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+      >>> tree = {"a": np.zeros((4, 3), np.float32), "b": np.ones(2, np.float32)}
+      >>> shardings = {"a": MpmdSharding(mesh, {0}, P("data")), "b": MpmdSharding(mesh, {0, 1}, P())}
+      >>> spmd_to_mpmd_reshard(mesh, tree, shardings)["b"]
+      MpmdArray(shape=(2,), dtype=float32, mpmd_idxs=(0, 1), sharding=...)
+
+    The name is that of NVIDIA's JaxPP, whose function always deletes its arguments.
+    """
+    paths, leaves, targets, treedef = _flatten("spmd_to_mpmd_reshard", spmd_arrays, mpmd_shardings)
+    for path, target in zip(paths, targets, strict=True):
+        if not isinstance(target, MpmdSharding):
+            raise TypeError(
+                f"spmd_to_mpmd_reshard: the sharding of leaf {path} is a {type(target).__name__}; "
+                "pass an `MpmdSharding(mpmd_mesh, {rank}, spec)`."
+            )
+        if target.mpmd_mesh != mpmd_mesh:
+            raise ValueError(
+                f"spmd_to_mpmd_reshard: the sharding of leaf {path} is over {target.mpmd_mesh!r}, not over the given "
+                f"{mpmd_mesh!r}. Build it with the mesh that you pass."
+            )
+    places = [[target.local_sharding(rank) for rank in target.ranks] for target in targets]
+    moved_leaves = _run("spmd_to_mpmd_reshard", mpmd_mesh, paths, leaves, places, threshold, donate=donate)
+    arrays: list[MpmdArray] = []
+    for leaf, target, found in zip(leaves, targets, moved_leaves, strict=True):
+        parts = {rank: part for rank, part in zip(target.ranks, found, strict=True) if part is not None}
+        arrays.append(MpmdArray(parts, target, shape=np.shape(leaf), dtype=_dtype(leaf)))
+    return treedef.unflatten(arrays)
+
+
+def mpmd_to_spmd_reshard(
+    mpmd_mesh: MpmdMesh, mpmd_arrays: Any, spmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
+) -> Any:
+    """Move a tree of `MpmdArray`s to ordinary `jax.Array`s with the given shardings.
+
+    Args:
+      mpmd_mesh: the mesh of all ranks.
+      mpmd_arrays: a pytree of `MpmdArray`s.
+      spmd_shardings: a pytree of shardings: of the same structure, or a prefix of it. With several processes they
+        are over the devices of `mpmd_mesh`.
+      threshold: as in `spmd_to_mpmd_reshard`.
+      donate: delete each source once it is moved.
+
+    Returns:
+      A tree like `mpmd_arrays` with a `jax.Array` for each leaf.
+
+    Raises:
+      TypeError: if a leaf is not an `MpmdArray`, or has no sharding.
+      ValueError: if the trees don't fit, or a sharding does not fit its leaf.
+      RuntimeError: if a leaf has been deleted.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+      >>> [x] = spmd_to_mpmd_reshard(mesh, [np.arange(8.0)], [MpmdSharding(mesh, {1}, P("data"))])
+      >>> [y] = mpmd_to_spmd_reshard(mesh, [x], NamedSharding(mesh.jax_mesh, P(("stage", "data"))))
+      >>> y.sharding.spec, float(y.sum()), x.is_deleted()
+      (P(('stage', 'data'),), 28.0, True)
+    """
+    paths, leaves, targets, treedef = _flatten("mpmd_to_spmd_reshard", mpmd_arrays, spmd_shardings)
+    for path, leaf, target in zip(paths, leaves, targets, strict=True):
+        if not isinstance(leaf, MpmdArray):
+            raise TypeError(f"mpmd_to_spmd_reshard: leaf {path} is a {type(leaf).__name__}, not an MpmdArray.")
+        if not isinstance(target, Sharding):
+            raise TypeError(
+                f"mpmd_to_spmd_reshard: the sharding of leaf {path} is a {type(target).__name__}; "
+                "pass a `jax.sharding.NamedSharding`."
+            )
+    places = [[target] for target in targets]
+    moved_leaves = _run("mpmd_to_spmd_reshard", mpmd_mesh, paths, leaves, places, threshold, donate=donate)
+    # As in JAX, an array of other processes has no part here.
+    arrays = [
+        jax.make_array_from_single_device_arrays(leaf.shape, target, [], dtype=leaf.dtype) if part is None else part
+        for leaf, target, (part,) in zip(leaves, targets, moved_leaves, strict=True)
+    ]
+    return treedef.unflatten(arrays)
+
+
+def on_every_process(array: MpmdArray) -> jax.Array:
+    """Copy a whole array to a device of this process; all processes of its mesh must call this, in one order.
+
+    Example:
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jaxpp_flax.engine.arrays.placing import place_on_ranks
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> on_every_process(place_on_ranks(np.arange(3), MpmdSharding(mesh, {1}, P()))).tolist()
+      [0, 1, 2]
+    """
+    mesh = array.sharding.mpmd_mesh
+    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    return mpmd_to_spmd_reshard(mesh, array, whole, donate=False).addressable_shards[0].data
+
+
+def _flatten(function: str, tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Any], Any]:
+    """Return names, leaves, their shardings, and the tree's structure; deleted leaves are refused."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    try:
+        targets = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
+    except ValueError as error:
+        raise ValueError(
+            f"{function}: the tree of shardings does not fit the tree of arrays: {jax.tree.structure(shardings)} is "
+            f"no prefix of {treedef}. Pass one sharding for each leaf, or for each subtree."
+        ) from error
+    paths = [jax.tree_util.keystr(path) or "(the whole tree)" for path, _ in with_paths]
+    leaves = [leaf for _, leaf in with_paths]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, (jax.Array, MpmdArray, np.ndarray, np.generic, bool, int, float, complex)):
+            raise TypeError(f"{function}: leaf {path} is a {type(leaf).__name__}, not an array.")
+        if isinstance(leaf, (jax.Array, MpmdArray)) and leaf.is_deleted():
+            raise RuntimeError(
+                f"{function}: leaf {path}, {leaf.dtype}{list(leaf.shape)}, has been donated or deleted. Use what the "
+                "call that consumed it returned, or pass `donate=False` there to keep it."
+            )
+    return paths, leaves, targets, treedef
+
+
+def _dtype(leaf: Any) -> Any:
+    """Return the dtype that JAX gives to a leaf."""
+    if isinstance(leaf, (jax.Array, MpmdArray)):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(np.result_type(leaf))
+
+
+def _cost(path: str, leaf: Any, shardings: Iterable[Sharding]) -> dict[Hashable, int]:
+    """Return the bytes that the leaf adds to each device."""
+    shape, itemsize = np.shape(leaf), _dtype(leaf).itemsize
+    cost: dict[Hashable, int] = {}
+    for sharding in shardings:
+        try:
+            shard_shape = sharding.shard_shape(shape)
+        except ValueError as error:
+            raise ValueError(f"reshard: leaf {path} of shape {shape} does not fit its sharding. {error}") from error
+        for device in sharding.device_set:
+            cost[device] = cost.get(device, 0) + math.prod(shard_shape) * itemsize
+    return cost
+
+
+def _budget(mpmd_mesh: MpmdMesh, threshold: int | None) -> int:
+    """Return the given threshold or a default, in bytes for one device."""
+    if threshold is not None:
+        if threshold <= 0:
+            raise ValueError(f"reshard: threshold={threshold} bytes leave no room; pass a positive number, or None.")
+        return threshold
+    own = [device for device in mpmd_mesh.jax_mesh.devices.flat if device.process_index == jax.process_index()]
+    free = [found for device in own if device.platform != "cpu" and (found := free_bytes(device)) is not None]
+    return max(min(free) // 3, 1) if free else _DEFAULT_THRESHOLD
+
+
+def _groups(costs: Sequence[Mapping[Hashable, int]], budget: int) -> Iterable[list[int]]:
+    """Cut indices, in order, into groups that add at most `budget` bytes to any device; a larger leaf stays alone."""
+    group: list[int] = []
+    total: dict[Hashable, int] = {}
+    for index, cost in enumerate(costs):
+        if group and any(total.get(device, 0) + size > budget for device, size in cost.items()):
+            yield group
+            group, total = [], {}
+        group.append(index)
+        for device, size in cost.items():
+            total[device] = total.get(device, 0) + size
+    if group:
+        yield group
+
+
+def _run(
+    function: str,
+    mpmd_mesh: MpmdMesh,
+    paths: list[str],
+    leaves: list[Any],
+    places: Sequence[Sequence[Sharding]],
+    threshold: int | None,
+    *,
+    donate: bool,
+) -> list[list[jax.Array | None]]:
+    """Copy each leaf to its places, group by group; with `donate`, a source is deleted after its last use as a leaf.
+
+    Returns:
+      The copies of each leaf; None at a place without devices of this process.
+    """
+    several = mpmd_mesh.jax_mesh.is_multi_process
+    call = next(_calls) if several else 0
+    costs = [_cost(*each) for each in zip(paths, leaves, places, strict=True)]
+    results: list[list[jax.Array | None]] = []
+    last_use = {id(leaf): index for index, leaf in enumerate(leaves)}
+    for group in _groups(costs, _budget(mpmd_mesh, threshold)):
+        if several:
+            copies = [_to_processes(f"{function}-{call}", i, paths[i], leaves[i], places[i]) for i in group]
+        else:
+            sources = [(_source(leaves[i]), place) for i in group for place in places[i]]
+            made = iter(copy_arrays([source for source, _ in sources], [place for _, place in sources]))
+            copies = [[next(made, None) for _ in places[i]] for i in group]
+        results += copies
+        # Wait for this group: until then, its sources' memory is not free for the results of the next group.
+        with errors_naming_failed_process():
+            jax.block_until_ready(copies)
+        for index in group:
+            leaf = leaves[index]
+            if donate and last_use[id(leaf)] == index and isinstance(leaf, (jax.Array, MpmdArray)):
+                leaf.delete()
+    return results
+
+
+def _source(leaf: Any) -> Any:
+    if isinstance(leaf, MpmdArray):
+        return jnp.asarray(leaf)  # any replica will do: all are equal
+    # On CPU, JAX may take the memory of a NumPy array as its own, and the user may write to it.
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _to_processes(call: str, number: int, path: str, leaf: Any, places: Sequence[Sharding]) -> list[jax.Array | None]:
+    """Copy a leaf to its places, from the processes that have it; every process passes the same host value itself."""
+    array = leaf.as_jax_array() if isinstance(leaf, MpmdArray) else leaf
+    if not isinstance(leaf, MpmdArray) and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
+        return [place(leaf, to, may_alias=False) if to.addressable_devices else None for to in places]
+    owners = {device.process_index for device in array.sharding.device_set}
+    if not isinstance(leaf, MpmdArray) and len(owners) == 1:
+        raise ValueError(
+            f"{call}: leaf {path} lies on devices of process {owners.pop()} alone, and process {jax.process_index()} "
+            "cannot tell it from a value of its own. Make it on the devices of the whole mesh, or pass a host value."
+        )
+    connection = process_connection()
+    step = connection.group.step or 0
+    return [
+        moved(array, to, connection, Tag(call, step, number, call=position, what=f"leaf {path} of {call}"))
+        for position, to in enumerate(places)
+    ]
