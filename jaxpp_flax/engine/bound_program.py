@@ -63,8 +63,8 @@ class BoundProgram:
     """A compiled program that runs on flat arguments whose types fit it; the types are not checked.
 
     The program's first arguments are `constants`, the arrays that the function closes over. `wanted` is the program's
-    demand for each argument. `results` holds functions that make the results from the environment after a run. `blocks` are
-    the names of the user's blocks by task, for a profiler.
+    demand for each argument. `results` holds functions that make the results from the environment after a run.
+    `blocks` are the names of the user's blocks by task, for a profiler.
 
     With several processes, all of them make this object at the same point: they connect, wait until each of them has
     compiled its tasks, and compare the constants. `distributed` is None if all ranks are of this process.
@@ -131,7 +131,7 @@ class BoundProgram:
         return self._collect(environment), timings
 
     def _environment(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the environment before a run, with constants and arguments in place; donated arguments are given away."""
+        """Return the environment before a run, with constants and arguments in place; give donated arguments away."""
         if self._distributed is not None and not self._calls:
             compare_values(self._distributed, "the arguments", self._in_several_processes(leaves))
         environment: list[Any] = [None] * self._num_values
