@@ -68,7 +68,8 @@ class LimitedStep:
                 StageLoad(
                     forward=sum(forward[start:end]) * self.seconds,
                     backward=sum(backward[start:end]) * self.seconds,
-                    residual_bytes=self.memory.active_bytes(start, end),
+                    residual_bytes=sum(self.memory.values(start, end)),
+                    weight_bytes=sum(self.memory.values(start, end, "kept")),
                     values=self.memory.values(start, end),
                     saved_bytes=sum(self.memory.values(start, end, "saved")),
                     has_effects=any(start <= block < end for block in self.with_effects),

@@ -13,12 +13,13 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.planning.model import update_window
-from jaxpp_flax.schedules import FusedTask, Schedule, TaskKind
+from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
+from jaxpp_flax.schedules.memory import fullest_moments
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 
-_IN_FLIGHT = ("activations", "saved")
+_IN_FLIGHT = ("activations", "kept", "saved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,10 @@ class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations" or "saved".
-        Activations count once for each microbatch in flight; "saved" are those that a policy saves from recomputation.
-        "streamed" is on the host, and counts in windows after the loop.
+      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations", "kept" or "saved".
+        Activations count once for each microbatch in flight, until the input gradient, and what is "kept" from there to
+        the weight gradient; "saved" are those that a policy saves from recomputation. "streamed" is on the host, and
+        counts in windows after the loop.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -51,27 +53,10 @@ def live_counts(schedule: Schedule, num_microbatches: int) -> tuple[tuple[tuple[
       >>> live_counts(Interleaved1F1B(4, 2), 4)[0]
       ((3, 2), (4, 1))
     """
-    found: list[tuple[tuple[int, ...], ...]] = []
-    for rank in range(schedule.num_ranks):
-        stages = schedule.stages_of(rank)
-        position = {stage: i for i, stage in enumerate(stages)}
-        live = [0] * len(stages)
-        moments: dict[tuple[int, ...], None] = {}
-        for task in schedule.rank_tasks(rank, num_microbatches):
-            at = position[task.stage]
-            if isinstance(task, FusedTask):
-                moments[tuple(n + (i == at) for i, n in enumerate(live))] = None
-            elif task.kind is TaskKind.FORWARD:
-                live[at] += 1
-                moments[tuple(live)] = None
-            elif task.kind is not TaskKind.BACKWARD_INPUT:
-                live[at] -= 1
-        found.append(tuple(m for m in moments if not any(m != o and _covers(o, m) for o in moments)))
-    return tuple(found)
-
-
-def _covers(more: Sequence[int], less: Sequence[int]) -> bool:
-    return all(a >= b for a, b in zip(more, less, strict=True))
+    return tuple(
+        fullest_moments(schedule.rank_tasks(rank, num_microbatches), schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +111,8 @@ class MemoryModel:
         """Return the bytes by which the worst rank exceeds its limit."""
         return max(b - limit for b, limit in zip(self.rank_bytes(sizes), self.limits, strict=True))
 
-    def active_bytes(self, start: int, end: int) -> float:
-        """Return the activations of one microbatch of a stage with blocks `start` to `end` (exclusive)."""
-        return self._active(start, end)
-
     def values(self, start: int, end: int, kind: str = "activations") -> tuple[float, ...]:
-        """Return the bytes of each activation of one microbatch of such a stage, or of each that is saved."""
+        """Return the bytes of each value of a kind of one microbatch of a stage with blocks `start` to `end`."""
         return tuple(item.nbytes for item in self.held if _is_in(item, kind, start, end))
 
     def fixed_parts(self, start: int, end: int) -> dict[str, float]:
@@ -217,13 +198,14 @@ class MemoryModel:
         return self._sums[0][start][end - start]
 
     def _active(self, start: int, end: int) -> float:
-        return self._sums[1][start][end - start]
+        """Return the most that one microbatch holds at any time of its life."""
+        return max(sums[start][end - start] for sums in self._sums[1:])
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], ...]:
-        """For (fixed, activations): the bytes of the n blocks from each start on."""
+        """For (fixed, activations, kept): the bytes of the n blocks from each start on."""
         fixed = [h for h in self.held if h.kind not in (*_IN_FLIGHT, "streamed")]
-        groups = fixed, [h for h in self.held if h.kind == "activations"]
+        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in ("activations", "kept"))
         return tuple(_range_sums(group, self.num_blocks) for group in groups)
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "Work",
     "count_flops",
     "cut_at_every_mark",
+    "residuals_of",
     "work_of_blocks",
 ]
 
@@ -59,10 +60,9 @@ class Holding:
 
     Attributes:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
-        all microbatches), "gradients" (accumulators), "activations" (made by a forward and read by a backward, or
-        made by an input gradient and read by the weight gradient: held for each microbatch in flight), "saved"
-        (activations that a policy of the user saves), or "gathered" (whole copies of sharded parameters, with
-        `fsdp="step"`).
+        all microbatches), "gradients" (accumulators), "gathered" (whole copies of sharded parameters, with
+        `fsdp="step"`); and for each microbatch in flight: "activations" and "kept" (see `residuals_of`), "saved"
+        (activations that a policy of the user saves).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -150,17 +150,10 @@ class Blocks:
         """
         part = self.partition
         readers: dict[Value, set[int]] = {}
-        made: set[Value] = set()
-        from_inputs: dict[int, set[Value]] = {}
         states = {a.state for a in part.accumulators}
         for task in part.tasks:
             for value in task.graph.inputs:
                 readers.setdefault(value, set()).add(task.stage)
-            results = set(values(task.graph.outputs))
-            if task.kind is TaskKind.FORWARD:
-                made |= results
-            elif task.kind is TaskKind.BACKWARD_INPUT:
-                from_inputs[task.stage] = results
         specs = self.state_specs()
         # The copies of a counter share one value; a carry is held like a parameter.
         outside = {*part.operands, *(c.state for c in part.carries)}
@@ -186,19 +179,12 @@ class Blocks:
             stage = part.tasks[accumulator.task].stage
             nbytes = accumulator.state.nbytes / self._shards(specs[accumulator.state])
             found.append(Holding(kind="gradients", nbytes=nbytes, blocks=(stage,)))
-        made -= {a.result for a in part.accumulators} | {c.result for c in part.carries}
-        kept: dict[Value, set[int]] = {}
-        for task in part.tasks:
-            if task.kind is not TaskKind.FORWARD:
-                # A weight gradient also reads results of its own input gradient.
-                left = from_inputs.get(task.stage, set()) if task.kind is TaskKind.BACKWARD_WEIGHT else set[Value]()
-                for value in task.graph.inputs:
-                    if value in made or value in left:
-                        kept.setdefault(value, set()).add(task.stage)
-        saved = {v: stages & self._saving.get(v, set()) for v, stages in kept.items()}
+        activations, kept = residuals_of(part)
+        saved = {value: stages & self._saving.get(value, set()) for value, stages in activations.items()}
         return (
             *found,
-            *self._in_flight("activations", kept),
+            *self._in_flight("activations", activations),
+            *self._in_flight("kept", kept),
             *self._in_flight("saved", {v: stages for v, stages in saved.items() if stages}),
         )
 
@@ -212,14 +198,14 @@ class Blocks:
                     found.setdefault(value, set()).add(task.stage)
         return found
 
-    def _in_flight(self, kind: str, kept: Mapping[Value, set[int]]) -> list[Holding]:
+    def _in_flight(self, kind: str, held: Mapping[Value, set[int]]) -> list[Holding]:
         return [
             Holding(
                 kind=kind,
                 nbytes=value.nbytes / (self.batch_shards if value.aval.ndim else 1),
                 blocks=tuple(sorted(stages)),
             )
-            for value, stages in kept.items()
+            for value, stages in held.items()
             if memory_kind_of(value.aval) is None  # a policy of the user may have put it on the host
         ]
 
@@ -248,6 +234,26 @@ class Blocks:
 
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)
+
+
+def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, set[int]]]:
+    """Return what stages keep of each microbatch, each value with its stages.
+
+    First the activations: results of forwards that a stage's backward reads, kept from the forward to the backward (to
+    the input gradient, if the backward is split). Then the results of any task that a stage's weight gradient reads,
+    kept from the input gradient to the weight gradient.
+    """
+    outside = {a.result for a in part.accumulators} | {c.result for c in part.carries}
+    makers = {value: task.kind for task in part.tasks for value in values(task.graph.outputs) if value not in outside}
+    activations: dict[Value, set[int]] = {}
+    kept: dict[Value, set[int]] = {}
+    for task in part.tasks:
+        for value in task.graph.inputs:
+            if task.kind is not TaskKind.FORWARD and makers.get(value) is TaskKind.FORWARD:
+                activations.setdefault(value, set()).add(task.stage)
+            if task.kind is TaskKind.BACKWARD_WEIGHT and value in makers:
+                kept.setdefault(value, set()).add(task.stage)
+    return activations, kept
 
 
 class Marks(Sequence[Mark]):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
-from jaxpp_flax.engine.blocks import count_flops
+from jaxpp_flax.engine.blocks import count_flops, residuals_of
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.passes.unroll import loop_prefix
@@ -32,8 +32,6 @@ __all__ = [
     "walk_memory",
 ]
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageSummary:
@@ -41,9 +39,9 @@ class StageSummary:
 
     `flops` counts one microbatch, forward and backward, over the rank's devices: see `count_flops`.
     `sent_bytes` counts the activations that the stage sends forward, for one microbatch. `activation_bytes` counts the
-    forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results of the
-    forward and of the input gradient that the weight gradient reads. Both also count one microbatch, over the rank's
-    devices. `gathered_bytes` counts, on each device, the sharded parameters that are gathered for the stage's tasks.
+    forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results that the
+    weight gradient reads (see `residuals_of`). Both also count one microbatch, over the rank's devices.
+    `gathered_bytes` counts, on each device, the sharded parameters that are gathered for the stage's tasks.
     """
 
     stage: int
@@ -81,6 +79,7 @@ def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[St
     """Return a row for each stage of the last loop: an earlier one computes what the last one trains on."""
     loop = built.loops[-1]
     part, blocks = loop.partition, _blocks(loop)
+    activations, kept = residuals_of(part)
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
         parameters = _parameters(part, stage)
@@ -95,8 +94,8 @@ def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[St
                 parameter_bytes=sum(v.nbytes for v in parameters),
                 flops=sum(count_flops(task.graph.equations) for task in tasks),
                 sent_bytes=_sent_bytes(loop, stage),
-                activation_bytes=_held_bytes(part, stage, (_F,), (_B, _I, _W)),
-                weight_bytes=_held_bytes(part, stage, (_F, _B, _I), (_W,)),
+                activation_bytes=_bytes_in(stage, activations),
+                weight_bytes=_bytes_in(stage, kept),
                 devices=mesh.rank_devices(rank),
                 gathered_bytes=sum(loop.gathers[v].nbytes for v in parameters if v in loop.gathers),
             )
@@ -165,12 +164,8 @@ def _sent_bytes(loop: Loop, stage: int) -> int:
     return sum(v.nbytes for v, _ in sent)
 
 
-def _held_bytes(part: Partition, stage: int, makers: Sequence[TaskKind], readers: Sequence[TaskKind]) -> int:
-    """Count the bytes of results of `makers`, of any stage, that the `readers` of a stage read."""
-    made = {v for t in part.tasks if t.kind in makers for v in t.graph.outputs}
-    made -= {a.result for a in part.accumulators} | {c.result for c in part.carries}
-    readings = [t.graph.inputs for t in part.tasks if t.stage == stage and t.kind in readers]
-    return sum(v.nbytes for v in {v for inputs in readings for v in inputs if v in made})
+def _bytes_in(stage: int, held: Mapping[Value, Collection[int]]) -> int:
+    return sum(value.nbytes for value, stages in held.items() if stage in stages)
 
 
 def analyse_memory(
@@ -203,10 +198,10 @@ def walk_memory(
         MemoryAnalysis(
             rank=rank,
             argument_bytes=argument[rank],
-            peak_bytes=memory.peak[rank],
-            host_peak_bytes=memory.host_peak[rank],
+            peak_bytes=int(memory.devices[rank].peak),
+            host_peak_bytes=int(memory.hosts[rank].peak),
             temp_bytes=max(temporary[rank]),
-            live_microbatches={s: m for s, m in sorted(memory.most.items()) if rank_of[s] == rank},
+            live_microbatches={s: int(m.peak) for s, m in sorted(memory.microbatches.items()) if rank_of[s] == rank},
         )
         for rank in range(program.num_ranks)
     )

@@ -70,6 +70,8 @@ class StageLoad:
       forward: seconds of the forward.
       backward: seconds of the whole backward; a split backward has half of them in each part.
       residual_bytes: the values of the forward that the backward reads.
+      weight_bytes: the values that the weight gradient reads, if the schedule splits the backward; default:
+        `residual_bytes`.
       input_bytes: the stage's inputs; a stage that recomputes its residuals keeps these.
       sent_bytes: the values sent to the next stage.
       passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
@@ -94,6 +96,7 @@ class StageLoad:
     forward: float
     backward: float
     residual_bytes: float
+    weight_bytes: float | None = None
     input_bytes: float = 0.0
     sent_bytes: float = 0.0
     passing_bytes: float = 0.0

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxpp_flax.planning.loads import Hardware, StageLoad
-from jaxpp_flax.planning.transit import waiting_bytes
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.gathers import Fsdp, Gathers, check_fsdp
+from jaxpp_flax.schedules.gathers import Fsdp, GatheredParameter, Gathers, check_fsdp
+from jaxpp_flax.schedules.memory import RankMemory, walk_rank
+from jaxpp_flax.schedules.order import arrivals
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
+from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import summarize
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import AnyTask
 
 __all__ = ["Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
 
 _WINDOW = "optimizer state from the host"
-_IN_LOOP = "residuals", "gathered parameters", "arrays between stages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,11 @@ class StepModel:
             backward_input=half,
             backward_weight=half,
             activation=[load.residual_bytes for load in self.stages],
+            weight_activation=[
+                load.residual_bytes if load.weight_bytes is None else load.weight_bytes for load in self.stages
+            ],
             sent=[load.sent_bytes for load in self.stages],
+            passing=[load.passing_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
             stage_input=[load.kept_bytes(StageResiduals(recompute=True)) for load in self.stages],
             values=[load.values for load in self.stages],
@@ -186,53 +190,32 @@ class StepModel:
         until its fetch), and again from the task in front of which its fetch stands. So the times of copies have no
         influence, and the simulation never holds more.
         """
-        table = self.costs.table(self.schedule.num_stages, residuals)
-        return tuple(self.ordered_peak(rank, residuals, table) for rank in range(len(self.tasks)))
+        return tuple(self.ordered_peak(rank, residuals) for rank in range(len(self.tasks)))
 
-    def ordered_peak(self, rank: int, residuals: ResidualPlan, table: CostTable | None = None) -> float:
+    def ordered_peak(self, rank: int, residuals: ResidualPlan) -> float:
         """Return the most bytes above the fixed ones of one rank; see `ordered_peaks`. Other ranks do not matter."""
-        return sum(self._fullest_moment(rank, residuals, table).values())
+        return max(self.walk(rank, residuals).devices.peak, self._update_bytes(rank))
 
-    def _fullest_moment(self, rank: int, residuals: ResidualPlan, table: CostTable | None = None) -> dict[str, float]:
-        """Return the bytes above the fixed ones of one rank at its fullest moment, by kind."""
-        table = self.costs.table(self.schedule.num_stages, residuals) if table is None else table
-        tasks, gathered, waiting = self.tasks[rank], self._gathered[rank], self._waiting[rank]
-        fetched, gone = [0.0] * len(tasks), [0.0] * len(tasks)
-        for copy in host_copies(tasks, residuals):
-            fetched[copy.fetch_before] += table.moved[copy.stage]
-            gone[copy.fetch_before if copy.gone_before is None else copy.gone_before] += table.moved[copy.stage]
-        passing = {(stage, False): 0.0 for stage in range(len(self.stages))}
-        for stage, load in enumerate(self.stages):
-            passing[stage, True] = load.sent_bytes if residuals.of(stage).recompute else load.passing_bytes
-        held, most = 0.0, (0.0, 0.0, 0.0)
-        for position, task in enumerate(tasks):
-            added, freed = table.memory_change(task)
-            before, beside = waiting[position]
-            early = held, gathered[position], before  # what goes to the host may leave after these have come
-            held += fetched[position] - gone[position] + added
-            most = max(
-                most, early, (held, gathered[position], beside + passing[task.stage, _is_forward(task)]), key=sum
-            )
-            held += freed
-        update = self._update_bytes(rank)
-        return {_WINDOW: update} if update > sum(most) else dict(zip(_IN_LOOP, most, strict=True))
+    def walk(self, rank: int, residuals: ResidualPlan) -> RankMemory:
+        """Walk the memory of a rank above the fixed bytes, from its first task to its last one."""
+        return walk_rank(
+            self.tasks[rank],
+            self.costs.table(len(self.stages), residuals).stages,
+            copies=host_copies(self.tasks[rank], residuals),
+            gathered=self._gathered[rank],
+            arrivals=self._arrivals[rank],
+        )
 
     @cached_property
-    def _waiting(self) -> list[list[tuple[float, float]]]:
-        """The bytes of arrays from other stages that are there before and beside each task of each rank."""
-        return waiting_bytes(self.tasks, [load.sent_bytes for load in self.stages])
+    def _gathered(self) -> list[tuple[GatheredParameter, ...]]:
+        """What each rank gathers once."""
+        return [() if self.gathers is None else self.gathers.held(tasks) for tasks in self.tasks]
 
     @cached_property
-    def _gathered(self) -> list[list[float]]:
-        """The bytes of gathered parameters on each device, for each rank and each of its tasks."""
-        found: list[list[float]] = []
-        for tasks in self.tasks:
-            held = [0.0] * len(tasks)
-            for each in () if self.gathers is None else self.gathers.held(tasks):
-                for position in range(each.gather_before, each.read_last + 1):
-                    held[position] += each.nbytes
-            found.append(held)
-        return found
+    def _arrivals(self) -> Sequence[Sequence[Sequence[tuple[int, bool]]]]:
+        """The arrays from other stages that come before each task of each rank."""
+        is_sent = any(load.sent_bytes for load in self.stages)
+        return arrivals(self.tasks) if is_sent else [()] * len(self.tasks)
 
     def _update_bytes(self, rank: int) -> float:
         """Return the most bytes of optimizer state on the host that a rank's update has on each device at one time."""
@@ -247,7 +230,8 @@ class StepModel:
         for stage in (s for s, of in enumerate(self.rank_of) if of == rank):
             for kind, nbytes in self.stages[stage].fixed_bytes.items():
                 found[kind] = found.get(kind, 0.0) + nbytes
-        return {**found, **self._fullest_moment(rank, residuals)}
+        memory, update = self.walk(rank, residuals).devices, self._update_bytes(rank)
+        return {**found, **({_WINDOW: update} if update > memory.peak else memory.at_peak)}
 
     @cached_property
     def rank_fixed(self) -> tuple[float, ...]:
@@ -267,7 +251,7 @@ class StepModel:
         for stage, load in enumerate(self.stages):
             entry, count = residuals.of(stage), self.num_microbatches
             size = load.kept_bytes(entry)
-            moved = table.moved[stage] * copied[stage]
+            moved = table.stages[stage].moved * copied[stage]
             again = load.residual_bytes - load.saved_bytes if entry.recompute else 0.0
             uses.append(
                 StageUse(
@@ -278,10 +262,6 @@ class StepModel:
                 )
             )
         return tuple(uses)
-
-
-def _is_forward(task: AnyTask) -> bool:
-    return not isinstance(task, FusedTask) and task.kind is TaskKind.FORWARD
 
 
 def update_window(leaves: Sequence[float], window: float) -> float:

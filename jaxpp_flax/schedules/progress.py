@@ -10,15 +10,14 @@ import heapq
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.dependencies import DEPENDENCIES
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, parts
+from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, Task, TaskKind, fused, parts
 
 Emit = Callable[[int, AnyTask, float, float], None]
 Delay = Callable[[int, int, Task], float]
 Hold = Callable[[int, int, float, float], float]
 
-_DEPENDENCIES = list(dict.fromkeys(read for reads in DEPENDENCIES.values() for read in reads))
+_DEPENDENCIES = list(dict.fromkeys(read for meaning in MEANING.values() for read in meaning.reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def _row(task: AnyTask, table: CostTable, num_stages: int) -> _Row:
     for part in parts(task):
         for number, read in enumerate(_DEPENDENCIES):
             maker, reader = part.stage + read.stage, part.stage - read.stage
-            if read in DEPENDENCIES[part.kind] and 0 <= maker < num_stages:
+            if read in MEANING[part.kind].reads and 0 <= maker < num_stages:
                 reads[maker * len(_DEPENDENCIES) + number] = read.makers[0], maker
             if part.kind in read.makers and 0 <= reader < num_stages:
                 writes.append(part.stage * len(_DEPENDENCIES) + number)

@@ -2,7 +2,7 @@
 
 A schedule gives the tasks of each rank and their order, but no times: a task starts as soon as its
 rank is free and its inputs have arrived. So any order that agrees with the data dependencies
-(:mod:`dependencies`) is correct, and schedules differ only in idle time and memory.
+(see :mod:`task`) is correct, and schedules differ only in idle time and memory.
 
 **Stage 0 of a schedule that splits the backward.** No task waits for the gradient of the first
 stage's input, so there is nothing to split: the named schedules with ``splits_backward`` emit the
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.memory import most_microbatches
+from jaxpp_flax.schedules.task import AnyTask
 
 TaskLists = Sequence[Sequence[AnyTask]]
 """Each rank's tasks, in order."""
@@ -135,7 +136,7 @@ class Schedule(abc.ABC):
         the backward is split).
         """
         self.check(num_microbatches)
-        return peak_live(self.rank_tasks(self.rank_of(stage), num_microbatches), stage)
+        return most_microbatches(self.rank_tasks(self.rank_of(stage), num_microbatches), stage)
 
 
 class StreamedSchedule(Schedule):
@@ -162,19 +163,3 @@ def streams(schedule: Schedule | TaskLists, num_microbatches: int | None) -> tup
 
 def count_stages(task_lists: TaskLists) -> int:
     return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
-
-
-def peak_live(tasks: Iterator[AnyTask], stage: int) -> int:
-    """Return the maximum number of forwards of ``stage`` in ``tasks`` that wait for their last backward."""
-    live = peak = 0
-    for task in tasks:
-        if task.stage != stage:
-            continue
-        if isinstance(task, FusedTask):
-            peak = max(peak, live + 1)
-        elif task.kind is TaskKind.FORWARD:
-            live += 1
-            peak = max(peak, live)
-        elif task.kind is not TaskKind.BACKWARD_INPUT:
-            live -= 1
-    return peak

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxpp_flax.schedules.dependencies import results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, count_stages, streams
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, Task, TaskKind, flatten, results
 
-_BIT = {
-    TaskKind.FORWARD: 1,
-    TaskKind.BACKWARD: 2,
-    TaskKind.BACKWARD_INPUT: 4,
-    TaskKind.BACKWARD_WEIGHT: 8,
-}
-_WHOLE, _SPLIT, _FUSED = 1 | 2, 1 | 4 | 8, 1 | 2 | 16
-# The bits that must not be set yet, for each bit: the task itself, and the other form of the backward.
-_CLASH = {1: 1, 2: 2 | 4 | 8, 4: 4 | 2, 8: 8 | 2}
+_BIT = {kind: 1 << n for n, kind in enumerate(TaskKind)}
+_CLASH = {kind: sum(_BIT[other] for other in meaning.excludes) for kind, meaning in MEANING.items()}
+_SPLITS = _BIT[TaskKind.BACKWARD_INPUT] | _BIT[TaskKind.BACKWARD_WEIGHT]
+_WHOLE, _SPLIT = _BIT[TaskKind.FORWARD] | _BIT[TaskKind.BACKWARD], _BIT[TaskKind.FORWARD] | _SPLITS
+_FUSED = _WHOLE | 1 << len(_BIT)
 
 _WINDOW = 5  # tasks shown before a blocked one
 
@@ -112,15 +107,14 @@ class _Census:
         if isinstance(task, FusedTask):
             bit, clash = _FUSED, _WHOLE | _SPLIT
         else:
-            bit = 1 if task.kind is TaskKind.FORWARD else 2 if task.kind is TaskKind.BACKWARD else _BIT[task.kind]
-            clash = _CLASH[bit]
+            bit, clash = _BIT[task.kind], _CLASH[task.kind]
         if not (0 <= stage < self.num_stages and 0 <= m < self.num_microbatches):
             fault = self._range_fault(stage)
         elif self.home[stage] != rank and self.home[stage] is not None:
             fault = f"stage {stage} belongs to rank {self.home[stage]}. A stage's weights live on one rank"
         elif bit == _FUSED and (stage != self.num_stages - 1 or not _is_pair(task)):
             fault = self._fused_fault(task)
-        elif stage == 0 and bit in (4, 8):
+        elif stage == 0 and bit & _SPLITS:
             fault = (
                 "stage 0 has no split backward, since nobody waits for the gradient of its input. "
                 "Use B, or pass the lists through schedules.normalize"
@@ -148,7 +142,7 @@ class _Census:
         )
 
     def check_complete(self) -> None:
-        splits = any(m & 12 for marks in self.marks for m in set(marks))
+        splits = any(m & _SPLITS for marks in self.marks for m in set(marks))
         for stage, marks in enumerate(self.marks):
             wanted = _SPLIT if splits and stage else _WHOLE
             if stage == self.num_stages - 1 and any(mark == _FUSED for mark in set(marks)):
@@ -159,12 +153,12 @@ class _Census:
             lacking = [kind for kind, bit in _BIT.items() if wanted & ~marks[m] & bit]
             if lacking:
                 names = ", ".join(f"{stage}{kind.value}{m}" for kind in lacking)
-                whole = " (one stage is split, so all but stage 0 are)" if marks[m] & 2 else ""
+                whole = " (one stage is split, so all but stage 0 are)" if marks[m] & _BIT[TaskKind.BACKWARD] else ""
                 raise ScheduleError(
                     f"missing: {names}{whole}. Each of {self.num_stages} stages needs each of "
                     f"{self.num_microbatches} microbatches"
                 )
-            if marks[m] & 2 and wanted == _FUSED:
+            if marks[m] & _BIT[TaskKind.BACKWARD] and wanted == _FUSED:
                 raise ScheduleError(
                     f"stage {stage} is fused for some microbatches and not for microbatch {m}. "
                     "Fuse all or none: schedules.normalize does"

@@ -50,7 +50,7 @@ MAY_IMPORT = {
 # The folders of the engine, from the lowest up: each may import those before it.
 ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
-ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers"}
+ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers", "memory"}
 FORBIDDEN_LIBRARIES = {
     "schedules": {"jax", "jaxlib", "flax", "optax", "orbax"},
     "planning": {"flax", "optax", "orbax"},

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import Costs, Schedule, Transfer, by_name, names
-from jaxpp_flax.schedules.dependencies import needs, results
-from jaxpp_flax.schedules.task import Task
+from jaxpp_flax.schedules.task import Task, needs, results
 
 
 def shape_of(name: str, ranks: int, per_rank: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from jaxpp_flax.schedules import (
     names,
     validate,
 )
-from jaxpp_flax.schedules.schedule import peak_live
+from jaxpp_flax.schedules.memory import most_microbatches
 from jaxpp_flax.schedules.task import backward, forward, fused
 from tests.schedules.helpers import shape_of
 
@@ -43,7 +43,7 @@ def test_one_stage_per_rank_is_legal(cls, stages, microbatches):
     validate(lists, microbatches)
     for stage in range(stages):
         bound = schedule.max_live_microbatches(stage, microbatches)
-        assert peak_live(iter(lists[stage]), stage) == bound
+        assert most_microbatches(iter(lists[stage]), stage) == bound
         if cls is Std1F1B:
             assert bound == min(microbatches, stages - stage)
     fuses = {isinstance(task, FusedTask) for task in lists[-1]}

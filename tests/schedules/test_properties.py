@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import CustomSchedule, Link, Transfer, merge_order, normalize, simulate, summarize, validate
-from jaxpp_flax.schedules.schedule import peak_live
+from jaxpp_flax.schedules.memory import most_microbatches
 from jaxpp_flax.schedules.task import FusedTask, flatten
 from tests.schedules.helpers import brute_force, costs_for, schedules
 
@@ -24,7 +24,7 @@ def test_each_task_once_legal_and_in_bound(schedule, microbatches):
     fused = [task for tasks in lists for task in tasks if isinstance(task, FusedTask)]
     assert len(fused) == (microbatches if schedule.fuses_last_stage else 0)
     for stage in range(schedule.num_stages):
-        held = peak_live(iter(lists[schedule.rank_of(stage)]), stage)
+        held = most_microbatches(iter(lists[schedule.rank_of(stage)]), stage)
         assert held == schedule.max_live_microbatches(stage, microbatches)
 
 

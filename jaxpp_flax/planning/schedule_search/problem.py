@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.memory import Memory
 from jaxpp_flax.schedules.schedule import check_count
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Transfer
-from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten, needs, results
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
@@ -91,7 +91,7 @@ class Problem:
                     continue
                 remote, source = maker[need], placement[need.stage]
                 wait = 0.0 if source == rank else transfer.time(source, rank, table.sent_bytes(need))
-            added, removed = table.memory_change(task)
+            added, removed = table.stages[task.stage].changes(task)
             time = table.duration(task)
             passes.append(Pass(task.kind, task.stage, rank, time, added, -removed, remote, wait, local))
         return cls(
@@ -136,13 +136,11 @@ class Problem:
 
     def peak(self, rank: int, word: Sequence[int]) -> float:
         """Return the maximum activation memory of ``rank``."""
-        held = peak = 0.0
+        memory = Memory()
         for n in word:
-            p = self.passes[n]
-            held += p.hold
-            peak = max(peak, held)
-            held -= p.release
-        return peak
+            memory.change(self.passes[n].hold)
+            memory.change(-self.passes[n].release)
+        return memory.peak
 
     def fits(self, rank: int, word: Sequence[int]) -> bool:
         # These are sums of floats: a value at the limit must count as within the limit.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, largest_share
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 
@@ -32,6 +33,8 @@ class Costs:
         weight_activation: the part of the activation that is held from the end of ``I`` to the end of ``W``;
             by default all of it.
         sent: bytes that a stage's forward sends to the next stage, and gets back as gradient.
+        passing: the part of what it sends that is no part of the activation; a stage that recomputes keeps nothing of
+            what it sends.
         recomputation: time that ``B`` or ``I`` takes longer in a stage that recomputes its residuals; by default
             the time of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
@@ -52,6 +55,7 @@ class Costs:
     activation: PerStage = 1.0
     weight_activation: PerStage | None = None
     sent: PerStage = 0.0
+    passing: PerStage = 0.0
     recomputation: PerStage | None = None
     stage_input: PerStage = 0.0
     values: Sequence[Sequence[float]] = ()
@@ -95,21 +99,31 @@ class Costs:
             spread("backward") if self.backward is not None else [i + w for i, w in zip(inputs, weights, strict=True)]
         )
         forward, activation = spread("forward"), spread("activation")
-        kept = spread("weight_activation") if self.weight_activation is not None else activation
-        saved, stage_input = list(activation), spread("stage_input")
-        again = spread("recomputation") if self.recomputation is not None else forward
-        fused_backward, moved = list(whole), list(saved)
-        if residuals is not None:
-            residuals.check(num_stages)
-            for stage, entry in enumerate(residuals.stages):
-                if entry.recompute:
-                    saved[stage] = stage_input[stage]
-                    whole[stage] += again[stage]
-                    inputs[stage] += again[stage]
-                moved[stage] = self._moved(stage, entry, saved[stage])
-        return CostTable(
-            forward, whole, inputs, weights, activation, kept, spread("sent"), saved, fused_backward, moved
-        )
+        kept = activation if self.weight_activation is None else spread("weight_activation")
+        again = forward if self.recomputation is None else spread("recomputation")
+        fused = [f + b for f, b in zip(forward, whole, strict=True)]  # which recomputes nothing
+        stage_input, sent, passing = spread("stage_input"), spread("sent"), spread("passing")
+        gradients = [*sent[:-1], 0.0]
+        residuals = ResidualPlan.keep(num_stages) if residuals is None else residuals
+        residuals.check(num_stages)
+        stages: list[StageBytes] = []
+        for stage, entry in enumerate(residuals.stages):
+            if entry.recompute:
+                whole[stage] += again[stage]
+                inputs[stage] += again[stage]
+            saved = stage_input[stage] if entry.recompute else activation[stage]
+            stages.append(
+                StageBytes(
+                    activation=activation[stage],
+                    saved=saved,
+                    kept=kept[stage],
+                    moved=self._moved(stage, entry, saved),
+                    passing=sent[stage] if entry.recompute else passing[stage],
+                    received=gradients[stage - 1],
+                    gradient=gradients[stage],
+                )
+            )
+        return CostTable({_F: forward, _B: whole, _I: inputs, _W: weights}, fused, stages, sent)
 
     def _moved(self, stage: int, entry: StageResiduals, saved: float) -> float:
         """Return the memory that an offloaded microbatch moves of what a stage holds for it."""
@@ -128,46 +142,15 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """:class:`Costs` as one list per quantity, indexed by stage.
+    """:class:`Costs` stage by stage: the times of each kind of task and of fused ones, the bytes held and sent."""
 
-    ``saved`` is the memory held from the forward to the backward: the activation, or what a recomputing stage keeps.
-    ``moved`` is the part of it that goes to the host and back, if a microbatch is offloaded.
-    ``fused_backward`` is the time of a backward in one task with its forward, which recomputes nothing.
-    """
-
-    forward: list[float]
-    backward: list[float]
-    backward_input: list[float]
-    backward_weight: list[float]
-    activation: list[float]
-    kept: list[float]
+    times: dict[TaskKind, list[float]]
+    fused: list[float]
+    stages: list[StageBytes]
     sent: list[float]
-    saved: list[float]
-    fused_backward: list[float]
-    moved: list[float]
 
     def duration(self, task: AnyTask) -> float:
-        stage = task.stage
-        if isinstance(task, FusedTask):
-            return self.forward[stage] + self.fused_backward[stage]
-        kind = task.kind
-        if kind is _F:
-            return self.forward[stage]
-        if kind is _B:
-            return self.backward[stage]
-        return self.backward_input[stage] if kind is _I else self.backward_weight[stage]
-
-    def memory_change(self, task: AnyTask) -> tuple[float, float]:
-        """Return the changes of activation memory at the start of ``task``, and at its end (a negative number)."""
-        stage = task.stage
-        if isinstance(task, FusedTask):
-            return self.activation[stage], -self.activation[stage]
-        if task.kind is _F:
-            return self.saved[stage], 0.0
-        if task.kind is _W:
-            return 0.0, -self.kept[stage]
-        recomputed = max(0.0, self.activation[stage] - self.saved[stage])
-        return recomputed, (self.kept[stage] if task.kind is _I else 0.0) - (self.saved[stage] + recomputed)
+        return (self.fused if isinstance(task, FusedTask) else self.times[task.kind])[task.stage]
 
     def sent_bytes(self, result: Task) -> float:
         """Return the bytes of a task's result: its stage's output, or the gradient of its stage's input."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jaxpp_flax.schedules.gathers import GatheredParameter, Gathers
 from jaxpp_flax.schedules.simulation.costs import CostTable
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.task import AnyTask, TaskKind
 
 __all__ = ["GatherEvent", "GatherTimes", "with_gathers_inside"]
 
@@ -40,20 +40,14 @@ def with_gathers_inside(table: CostTable, gathers: Gathers | None) -> CostTable:
     """Return costs in which tasks also take the time of the gathers and the reductions that they run by themselves."""
     if gathers is None:
         return table
-    stages = range(len(table.forward))
-    moving = [gathers.seconds(gathers.in_every_task(stage)) for stage in stages]
+    moving = [gathers.seconds(gathers.in_every_task(stage)) for stage in range(len(table.stages))]
 
-    def longer(times: Sequence[float], turns: int = 1) -> list[float]:
+    def longer(times: Sequence[float], turns: int) -> list[float]:
         return [a + turns * b for a, b in zip(times, moving, strict=True)]
 
-    return replace(
-        table,
-        forward=longer(table.forward),
-        backward=longer(table.backward, 2),  # parameters are gathered, gradients reduced
-        backward_input=longer(table.backward_input),
-        backward_weight=longer(table.backward_weight),
-        fused_backward=longer(table.fused_backward),  # one program gathers once
-    )
+    # A backward gathers parameters and reduces gradients. A fused task is one program, which gathers once.
+    times = {kind: longer(of, 2 if kind is TaskKind.BACKWARD else 1) for kind, of in table.times.items()}
+    return replace(table, times=times, fused=longer(table.fused, 2))
 
 
 class GatherTimes:

@@ -84,7 +84,8 @@ class HostLinks:
     """
 
     def __init__(self, ranks: Sequence[Sequence[AnyTask]], plan: ResidualPlan, table: CostTable, link: Link) -> None:
-        self.links = [_RankLink(host_copies(tasks, plan), table.moved, link) for tasks in ranks]
+        moved = [stage.moved for stage in table.stages]
+        self.links = [_RankLink(host_copies(tasks, plan), moved, link) for tasks in ranks]
         self.position = [0] * len(ranks)
 
     @property

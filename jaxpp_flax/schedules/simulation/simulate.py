@@ -7,19 +7,20 @@ gathers of parameters take the rank's time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Gathers
-from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.memory import Memory, StageBytes
+from jaxpp_flax.schedules.progress import Emit, advance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
 from jaxpp_flax.schedules.simulation.gather_times import GatherEvent, GatherTimes, with_gathers_inside
 from jaxpp_flax.schedules.simulation.host_link import HostEvent, HostLinks
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, needs, results
 from jaxpp_flax.schedules.validate import deadlock_error
 
 
@@ -100,14 +101,19 @@ class Timeline(Summary):
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """Return ``(time, memory from this time on)`` at each change on the devices of ``rank``."""
-        table = self.costs.table(self.num_stages, self.residuals)
-        copies = self.host_events[rank] if self.host_events else ()
-        gathered = self.gather_events[rank] if self.gather_events else ()
-        return _memory_steps(_device_changes(self.events[rank], (*copies, *gathered), table))
+        stages = self.costs.table(self.num_stages, self.residuals).stages
+        changes: list[tuple[float, float]] = []
+        for event in self.events[rank]:
+            taken, left = stages[event.task.stage].changes(event.task)
+            changes += [(event.start, taken), (event.end, left)]
+        for events in (self.host_events, self.gather_events):
+            changes += [change for each in (events[rank] if events else ()) for change in each.device_changes()]
+        return _live_by_time(changes)
 
     def host_memory(self, rank: int) -> list[tuple[float, float]]:
         """Return ``(time, activation memory from this time on)`` at each change on the host of ``rank``."""
-        return _memory_steps(_host_changes(self.host_events[rank] if self.host_events else ()))
+        copies = self.host_events[rank] if self.host_events else ()
+        return _live_by_time(change for copy in copies for change in copy.host_changes())
 
     def critical_path(self) -> list[Event]:
         """Return a chain of tasks that ends with the step; each task waits for the one before.
@@ -150,47 +156,29 @@ class Timeline(Summary):
         return path[::-1]
 
 
-def _device_changes(
-    events: Iterable[Event], copies: Iterable[HostEvent | GatherEvent], table: CostTable
-) -> list[tuple[float, int, float]]:
-    changes: list[tuple[float, int, float]] = []
-    for event in events:
-        before, after = table.memory_change(event.task)
-        # At the same time, ending tasks free memory before starting tasks take memory.
-        changes += [(event.start, 1, before), (event.end, 0, after)]
-    return changes + [(time, int(change > 0), change) for copy in copies for time, change in copy.device_changes()]
-
-
-def _host_changes(copies: Iterable[HostEvent]) -> list[tuple[float, int, float]]:
-    return [(time, int(change > 0), change) for copy in copies for time, change in copy.host_changes()]
-
-
-def _memory_steps(changes: list[tuple[float, int, float]]) -> list[tuple[float, float]]:
-    held = 0.0
-    steps: list[tuple[float, float]] = []
-    for time, _, change in sorted(changes):
+def _live_by_time(changes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Walk changes of memory in the order of time; of those at one time, the ones that free memory come first."""
+    memory, steps = Memory(), list[tuple[float, float]]()
+    for time, change in sorted(changes, key=lambda each: (each[0], each[1] > 0)):
         if change:
-            held += change
-            steps.append((time, held))
+            memory.change(change)
+            steps.append((time, memory.live))
     return steps
 
 
 class _Recorder:
-    """Collects a summary task by task, and the events if requested."""
+    """Collects the figures of a step task by task, and the events if requested."""
 
-    def __init__(self, num_ranks: int, table: CostTable, keep: bool) -> None:
-        stages = range(len(table.forward))
-        changes = {kind: [table.memory_change(Task(kind, stage, 0)) for stage in stages] for kind in TaskKind}
-        # For each kind and stage: the memory added at the start, and the difference that remains after the end.
-        self.changes = {kind: [(added, added + freed) for added, freed in rows] for kind, rows in changes.items()}
-        self.fused_changes = [(activation, 0.0) for activation in table.activation]
+    def __init__(self, num_ranks: int, stages: Sequence[StageBytes], keep: bool) -> None:
+        self.changes = {kind: [of.changes(Task(kind, n, 0)) for n, of in enumerate(stages)] for kind in TaskKind}
+        self.fused_changes = [of.changes(fused(n, 0)) for n, of in enumerate(stages)]
         self.busy = [0.0] * num_ranks
         self.first: list[float | None] = [None] * num_ranks
         self.last = [0.0] * num_ranks
-        self.held = [0.0] * num_ranks
-        self.peak = [0.0] * num_ranks
+        self.memory = [Memory() for _ in range(num_ranks)]
         self.count = 0
-        self.events: list[list[Event]] | None = [[] for _ in range(num_ranks)] if keep else None
+        self.keep = keep
+        self.events: list[list[Event]] = [[] for _ in range(num_ranks)]
 
     def __call__(self, rank: int, task: AnyTask, start: float, end: float) -> None:
         self.count += 1
@@ -199,104 +187,32 @@ class _Recorder:
             self.first[rank] = start
         self.last[rank] = end
         changes = self.fused_changes if isinstance(task, FusedTask) else self.changes[task.kind]
-        added, difference = changes[task.stage]
-        held = self.held[rank]
-        if held + added > self.peak[rank]:
-            self.peak[rank] = held + added
-        self.held[rank] = held + difference
-        if self.events is not None:
+        for change in changes[task.stage]:
+            self.memory[rank].change(change)
+        if self.keep:
             self.events[rank].append(Event(task, rank, start, end))
 
-    def figures(self) -> dict[str, object]:
-        return {
-            "makespan": max(self.last, default=0.0),
-            "busy": tuple(self.busy),
-            "first_start": tuple(first or 0.0 for first in self.first),
-            "last_end": tuple(self.last),
-            "peak_memory": tuple(self.peak),
-            "num_tasks": self.count,
-            "peak_host_memory": (0.0,) * len(self.busy),
-        }
+    def summary(self) -> Summary:
+        return Summary(
+            makespan=max(self.last, default=0.0),
+            busy=tuple(self.busy),
+            first_start=tuple(first or 0.0 for first in self.first),
+            last_end=tuple(self.last),
+            peak_memory=tuple(float(memory.peak) for memory in self.memory),
+            num_tasks=self.count,
+            peak_host_memory=(0.0,) * len(self.busy),
+        )
 
-
-def _peak(steps: list[tuple[float, float]]) -> float:
-    return max((held for _, held in steps), default=0.0)
-
-
-def _run_with_copies(
-    schedule: Schedule | TaskLists,
-    costs: Costs,
-    transfer: Transfer,
-    num_microbatches: int | None,
-    processors: int | None,
-    plan: ResidualPlan | None,
-    link: Link,
-    gathers: Gathers | None,
-) -> Timeline:
-    """Run ``schedule`` with copies and gathers; the memory changes between tasks too, so all events are kept."""
-    iterables, num_stages = streams(schedule, num_microbatches)
-    ranks = [list(tasks) for tasks in iterables]
-    plan = ResidualPlan.keep(num_stages) if plan is None else plan
-    table = with_gathers_inside(costs.table(num_stages, plan), gathers)
-    recorder, links = _Recorder(len(ranks), table, keep=True), HostLinks(ranks, plan, table, link)
-    gathered = GatherTimes(ranks, gathers)
-
-    def hold(rank: int, position: int, free: float, start: float) -> float:
-        free = gathered.hold(rank, position, links.left(rank, position, free))
-        return links.hold(rank, position, free, start)
-
-    def record(rank: int, task: AnyTask, start: float, end: float) -> None:
-        recorder(rank, task, start, end)
-        links.ended(rank, end)
-        gathered.ended(rank, end)
-
-    delay = _delay(transfer, table)
-    blocked = advance(ranks, num_stages, record, table=table, delay=delay, hold=hold, processors=processors)
-    if blocked:
-        raise deadlock_error(ranks, blocked)
-    events = tuple(tuple(rank) for rank in recorder.events or ())
-    changes = zip(events, links.events, gathered.events, strict=True)
-    recorder.last = [end + after for end, after in zip(recorder.last, gathered.after_loop, strict=True)]
-    figures = {
-        **recorder.figures(),
-        "first_start": tuple((s or 0.0) - gathered.seconds(rank, 0) for rank, s in enumerate(recorder.first)),
-        "peak_memory": tuple(_peak(_memory_steps(_device_changes(e, (*c, *g), table))) for e, c, g in changes),
-        "peak_host_memory": tuple(_peak(_memory_steps(_host_changes(copies))) for copies in links.events),
-    }
-    return Timeline(
-        **figures,  # type: ignore[arg-type]
-        events=events,
-        num_stages=num_stages,
-        costs=costs,
-        transfer=transfer,
-        residuals=plan,
-        host_events=links.events,
-        gather_events=tuple(map(tuple, gathered.events)),
-    )
+    def timeline(self, costs: Costs, transfer: Transfer, **fields: Any) -> Timeline:
+        return Timeline(
+            **vars(self.summary()), events=tuple(map(tuple, self.events)), costs=costs, transfer=transfer, **fields
+        )
 
 
 def _delay(transfer: Transfer, table: CostTable) -> Callable[[int, int, Task], float] | None:
     """Return the time that a result takes from rank to rank; None if all transfers are instant."""
     instant = not transfer.links and transfer.default.time(1.0) == 0.0
     return None if instant else lambda source, target, result: transfer.time(source, target, table.sent_bytes(result))
-
-
-def _run(
-    schedule: Schedule | TaskLists,
-    costs: Costs,
-    transfer: Transfer,
-    num_microbatches: int | None,
-    keep: bool,
-    processors: int | None = None,
-) -> tuple[_Recorder, int]:
-    ranks, num_stages = streams(schedule, num_microbatches)
-    table = costs.table(num_stages)
-    recorder = _Recorder(len(ranks), table, keep)
-    delay = _delay(transfer, table)
-    blocked = advance(ranks, num_stages, recorder, table=table, delay=delay, processors=processors)
-    if blocked:
-        raise deadlock_error([list(tasks) for tasks in streams(schedule, num_microbatches)[0]], blocked)
-    return recorder, num_stages
 
 
 def simulate(
@@ -343,16 +259,60 @@ def simulate(
     """
     if processors is not None and processors < 1:
         raise ScheduleError(f"processors must be at least 1, got {processors}")
-    costs = Costs() if costs is None else costs
-    links = Transfer.of(transfer)
-    if gathers is not None or (residuals is not None and not residuals.is_kept):
-        link = Link() if host_link is None else host_link
-        return _run_with_copies(schedule, costs, links, num_microbatches, processors, residuals, link, gathers)
-    recorder, num_stages = _run(schedule, costs, links, num_microbatches, keep=True, processors=processors)
-    if residuals is not None:
-        residuals.check(num_stages)
-    events = tuple(tuple(rank) for rank in recorder.events or ())
-    return Timeline(**recorder.figures(), events=events, num_stages=num_stages, costs=costs, transfer=links)  # type: ignore[arg-type]
+    costs, links = Costs() if costs is None else costs, Transfer.of(transfer)
+    ranks, num_stages = streams(schedule, num_microbatches)
+    table = costs.table(num_stages, residuals)
+    if gathers is None and (residuals is None or residuals.is_kept):
+        recorder = _Recorder(len(ranks), table.stages, keep=True)
+        _advance(schedule, num_microbatches, ranks, recorder, table, links, processors=processors)
+        return recorder.timeline(costs, links, num_stages=num_stages)
+    lists = [list(tasks) for tasks in ranks]
+    plan, link = residuals or ResidualPlan.keep(num_stages), host_link or Link()
+    table = with_gathers_inside(table, gathers)
+    recorder, copies = _Recorder(len(lists), table.stages, keep=True), HostLinks(lists, plan, table, link)
+    gathered = GatherTimes(lists, gathers)
+
+    def hold(rank: int, position: int, free: float, start: float) -> float:
+        free = gathered.hold(rank, position, copies.left(rank, position, free))
+        return copies.hold(rank, position, free, start)
+
+    def record(rank: int, task: AnyTask, start: float, end: float) -> None:
+        recorder(rank, task, start, end)
+        copies.ended(rank, end)
+        gathered.ended(rank, end)
+
+    _advance(lists, None, lists, record, table, links, hold=hold, processors=processors)
+    recorder.first = [(first or 0.0) - gathered.seconds(rank, 0) for rank, first in enumerate(recorder.first)]
+    recorder.last = [end + after for end, after in zip(recorder.last, gathered.after_loop, strict=True)]
+    step = recorder.timeline(
+        costs,
+        links,
+        num_stages=num_stages,
+        residuals=plan,
+        host_events=copies.events,
+        gather_events=tuple(map(tuple, gathered.events)),
+    )
+    peaks = (
+        tuple(max((live for _, live in steps(rank)), default=0.0) for rank in range(len(lists)))
+        for steps in (step.memory, step.host_memory)
+    )
+    devices, hosts = peaks
+    return replace(step, peak_memory=devices, peak_host_memory=hosts)
+
+
+def _advance(
+    schedule: Schedule | TaskLists,
+    num_microbatches: int | None,
+    ranks: Sequence[Iterable[AnyTask]],
+    emit: Emit,
+    table: CostTable,
+    transfer: Transfer,
+    **options: Any,
+) -> None:
+    """Run the ranks of a schedule; refuse a deadlock."""
+    blocked = advance(ranks, len(table.stages), emit, table=table, delay=_delay(transfer, table), **options)
+    if blocked:
+        raise deadlock_error([list(tasks) for tasks in streams(schedule, num_microbatches)[0]], blocked)
 
 
 def summarize(
@@ -371,15 +331,17 @@ def summarize(
     >>> summarize(Std1F1B(64), num_microbatches=128).makespan
     573.0
     """
-    costs = Costs() if costs is None else costs
     if residuals is not None or gathers is not None:
         step = simulate(
             schedule, costs, transfer, num_microbatches=num_microbatches, residuals=residuals, host_link=host_link,
             gathers=gathers,
         )  # fmt: skip
         return Summary(**{each.name: getattr(step, each.name) for each in fields(Summary)})
-    recorder, _ = _run(schedule, costs, Transfer.of(transfer), num_microbatches, keep=False)
-    return Summary(**recorder.figures())  # type: ignore[arg-type]
+    ranks, num_stages = streams(schedule, num_microbatches)
+    table = (Costs() if costs is None else costs).table(num_stages)
+    recorder = _Recorder(len(ranks), table.stages, keep=False)
+    _advance(schedule, num_microbatches, ranks, recorder, table, Transfer.of(transfer))
+    return recorder.summary()
 
 
 def replay(events: Iterable[Iterable[Event]], costs: Costs | None = None) -> Timeline:
@@ -392,9 +354,8 @@ def replay(events: Iterable[Iterable[Event]], costs: Costs | None = None) -> Tim
     zero = min((event.start for event in everything), default=0.0)
     num_stages = 1 + max((event.task.stage for event in everything), default=-1)
     costs = Costs() if costs is None else costs
-    recorder = _Recorder(len(ranks), costs.table(num_stages), keep=True)
+    recorder = _Recorder(len(ranks), costs.table(num_stages).stages, keep=True)
     for rank, listed in enumerate(ranks):
         for event in listed:
             recorder(rank, event.task, event.start - zero, event.end - zero)
-    kept = tuple(tuple(rank) for rank in recorder.events or ())
-    return Timeline(**recorder.figures(), events=kept, num_stages=num_stages, costs=costs, transfer=Transfer())  # type: ignore[arg-type]
+    return recorder.timeline(costs, Transfer(), num_stages=num_stages)

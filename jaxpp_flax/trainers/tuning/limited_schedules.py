@@ -13,6 +13,8 @@ from jaxpp_flax.schedules import Costs, Event, FusedTask, Schedule, Task, TaskKi
 
 __all__ = ["Candidate", "LimitedSchedules", "PlanWith"]
 
+_F, _B, _I, _W = TaskKind
+
 PlanWith = Callable[[Schedule], LimitedPlan | None]
 """Returns the plan of a schedule under the memory limit, or None without a limit; raises `AssignmentError`."""
 
@@ -97,12 +99,12 @@ def with_modelled_bytes(costs: Costs, plan: LimitedPlan) -> Costs:
     """Return measured times with the bytes of a plan's model, which do not depend on what the measured step kept."""
     stages = plan.model.stages
     table = costs.table(len(stages))
-    loads = [load.with_times(*times) for load, *times in zip(stages, table.forward, table.backward, strict=True)]
+    loads = [load.with_times(*times) for load, *times in zip(stages, table.times[_F], table.times[_B], strict=True)]
     return replace(
         replace(plan.model, stages=loads).costs,
-        backward=table.backward,
-        backward_input=table.backward_input,
-        backward_weight=table.backward_weight,
+        backward=table.times[_B],
+        backward_input=table.times[_I],
+        backward_weight=table.times[_W],
     )
 
 
@@ -112,7 +114,7 @@ def _without_recomputation(events: Sequence[Sequence[Event]], plan: LimitedPlan)
     for event in (event for rank in events for event in rank):
         if isinstance(event.task, Task) and event.task.kind is TaskKind.FORWARD:
             ahead.setdefault(event.task.stage, []).append(event.end - event.start)
-    backward = kept.table(len(plan.model.stages)).backward
+    backward = kept.table(len(plan.model.stages)).times[_B]
     found: list[list[Event]] = []
     for rank in events:
         row: list[Event] = []
@@ -122,9 +124,9 @@ def _without_recomputation(events: Sequence[Sequence[Event]], plan: LimitedPlan)
                 TaskKind.BACKWARD,
                 TaskKind.BACKWARD_INPUT,
             )
-            again = table.backward[stage] - backward[stage] if recomputes and stage in ahead else 0.0
+            again = table.times[_B][stage] - backward[stage] if recomputes and stage in ahead else 0.0
             # The model knows the share of a forward that runs again; the measured forward gives its seconds.
-            seconds = again / table.forward[stage] * median(ahead[stage]) if again else 0.0
+            seconds = again / table.times[_F][stage] * median(ahead[stage]) if again else 0.0
             row.append(replace(event, end=max(event.start, event.end - seconds)))
         found.append(row)
     return found

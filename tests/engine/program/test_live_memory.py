@@ -35,7 +35,7 @@ def predicted(compiled: Any) -> list[tuple[list[int], list[int]]]:
     memory, found = LiveMemory(compiled.program), []
     for number, instruction in enumerate(compiled.program.instructions):
         memory.step(instruction, compiled._executables.written_bytes.get(number, ()))
-        found.append((list(memory.live), list(memory.host_live)))
+        found.append(([m.live for m in memory.devices], [m.live for m in memory.hosts]))
     return found
 
 

@@ -16,7 +16,8 @@ from tests.schedules.helpers import brute_force, costs_for
 def test_found_schedules_keep_their_promises(data, ranks, per_rank, microbatches, split):
     costs = data.draw(costs_for(ranks * per_rank))
     latency = data.draw(st.sampled_from([0.0, 0.5]))
-    alone = [sum(costs.table(ranks * per_rank).activation[r::ranks]) for r in range(ranks)]
+    stages = costs.table(ranks * per_rank).stages
+    alone = [sum(stage.activation for stage in stages[r::ranks]) for r in range(ranks)]
     limit = data.draw(st.sampled_from([None, 10.0]))
     limit = None if limit is None else max(limit, 2 * max(alone))
     found = search(ranks, microbatches, per_rank, costs, latency, limit, split_backward=split, evaluations=200)

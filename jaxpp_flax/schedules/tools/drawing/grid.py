@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import MEANING, TaskKind
 from jaxpp_flax.schedules.tools.drawing.scene import (
     FETCH,
-    KINDS,
     OFFLOAD,
     Bar,
     Panels,
@@ -52,7 +51,7 @@ def grid(panels: Panels, width: int = 120, colour: bool = False) -> str:
     # Very uneven passes would make the picture endless for the sake of its shortest one.
     scale = min(scale, 12 * width / longest if longest else scale)
     parts = [_panel(title, timeline, scale, width, colour) for title, timeline in panels]
-    legend = "  ".join(f"{KINDS[kind][1]} {KINDS[kind][0]} {_FILL[kind]}" for kind in kinds_of(panels))
+    legend = "  ".join(f"{kind.value} {MEANING[kind].name} {_FILL[kind]}" for kind in kinds_of(panels))
     legend += "".join(f"  {_ARROWS[kind]} {kind}" for kind in copies_of(panels))
     return "\n\n".join(parts) + f"\n\n{legend}  . idle"
 

@@ -11,13 +11,6 @@ from jaxpp_flax.schedules.task import FusedTask, TaskKind
 Panels = Sequence[tuple[str, Timeline]]
 """Titled timelines, drawn one under the other on one scale of time."""
 
-KINDS = {
-    TaskKind.FORWARD: ("forward", "F"),
-    TaskKind.BACKWARD: ("backward", "B"),
-    TaskKind.BACKWARD_INPUT: ("input gradient", "I"),
-    TaskKind.BACKWARD_WEIGHT: ("weight gradient", "W"),
-}
-
 OFFLOAD, FETCH = "to the host", "from the host"
 
 COPY_COLOURS = {OFFLOAD: "#b8a1d9", FETCH: "#8fcfc9"}
@@ -111,19 +104,21 @@ def bars(timeline: Timeline) -> list[Bar]:
         for event in events:
             task = event.task
             chunk = stages.index(task.stage)
-            for kind, start, end, label in _pieces(event, table.forward[task.stage], table.fused_backward[task.stage]):
+            for kind, start, end, label in _pieces(
+                event, table.times[TaskKind.FORWARD][task.stage], table.fused[task.stage]
+            ):
                 shade = colour(kind, chunk, len(stages))
                 out.append(Bar(event.rank, start, end, kind, task.stage, task.microbatch, label, shade))
     return out
 
 
-def _pieces(event: Event, forward: float, backward: float) -> list[tuple[TaskKind, float, float, str]]:
+def _pieces(event: Event, forward: float, fused: float) -> list[tuple[TaskKind, float, float, str]]:
     task = event.task
     number = str(task.microbatch)
     if not isinstance(task, FusedTask):
         return [(task.kind, event.start, event.end, number)]
     # A measured fused task has one length: it is shared out as the costs say.
-    share = forward / (forward + backward) if forward + backward else 0.5
+    share = forward / fused if fused else 0.5
     middle = event.start + share * (event.end - event.start)
     return [(TaskKind.FORWARD, event.start, middle, number), (TaskKind.BACKWARD, middle, event.end, number)]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from jaxpp_flax.schedules.task import MEANING
 from jaxpp_flax.schedules.tools.drawing.scene import (
     COPY_COLOURS,
     DARKER,
-    KINDS,
     Bar,
     CopyBar,
     Panels,
@@ -52,7 +52,7 @@ def svg(panels: Panels) -> str:
             out.append(_text(x, y + 17, f"{i * step:g}", 11, anchor="middle"))
         y += 34
     x = float(_LEFT)
-    legend = [(KINDS[kind][0], colour(kind, 0, 1)) for kind in kinds_of(panels)]
+    legend = [(MEANING[kind].name, colour(kind, 0, 1)) for kind in kinds_of(panels)]
     for name, fill in [*legend, *((kind, COPY_COLOURS[kind]) for kind in copies_of(panels))]:
         out.append(f'<rect x="{x:g}" y="{y:g}" width="16" height="14" fill="{fill}"/>')
         out.append(_text(x + 21, y + 12, name, 12))

@@ -12,10 +12,9 @@ from jaxpp_flax.assignment.memory import live_counts
 from jaxpp_flax.planning.schedule_search.greedy import construct, rules
 from jaxpp_flax.planning.schedule_search.problem import Problem, evaluate, in_dependency_order
 from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, simulate
-from jaxpp_flax.schedules.dependencies import needs, results
+from jaxpp_flax.schedules.memory import most_microbatches
 from jaxpp_flax.schedules.progress import advance
-from jaxpp_flax.schedules.schedule import peak_live
-from jaxpp_flax.schedules.task import Task, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind, needs, results
 from tests.schedules.helpers import costs_for, schedules
 
 
@@ -140,11 +139,11 @@ def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, m
     for rank, tasks in enumerate(schedule.tasks(microbatches)):
         held = peak = 0.0
         for task in tasks:
-            added, removed = table.memory_change(task)
+            added, removed = table.stages[task.stage].changes(task)
             peak = max(peak, held + added)
             held += added + removed
         assert step.peak_memory[rank] == peak
         # One unit for each microbatch of each stage.
         assert counted.peak_memory[rank] == max((sum(moment) for moment in moments[rank]), default=0)
         for i, stage in enumerate(schedule.stages_of(rank)):
-            assert peak_live(iter(tasks), stage) == max((moment[i] for moment in moments[rank]), default=0)
+            assert most_microbatches(iter(tasks), stage) == max((moment[i] for moment in moments[rank]), default=0)

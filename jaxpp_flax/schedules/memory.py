@@ -1,0 +1,223 @@
+"""The one walk of memory: bytes come and go in an order; what is live then, and the most at one time.
+
+The order comes from what runs: tasks and copies by their times (the simulator), a rank's tasks one after the other
+(planners), or the instructions of a compiled program (`engine/program/live_memory.py`). The bytes of a stage come from
+what knows the model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxpp_flax.schedules.gathers import GatheredParameter
+from jaxpp_flax.schedules.residuals import HostCopy
+from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind
+
+__all__ = [
+    "BETWEEN_STAGES",
+    "GATHERED",
+    "RESIDUALS",
+    "Memory",
+    "RankMemory",
+    "StageBytes",
+    "fullest_moments",
+    "most_microbatches",
+    "walk_rank",
+]
+
+RESIDUALS, GATHERED, BETWEEN_STAGES = "residuals", "gathered parameters", "arrays between stages"
+
+
+class Memory:
+    """The bytes in one memory, a rank's devices or its host, while something runs.
+
+    Call `change` in the order in which bytes come (a number above 0) and go (below 0).
+
+    Attributes:
+      live: the bytes now.
+      peak: the most at one time.
+      at_peak: the bytes of the peak, by kind.
+
+    Example:
+      >>> memory = Memory()
+      >>> for nbytes, kind in ((8, "weights"), (4, "activations"), (-4, "activations"), (2, "activations")):
+      ...     memory.change(nbytes, kind)
+      >>> memory.live, memory.peak, memory.at_peak
+      (10, 12, {'weights': 8, 'activations': 4})
+    """
+
+    __slots__ = ("_kinds", "at_peak", "live", "peak")
+
+    def __init__(self) -> None:
+        self.live: float = 0
+        self.peak: float = 0
+        self.at_peak: dict[str, float] = {}
+        self._kinds: dict[str, float] = {}
+
+    def change(self, nbytes: float, kind: str = "") -> None:
+        """Add bytes of a kind, or take them away."""
+        if not nbytes:
+            return
+        self.live += nbytes
+        self._kinds[kind] = self._kinds.get(kind, 0) + nbytes
+        if self.live > self.peak:
+            self.peak = self.live
+            self.at_peak = self._kinds.copy()
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """The bytes of one microbatch in one stage.
+
+    Attributes:
+      activation: what a forward makes for its backward.
+      saved: what stays from the forward to the backward: the activation, or less in a stage that recomputes.
+      kept: what stays from the input gradient to the weight gradient.
+      moved: the part of `saved` that goes to the host and back, if the microbatch is offloaded.
+      passing: what a forward makes for other stages alone; it leaves when the forward has ended.
+      received: the input from the stage before. When the forward starts, it counts as a part of what is saved.
+      gradient: the gradient from the next stage. The backward reads it beside its residuals.
+
+    Example:
+      >>> from jaxpp_flax.schedules.task import backward, forward
+      >>> again = StageBytes(activation=8.0, saved=2.0)
+      >>> again.changes(forward(0, 0)), again.changes(backward(0, 0))
+      ((2.0, 0.0), (6.0, -8.0))
+    """
+
+    activation: float = 1.0
+    saved: float = 1.0
+    kept: float = 1.0
+    moved: float = 0.0
+    passing: float = 0.0
+    received: float = 0.0
+    gradient: float = 0.0
+
+    @property
+    def recomputed(self) -> float:
+        """What a backward makes again."""
+        return max(0.0, self.activation - self.saved)
+
+    def changes(self, task: AnyTask) -> tuple[float, float]:
+        """Return the change of what the stage holds when a task starts, and the one when it ends."""
+        if isinstance(task, FusedTask):
+            return self.activation, -self.activation
+        meaning = MEANING[task.kind]
+        takes, frees, leaves = (
+            sum((getattr(self, name) for name in names), 0.0)
+            for names in (meaning.takes, meaning.frees, meaning.leaves)
+        )
+        return takes, leaves - frees
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memories of a rank: of each of its devices, and of its host for each device."""
+
+    devices: Memory
+    host: Memory
+
+
+def walk_rank(
+    tasks: Sequence[AnyTask],
+    stages: Sequence[StageBytes],
+    *,
+    copies: Iterable[HostCopy] = (),
+    gathered: Iterable[GatheredParameter] = (),
+    arrivals: Sequence[Sequence[tuple[int, bool]]] = (),
+) -> RankMemory:
+    """Walk the tasks of a rank in their order, with what the rank copies, gathers and receives between them.
+
+    The times of copies have no influence. A value that moves to the host counts on the devices until the task that
+    waits for the end of its offload (without such a task, until its fetch), and again from its fetch on. So no run
+    holds more.
+
+    Args:
+      tasks: the rank's tasks.
+      stages: the bytes of each stage of the schedule.
+      copies: what moves to the host and back.
+      gathered: the parameters that are gathered once.
+      arrivals: of this rank, from `order.arrivals`; by default, arrays between stages do not count.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> walk_rank(Std1F1B(2).tasks(4)[0], [StageBytes(activation=10.0, saved=10.0)] * 2).devices.peak
+      20.0
+    """
+    devices, host = Memory(), Memory()
+    leaving, fetched, offloaded, gathers, last_reads = (defaultdict[int, float](float) for _ in range(5))
+    for copy in copies:
+        moved = stages[copy.stage].moved
+        offloaded[copy.offload_after] += moved
+        leaving[copy.fetch_before if copy.gone_before is None else copy.gone_before] += moved
+        fetched[copy.fetch_before] += moved
+    for each in gathered:
+        gathers[each.gather_before] += each.nbytes
+        last_reads[each.read_last] += each.nbytes
+    changes: dict[tuple[TaskKind | None, int], tuple[float, float]] = {}
+    for position, task in enumerate(tasks):
+        here, kind = stages[task.stage], None if isinstance(task, FusedTask) else task.kind
+        key = kind, task.stage
+        if key not in changes:
+            changes[key] = here.changes(task)
+        taken, left = changes[key]
+        passing = here.passing if kind is TaskKind.FORWARD else 0.0
+        received = gradient = 0.0
+        if arrivals:
+            for stage, is_forward in arrivals[position]:
+                devices.change(stages[stage].received if is_forward else stages[stage].gradient, BETWEEN_STAGES)
+            received = here.received if kind in (None, TaskKind.FORWARD) else 0.0
+            gradient = here.gradient if kind in (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT) else 0.0
+        devices.change(gathers[position], GATHERED)
+        devices.change(-leaving[position], RESIDUALS)  # it may still be there when the others have come
+        devices.change(-received, BETWEEN_STAGES)
+        devices.change(fetched[position] + taken, RESIDUALS)
+        devices.change(passing, BETWEEN_STAGES)
+        devices.change(-passing - gradient, BETWEEN_STAGES)
+        devices.change(left, RESIDUALS)
+        devices.change(-last_reads[position], GATHERED)
+        host.change(-fetched[position], RESIDUALS)
+        host.change(offloaded[position], RESIDUALS)
+    return RankMemory(devices, host)
+
+
+def most_microbatches(tasks: Iterable[AnyTask], stage: int) -> int:
+    """Return the maximum number of microbatches whose activations a stage holds at one time.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> most_microbatches(Std1F1B(4).tasks(8)[1], stage=1)
+      3
+    """
+    memory, one = Memory(), StageBytes()
+    for task in tasks:
+        if task.stage == stage:
+            for nbytes in one.changes(task):
+                memory.change(nbytes)
+    return int(memory.peak)
+
+
+def fullest_moments(tasks: Iterable[AnyTask], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the microbatches that each of a rank's stages holds at the rank's fullest moments.
+
+    A moment is left out if each stage holds at least as many microbatches at another moment.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Interleaved1F1B
+      >>> fullest_moments(Interleaved1F1B(4, 2).tasks(4)[0], stages=[0, 2])
+      ((3, 2), (4, 1))
+    """
+    held, one = {stage: Memory() for stage in stages}, StageBytes()
+    moments: dict[tuple[int, ...], None] = {}
+    for task in tasks:
+        taken, left = one.changes(task)
+        held[task.stage].change(taken)
+        moments[tuple(int(memory.live) for memory in held.values())] = None
+        held[task.stage].change(left)
+    return tuple(m for m in moments if not any(m != other and _covers(other, m) for other in moments))
+
+
+def _covers(more: Sequence[int], less: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))
