@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
-from jaxpp_flax.engine.passes.check_supported import refuse_partial_sums
+from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
@@ -145,7 +145,9 @@ def open_loops(graph: Graph, num_ranks: int) -> Opened:
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
+      ValueError, NotImplementedError: if the step has what no pipeline runs; see `check_supported`.
     """
+    check_supported(graph)
     loops = tuple(_open(e, num_ranks) for e in graph.equations if e.primitive is treduce_p)
     if not loops:
         raise ValueError(
@@ -159,7 +161,7 @@ def open_loops(graph: Graph, num_ranks: int) -> Opened:
 def _open(equation: Equation, num_ranks: int) -> OpenLoop:
     schedule = _read_schedule(equation, num_ranks)
     graph = without_hints(inline(equation.params["body"]))
-    refuse_partial_sums(graph)
+    check_supported(graph)
     body = LoopBody.of(graph, **equation.params)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
