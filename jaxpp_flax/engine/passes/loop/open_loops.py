@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,11 +114,6 @@ class OpenLoop:
     @property
     def results(self) -> tuple[Value, ...]:
         return self.equation.outputs[len(self.body.carry) :]
-
-    def gathered_from(self, operands: Sequence[Value]) -> dict[Value, Gather]:
-        """Return the gathered parameters; their shards are among `operands`, one for each constant of the body."""
-        read = dict(zip(self.body.constants, operands, strict=True))
-        return {v: replace(g, equation=replace(g.equation, inputs=(read[v],))) for v, g in self.gathered.items()}
 
     def verify(self) -> None:
         """Check the body, the labels and the tasks, as far as they are made."""
