@@ -134,8 +134,8 @@ class Blocks:
     def state_specs(self) -> dict[Value, PartitionSpec]:
         """Return the spec of each accumulator; see `accumulator_spec`."""
         part, found = self.partition, dict[Value, PartitionSpec]()
-        dims = part.of_accumulators(self.batch_dims or [None] * len(part.results))
-        for accumulator, batch_dim in zip(part.accumulators, dims, strict=True):
+        for accumulator in part.accumulators:
+            batch_dim = self.batch_dims[accumulator.part_of] if self.batch_dims else None
             inputs = part.tasks[accumulator.task].graph.inputs
             known = [(v.aval, self.spec_of(v)) for v in inputs if v in self.arguments]
             found[accumulator.state] = accumulator_spec(accumulator.state.aval, batch_dim, None, known)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxpp_flax.engine.passes.check_supported import check_supported
-from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import donate_and_free
@@ -20,9 +18,9 @@ from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
+from jaxpp_flax.engine.passes.normalise_results import normalise_results
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
-from jaxpp_flax.engine.passes.separate_results import separate_results
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives
@@ -38,16 +36,10 @@ PASSES: tuple[Pass, ...] = (
         ensures="every loop stands at the top; plain calls are gone",
     ),
     Pass(
-        "drop_unused",
-        lambda graph, _: drop_unused_results(graph),
+        "normalise_results",
+        lambda graph, _: normalise_results(graph),
         requires="loops at the top",
-        ensures="every result of a loop is read; work for others is gone",
-    ),
-    Pass(
-        "separate_results",
-        lambda graph, _: separate_results(graph),
-        requires="results in their last form",
-        ensures="no two results are one array, arguments and values in host memory aside",
+        ensures="every result of a loop is read; no two results are one array, arguments and host memory aside",
     ),
     Pass(
         "split_conditions",
@@ -56,16 +48,11 @@ PASSES: tuple[Pass, ...] = (
         ensures="no condition holds arrays that it could leave to another one",
     ),
     Pass(
-        "check_supported",
-        lambda graph, _: check_supported(graph),
-        requires="calls inlined",
-        ensures="no partial sums among the types, no ordered side effects",
-    ),
-    Pass(
         "open_loops",
         lambda graph, settings: open_loops(graph, settings.num_ranks),
         requires="loops at the top",
-        ensures="each loop has a schedule for the mesh, and a body with every mark at the top",
+        ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side "
+        "effects, no partial sums among the types",
     ),
     Pass(
         "gather_parameters",

@@ -5,37 +5,37 @@ from __future__ import annotations
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
-__all__ = ["check_supported", "refuse_ordered_effects", "refuse_partial_sums"]
+__all__ = ["check_supported", "refuse_ordered_effects"]
 
 
-def check_supported(graph: Graph) -> Graph:
-    """Check a graph, and return it unchanged.
+def check_supported(graph: Graph) -> None:
+    """Check a step, or the body of its loop.
 
     Raises:
       NotImplementedError: if a value is typed as a partial sum.
       ValueError: if a side effect has `ordered=True`.
     """
-    refuse_partial_sums(graph)
+    _refuse_partial_sums(graph)
     refuse_ordered_effects(graph)
-    return graph
 
 
 def refuse_ordered_effects(graph: Graph) -> None:
     """Refuse ordered effects: stages run at the same time, so there is no order over the whole step."""
     for equation in graph.equations:
-        body = equation.params["body"].equations if equation.primitive is treduce_p else (equation,)
-        for part in body:
-            # JAX has no public names for these effects, only the names of their classes.
-            if any(type(effect).__name__.startswith("Ordered") for effect in part.effects):
-                raise ValueError(
-                    f"the `{part.name}` at {part.where} has a side effect with ordered=True, but the stages of a "
-                    "pipeline work on several microbatches at the same time, so that no order of the whole step "
-                    "is kept. Leave out ordered=True: each call still happens once for each microbatch. Pass what "
-                    "tells the calls apart (the microbatch's index, the layer's name) to the callback."
-                )
+        if equation.primitive is treduce_p:
+            refuse_ordered_effects(equation.params["body"])
+            continue
+        # JAX has no public names for these effects, only the names of their classes.
+        if any(type(effect).__name__.startswith("Ordered") for effect in equation.effects):
+            raise ValueError(
+                f"the `{equation.name}` at {equation.where} has a side effect with ordered=True, but the stages of a "
+                "pipeline work on several microbatches at the same time, so that no order of the whole step "
+                "is kept. Leave out ordered=True: each call still happens once for each microbatch. Pass what "
+                "tells the calls apart (the microbatch's index, the layer's name) to the callback."
+            )
 
 
-def refuse_partial_sums(graph: Graph) -> None:
+def _refuse_partial_sums(graph: Graph) -> None:
     """Refuse arrays typed as partial sums (`unreduced=`): this part of a type is lost between tasks."""
     for equation in graph.equations:
         for value in equation.outputs:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.loop_body import sliced_by_index
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["UNNUMBERED", "Accumulator", "Carry", "LoopTask", "Partial", "Partition"]
+__all__ = ["UNNUMBERED", "Accumulator", "Carry", "LoopTask", "Partition"]
 
 UNNUMBERED = -1  # the task of an accumulator or a carry while the loop is cut: tasks get their numbers last
 
@@ -43,11 +41,13 @@ class LoopTask:
 
 @dataclass(frozen=True, eq=False)
 class Accumulator:
-    """One reduced result, or one stage's partial sum of it: `task` reads `state` and defines `result`.
+    """One reduced result, or one stage's part of it: `task` reads `state` and defines `result`.
 
-    `ordered` says that the microbatches must come in order: a user's own reduction may need this.
+    `part_of` is the number of the reduced result, the sum of its parts. `ordered` says that the microbatches must come
+    in order: a user's own reduction may need this.
     """
 
+    part_of: int
     task: int
     state: Value
     result: Value
@@ -66,20 +66,8 @@ class Carry:
 
 
 @dataclass(frozen=True)
-class Partial:
-    """A sum of two results of the loop, taken after the loop; leaves are indices of accumulators."""
-
-    left: Partial | int
-    right: Partial | int
-
-
-def _parts(result: Partial | int) -> list[int]:
-    return [result] if isinstance(result, int) else [*_parts(result.left), *_parts(result.right)]
-
-
-@dataclass(frozen=True)
 class Partition:
-    """A loop cut into tasks; `results` gives the source of each output of the loop after the carry."""
+    """A loop cut into tasks."""
 
     num_stages: int
     operands: tuple[Value, ...]
@@ -87,7 +75,6 @@ class Partition:
     tasks: tuple[LoopTask, ...]
     accumulators: tuple[Accumulator, ...]
     carries: tuple[Carry, ...]
-    results: tuple[Partial | int, ...]
 
     @cached_property
     def data(self) -> frozenset[Value]:
@@ -95,14 +82,6 @@ class Partition:
         graphs = [inline(task.graph, flatten=True) for task in self.tasks]
         sliced = {v for graph in graphs for v in sliced_by_index(graph.equations, self.index)}
         return frozenset(sliced.intersection(self.operands))
-
-    def of_accumulators(self, facts: Sequence[Any]) -> tuple[Any, ...]:
-        """Return one fact for each accumulator, from one fact for each result."""
-        found: list[Any] = [None] * len(self.accumulators)
-        for result, fact in zip(self.results, facts, strict=True):
-            for number in _parts(result):
-                found[number] = fact
-        return tuple(found)
 
     def verify(self) -> None:
         """Check each task, and that each edge is defined by one task, earlier in the order of phases."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partial, Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit, values
@@ -79,21 +80,24 @@ def lower_loops(step: Opened) -> Lowered:
 
 @dataclass(frozen=True, eq=False)
 class _Lowering:
-    """The equations before and after one loop; `results` are by the number of the accumulator."""
+    """The equations before and after one loop."""
 
     opened: OpenLoop
     part: Partition
     before: list[Equation] = field(default_factory=list)
     after: list[Equation] = field(default_factory=list)
-    results: dict[int, Value] = field(default_factory=dict)
 
     def loop(self) -> Loop:
         """Make the loop as a node; fill `before` and `after`."""
         opened, part = self.opened, self.part
         operands, carry_init = self._materialise(opened.constants), self._materialise(opened.carry_init)
-        tails = opened.tails or [None] * len(part.results)
-        for tree, axes, tail, target in zip(part.results, opened.data_axes, tails, opened.results, strict=True):
-            self._resolve(tree, axes, tail, target)
+        parts: list[list[Accumulator]] = [[] for _ in opened.results]
+        for accumulator in part.accumulators:
+            parts[accumulator.part_of].append(accumulator)
+        tails = opened.tails or [None] * len(parts)
+        results: dict[Accumulator, Value] = {}
+        for members, axes, tail, target in zip(parts, opened.data_axes, tails, opened.results, strict=True):
+            results.update(self._add_up(members, axes, tail, target))
         return Loop(
             partition=part,
             schedule=opened.schedule,
@@ -101,11 +105,11 @@ class _Lowering:
             operands=operands,
             carry_init=carry_init,
             carry_results=opened.carry_results,
-            accumulator_results=tuple(self.results[k] for k in range(len(part.accumulators))),
-            batch_dims=part.of_accumulators(opened.batch_dims),
+            accumulator_results=tuple(results[accumulator] for accumulator in part.accumulators),
+            batch_dims=tuple(opened.batch_dims[accumulator.part_of] for accumulator in part.accumulators),
             marks=opened.body.marks,
             cuts=opened.cuts,
-            gathers=opened.gathered_from(operands),
+            gathers=opened.gathered,
         )
 
     def _materialise(self, atoms: Sequence[Atom]) -> tuple[Value, ...]:
@@ -119,23 +123,19 @@ class _Lowering:
             found.append(atom)
         return tuple(found)
 
-    def _resolve(self, tree: Partial | int, axes: Any, tail: Equation | None, target: Value | None) -> Value:
-        """Return the value of a result: `target` if given. `tail` places a sum over the shards."""
-        if isinstance(tree, int):
-            state = self.part.accumulators[tree].result
-            if axes is None:
-                self.results[tree] = target if target is not None else Value(state.aval)
-                return self.results[tree]
-            self.results[tree] = Value(state.aval)
-            # The one reduction over the data axis: the sum of the shards' partial gradients.
-            total = self._sum(
-                lambda x: jax.lax.reduce_sum(x, (0,)), [self.results[tree]], target if tail is None else None
-            )
-            return total if tail is None else self._sum(lambda x: tail.bind(x)[0], [total], target)
-        left, right = self._resolve(tree.left, axes, tail, None), self._resolve(tree.right, axes, tail, None)
-        return self._sum(jax.lax.add, [left, right], target)
+    def _add_up(
+        self, parts: Sequence[Accumulator], axes: Any, tail: Equation | None, target: Value
+    ) -> dict[Accumulator, Value]:
+        """Let `target` be the sum of the parts, each summed over the shards before, and placed by `tail`."""
+        if axes is None and len(parts) == 1:
+            return {parts[0]: target}
+        results = {part: Value(part.result.aval) for part in parts}
 
-    def _sum(self, function: Callable[..., Any], partials: Sequence[Value], target: Value | None) -> Value:
-        (total,), _ = emit(function, partials, [target])
-        self.after.append(replace(total, source=self.opened.equation.source))
-        return total.outputs[0]
+        def total(*states: Any) -> Any:
+            # The one reduction over the data axis: the sum of the shards' partial gradients.
+            sums = states if axes is None else [jax.lax.reduce_sum(state, (0,)) for state in states]
+            return reduce(jax.lax.add, sums if axes is None or tail is None else [tail.bind(x)[0] for x in sums])
+
+        equations, _ = emit(total, list(results.values()), [target])
+        self.after.extend(replace(equation, source=self.opened.equation.source) for equation in equations)
+        return results

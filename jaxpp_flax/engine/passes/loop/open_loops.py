@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
-from jaxpp_flax.engine.passes.check_supported import refuse_partial_sums
+from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
@@ -115,11 +115,6 @@ class OpenLoop:
     def results(self) -> tuple[Value, ...]:
         return self.equation.outputs[len(self.body.carry) :]
 
-    def gathered_from(self, operands: Sequence[Value]) -> dict[Value, Gather]:
-        """Return the gathered parameters; their shards are among `operands`, one for each constant of the body."""
-        read = dict(zip(self.body.constants, operands, strict=True))
-        return {v: replace(g, equation=replace(g.equation, inputs=(read[v],))) for v, g in self.gathered.items()}
-
     def verify(self) -> None:
         """Check the body, the labels and the tasks, as far as they are made."""
         self.body.graph.verify()
@@ -145,7 +140,9 @@ def open_loops(graph: Graph, num_ranks: int) -> Opened:
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
+      ValueError, NotImplementedError: if the step has what no pipeline runs; see `check_supported`.
     """
+    check_supported(graph)
     loops = tuple(_open(e, num_ranks) for e in graph.equations if e.primitive is treduce_p)
     if not loops:
         raise ValueError(
@@ -159,7 +156,7 @@ def open_loops(graph: Graph, num_ranks: int) -> Opened:
 def _open(equation: Equation, num_ranks: int) -> OpenLoop:
     schedule = _read_schedule(equation, num_ranks)
     graph = without_hints(inline(equation.params["body"]))
-    refuse_partial_sums(graph)
+    check_supported(graph)
     body = LoopBody.of(graph, **equation.params)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))

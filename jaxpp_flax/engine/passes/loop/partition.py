@@ -2,7 +2,7 @@
 
 Every task is a `Graph` of its own over shared `Value`s: a value that one task defines and another reads is an edge
 between them. Reductions belong to the loop: each task updates the accumulators of its results. A sum over several
-stages has one partial accumulator for each stage; these are added up once after the loop.
+stages has an accumulator for each stage's part; the parts are added up once after the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.loop.carries import write_carries
 from jaxpp_flax.engine.passes.loop.label import Labels
-from jaxpp_flax.engine.passes.loop.loop_tasks import UNNUMBERED, Accumulator, LoopTask, Partial, Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import UNNUMBERED, Accumulator, LoopTask, Partition
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.tracing.ir import (
@@ -61,7 +61,7 @@ def partition(
     drafts = TaskDrafts(labels, key_of, list(body.equations), fused=(last, 0) if fuse_last else None)
     if split_backward:
         _split(drafts)
-    results, accumulators = _reduce(drafts)
+    accumulators = _accumulators(drafts)
     drafts.drop_unneeded(body.next_carry)  # sums over several stages that were split
     carries = write_carries(drafts)
     if residuals is not None:
@@ -76,35 +76,30 @@ def partition(
         tuple(_task(drafts, key, graphs) for key in graphs),
         tuple(replace(a, task=of_turn[a.result]) for a in accumulators),
         tuple(replace(c, task=of_turn[c.result]) for c in carries),
-        tuple(results),
     )
 
 
-def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], list[Accumulator]]:
-    """Make an accumulator for each result, or several for its parts; return each result's accumulator, or their sum."""
-    body, accumulators = drafts.labels.body, list[Accumulator]()
-    traced = _TracedOps(body.length)
-
-    def place(tree: Any, op: Op) -> Partial | int:
-        if isinstance(tree, tuple):
-            return Partial(place(tree[0], op), place(tree[1], op))
-        accumulators.append(_accumulate(drafts, tree, op, traced))
-        return len(accumulators) - 1
-
-    results = zip(body.results, body.operations, strict=True)
-    return [place(_split_sums(drafts.labels, a) if type(op) is AddOp else a, op) for a, op in results], accumulators
+def _accumulators(drafts: TaskDrafts) -> list[Accumulator]:
+    """Make an accumulator for each result, or one for each stage's part of it."""
+    body, traced = drafts.labels.body, _TracedOps(drafts.labels.body.length)
+    return [
+        _accumulate(drafts, number, part, op, traced)
+        for number, (atom, op) in enumerate(zip(body.results, body.operations, strict=True))
+        for part in (_parts(drafts.labels, atom) if type(op) is AddOp else [atom])
+    ]
 
 
-def _split_sums(labels: Labels, atom: Atom) -> Any:
-    """Split a sum over several stages into a nested pair of addends; return any other atom itself."""
-    equation = labels.body.graph.producer.get(atom) if isinstance(atom, Value) else None
-    if equation is None or not facts_of(equation.primitive).adds or labels.body.graph.reads[atom] > 1:  # type: ignore[index]
-        return atom
-    phases = [labels.phase.get(labels.body.graph.producer.get(a)) for a in equation.inputs]  # type: ignore[arg-type]
+def _parts(labels: Labels, atom: Atom) -> list[Atom]:
+    """Return the addends of a sum over several stages; any other atom is its own only part."""
+    graph = labels.body.graph
+    equation = graph.producer.get(atom) if isinstance(atom, Value) else None
+    if equation is None or not facts_of(equation.primitive).adds or graph.reads[atom] > 1:  # type: ignore[index]
+        return [atom]
+    phases = [labels.phase.get(graph.producer.get(a)) for a in equation.inputs]  # type: ignore[arg-type]
     alike = all(a.aval.shape == atom.aval.shape for a in equation.inputs)
     if equation in labels.free or not alike or None in phases or phases[0] == phases[1]:
-        return atom
-    return tuple(_split_sums(labels, a) for a in equation.inputs)
+        return [atom]
+    return [part for addend in equation.inputs for part in _parts(labels, addend)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ class _TracedOps:
         return initial, update
 
 
-def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
+def _accumulate(drafts: TaskDrafts, part_of: int, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
     """Let the task that makes `atom` update an accumulator of `op`."""
     initial, update = traced.of(op, atom.aval)
     init = applied(initial, [])  # arrays that a user's operation captures become part of the program
@@ -151,7 +146,7 @@ def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op, traced: _TracedOps) -> A
     result = drafts.add(drafts.home(atom), graph)
     # A subclass may do something else: it is a user's own operation.
     ordered = type(op) not in (AddOp, MaxOp, Concat)
-    return Accumulator(UNNUMBERED, state, result, init, ordered)
+    return Accumulator(part_of, UNNUMBERED, state, result, init, ordered)
 
 
 def _split(drafts: TaskDrafts) -> None:

@@ -1,4 +1,4 @@
-"""Results of a loop that nothing reads are not made."""
+"""Results of a loop that nothing reads are not made; no two results of a step are one array."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
+from jaxpp_flax.engine.passes.normalise_results import normalise_results
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Add, treduce, treduce_p
@@ -36,7 +36,7 @@ def test_a_gradient_that_nothing_reads():
         return losses, grads[1]
 
     graph = graph_of(step, PARAMS, BATCH)
-    kept = drop_unused_results(graph)
+    kept = normalise_results(graph)
     kept.verify()
     before, after = loop_in(graph), loop_in(kept)
     assert len(before.outputs) == 5
@@ -50,7 +50,7 @@ def test_a_loop_that_nothing_reads_goes():
         gradients(None)(params, batch)
         return params[0]["w"] * 2
 
-    assert [e.name for e in drop_unused_results(graph_of(step, PARAMS, BATCH)).equations] == ["mul"]
+    assert [e.name for e in normalise_results(graph_of(step, PARAMS, BATCH)).equations] == ["mul"]
 
 
 def test_the_carry_stays():
@@ -63,7 +63,7 @@ def test_the_carry_stays():
         return treduce(body, batch, operation=Add, init=jnp.float32(0))[1][0]
 
     graph = graph_of(step, BATCH)
-    kept = drop_unused_results(graph)
+    kept = normalise_results(graph)
     assert (len(loop_in(graph).outputs), len(loop_in(kept).outputs)) == (3, 2)
     assert loop_in(kept).params["num_carry"] == 1
 
@@ -74,4 +74,19 @@ def test_side_effects_stay():
         return x
 
     graph = graph_of(step, np.ones(3, np.float32))
-    assert drop_unused_results(graph).equations == graph.equations
+    assert normalise_results(graph).equations == graph.equations
+
+
+def test_a_value_that_is_returned_twice_is_copied_once():
+    """Arguments are the caller's, and literals no arrays: both stay as they are."""
+
+    def step(x: jax.Array) -> Any:
+        y = x * 2
+        return x, y, y, x, 1.0
+
+    graph = graph_of(step, np.ones(3, np.float32))
+    made = normalise_results(graph)
+    made.verify()
+    assert [e.name for e in made.equations] == ["mul", "copy"]
+    assert made.outputs[0] is made.outputs[3] is graph.inputs[0]
+    assert made.outputs[1] is not made.outputs[2]

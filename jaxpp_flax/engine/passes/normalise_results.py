@@ -1,0 +1,49 @@
+"""The results of a step and of its loops in their last form: each is read, and each is an array of its own.
+
+If the optimizer freezes a parameter (`optax.set_to_zero`), its gradient is neither computed nor accumulated. Of two
+results that are one value, one is a copy: a step that takes one of them donated must not end the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, memory_kind_of, prune
+from jaxpp_flax.engine.tracing.treduce import treduce_p
+
+__all__ = ["normalise_results"]
+
+
+def normalise_results(graph: Graph) -> Graph:
+    """Return the same function without unread results of loops and the work for them, and with results apart.
+
+    Arguments that are returned unchanged stay the caller's, as under `jax.jit`. Values in host memory stay shared.
+    """
+    seen: set[Atom] = set(graph.inputs)
+    copies, outputs = list[Equation](), list[Atom]()
+    for atom in graph.outputs:
+        if isinstance(atom, Value) and atom in seen and atom not in graph.inputs and memory_kind_of(atom.aval) is None:
+            made, (atom,) = emit(jax.lax.copy_p.bind, [atom])
+            copies += made
+        seen.add(atom)
+        outputs.append(atom)
+    return prune(replace(graph, outputs=tuple(outputs), equations=(*graph.equations, *copies)), _narrowed)
+
+
+def _narrowed(equation: Equation, needed: set[Value]) -> Equation:
+    if equation.primitive is not treduce_p:
+        return equation
+    params = equation.params
+    carries, body = params["num_carry"], params["body"]
+    used = [k for k, v in enumerate(equation.outputs[carries:]) if v in needed]
+    if len(used) == len(params["operations"]):
+        return equation
+    outputs = (*body.outputs[:carries], *(body.outputs[carries + k] for k in used))
+    operations = tuple(params["operations"][k] for k in used)
+    return replace(
+        equation,
+        params={**params, "body": prune(replace(body, outputs=outputs)), "operations": operations},
+        outputs=(*equation.outputs[:carries], *(equation.outputs[carries + k] for k in used)),
+    )
