@@ -145,8 +145,8 @@ def test_what_an_entry_lacks_is_found():
 def test_the_package_does_as_the_fact_says(facts: Facts, fact: Fact):
     path = path_of(facts, fact)
     if fact.verdict == "refused":
+        module, _, attribute = path.rpartition(".") if fact.ours else (facts.modules[0], "", fact.name)
         with pytest.raises(AttributeError, match=re.escape(fact.says)):
-            module, _, attribute = path.rpartition(".") if fact.ours else (facts.modules[0], "", fact.name)
             getattr(import_module(module), attribute)
         return
     if fact.verdict == "missing":
