@@ -35,7 +35,7 @@ from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
-__all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]
+__all__ = ["MpmdFunction", "check_mesh", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]
 
 
 class _Key(NamedTuple):
@@ -134,7 +134,7 @@ class MpmdFunction:
         residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
         fsdp: Fsdp = "microbatch",
     ) -> None:
-        _check_mesh(mpmd_mesh)
+        check_mesh(mpmd_mesh)
         self._fsdp: Fsdp = check_fsdp(fsdp)
         functools.update_wrapper(self, fun)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
@@ -270,9 +270,7 @@ class MpmdFunction:
             """Add an argument's memory to its type; on an Explicit mesh, add its partition too."""
             spec = layout.spec or PartitionSpec()
             sharding = NamedSharding(abstract, spec) if mesh.is_explicit else None
-            if layout.memory_kind not in (None, "device"):
-                sharding = in_memory(sharding, layout.memory_kind)
-            return struct.update(sharding=sharding)
+            return struct.update(sharding=in_memory(sharding, layout.memory_kind))
 
         def trace(abstract: AbstractMesh) -> Any:
             leaves = [typed(struct, layout, abstract) for struct, layout in zip(structs, layouts, strict=True)]
@@ -306,7 +304,8 @@ def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
     return flags
 
 
-def _check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Any) -> None:
+    """Refuse a mesh that does not say which axis counts the ranks."""
     if not isinstance(mesh, MpmdMesh):
         raise TypeError(
             f"mpmd_mesh must be an MpmdMesh, got {type(mesh).__name__}. Wrap the mesh: "
@@ -322,7 +321,7 @@ def _one_of(specs: Any, shardings: Any, which: str) -> Any:
 
 def one_pass(fun: Callable[..., Any], mpmd_mesh: MpmdMesh, num_stages: int | None = None) -> Callable[..., Any]:
     """Return a function whose loop runs `fun` once, in stages; by default, one stage for each rank."""
-    _check_mesh(mpmd_mesh)
+    check_mesh(mpmd_mesh)
     schedule = OnePass(mpmd_mesh.mpmd_dim if num_stages is None else num_stages, mpmd_mesh.mpmd_dim)
 
     @functools.wraps(fun)

@@ -184,8 +184,7 @@ def _struct_of(leaf: Any, path: str, wanted: str | None) -> jax.ShapeDtypeStruct
     shape, dtype, weak_type = type_of(leaf)
     own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
     kind = own if wanted is None else wanted
-    sharding = None if kind in (None, "device") else in_memory(None, kind)
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=in_memory(None, kind))
 
 
 def jit(

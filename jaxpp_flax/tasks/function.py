@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.jit import check_mesh
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
@@ -140,9 +141,7 @@ def _typed(struct: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDt
     """Add an argument's memory to its type; on an Explicit mesh, add its partition too."""
     explicit = AxisType.Explicit in sharding.mesh.axis_types
     typed = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec) if explicit else None
-    if (kind := named_memory(sharding)) is not None:
-        typed = in_memory(typed, kind)
-    return struct.update(sharding=typed)
+    return struct.update(sharding=in_memory(typed, sharding.memory_kind))
 
 
 def _check_done(name: str, found: Recording) -> None:
@@ -205,9 +204,5 @@ def mpmd(
 
     After the function of the same name in NVIDIA's JaxPP (`jaxpp.experimental.mpmd`, 2026).
     """
-    if not isinstance(mpmd_mesh, MpmdMesh):
-        raise TypeError(
-            f"mpmd_mesh must be an MpmdMesh, got {type(mpmd_mesh).__name__}. Wrap the mesh: "
-            '`MpmdMesh(jax_mesh, "stage")` with the name of the stage axis.'
-        )
+    check_mesh(mpmd_mesh)
     return lambda fun: MpmdFunction(fun, mpmd_mesh, in_shardings, donate_argnums, infer_donation)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, named_memory
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr, memory_kind_of
+from jaxpp_flax.engine.tracing.static_arguments import types_within
 from jaxpp_flax.tasks.ranks import placed, rank_of
 from jaxpp_flax.tasks.recording import Recording, not_recording
 
@@ -147,7 +148,8 @@ def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[An
 def _key(fun: Any, tree: Any, leaves: Sequence[Any], rank: int, out_shardings: Any) -> Hashable:
     """Return a key for the trace of a function for arguments of these types; None if a part has no hash."""
     nodes, out_tree = jax.tree.flatten(out_shardings, is_leaf=lambda x: isinstance(x, (PartitionSpec, Sharding)))
-    key = (_identity(fun), tree, tuple(jax.typeof(leaf) for leaf in leaves), rank, tuple(nodes), out_tree)
+    types = types_within(fun), tuple(jax.typeof(leaf) for leaf in leaves)
+    key = (_identity(fun), types, tree, rank, tuple(nodes), out_tree)
     try:
         hash(key)
     except TypeError:

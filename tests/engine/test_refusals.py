@@ -355,7 +355,7 @@ def test_a_carry_that_changes_its_type():
     refused(
         TypeError,
         lambda: treduce(body, jnp.ones((2, 2)), operation=Add, init={"count": jnp.int32(0)}),
-        "['count']", "int32[]", "float32[]", "Cast or reshape",
+        "['count']", "int32[]", "float32[]", "Cast, reshape or reshard",
     )  # fmt: skip
 
 

@@ -98,6 +98,22 @@ def test_a_chain_over_two_ranks_bitwise():
     assert found["z"].sharding == found["x"].sharding == on[1]
 
 
+def test_equal_static_values_of_two_types_are_two_tasks():
+    mesh = mesh_of(1)
+    (here,) = places(mesh)
+
+    def scaled(x: Any, by: Any) -> Any:
+        return x * by
+
+    @tasks.mpmd(mesh, in_shardings=here)
+    def f(x: Any) -> Any:
+        return [tasks.task(partial(scaled, by=by), out_shardings=here)(x) for by in (2, 2.0, 2)]
+
+    whole = X.astype(np.int32)
+    expected = [jax.jit(partial(scaled, by=by))(whole) for by in (2, 2.0, 2)]
+    assert [y.dtype for y in f(whole)] == [y.dtype for y in expected] == [jnp.int32, jnp.float32, jnp.int32]
+
+
 def test_a_transfer_that_nobody_wrote_is_inserted_once():
     mesh = mesh_of(2)
     on = places(mesh)

@@ -126,6 +126,5 @@ def _condition(
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    kind = memory_kind_of(aval)
-    sharding = None if kind is None else in_memory(None, kind)
+    sharding = in_memory(None, memory_kind_of(aval))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))

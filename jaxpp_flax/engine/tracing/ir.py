@@ -341,14 +341,14 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Return the type for tracing: with its memory, and with its sharding on an Explicit mesh."""
     mesh = getattr(aval.sharding, "mesh", None)
     typed = mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
-    sharding = aval.sharding if typed else None
-    if (kind := memory_kind_of(aval)) is not None:
-        sharding = in_memory(sharding, kind)
+    sharding = in_memory(aval.sharding if typed else None, memory_kind_of(aval))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
-def in_memory(sharding: NamedSharding | None, kind: str) -> NamedSharding:
-    """Return a sharding that gives a traced type its memory; it gives nothing else if `sharding` is None."""
+def in_memory(sharding: NamedSharding | None, kind: str | None) -> NamedSharding | None:
+    """Return a sharding that gives a traced type its memory too; device memory needs none."""
+    if kind in (None, "device"):
+        return sharding
     if sharding is None:
         return NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=kind)
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind)

@@ -136,32 +136,37 @@ treduce_p.def_impl(_run)
 
 
 @treduce_p.def_effectful_abstract_eval
-def _abstract(*avals: Any, body: Graph, **params: Any) -> tuple[list[Any], set[Any]]:
-    shapes = _states(body, params["length"], params["operations"]) if not params["num_carry"] else None
-    shapes = shapes or jax.eval_shape(lambda *xs: _run(*xs, body=body, **params), *avals)
-    effects = {effect for equation in body.equations for effect in equation.effects}
-    return [jax.core.ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in shapes], effects
-
-
-def _states(body: Graph, length: int, operations: Sequence[Op]) -> list[jax.ShapeDtypeStruct] | None:
-    """Return the types of a loop's results without tracing its body again; None where only the loop itself tells."""
+def _abstract(
+    *avals: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **_: Any
+) -> tuple[list[Any], set[Any]]:
+    carry = map(struct_of, avals[num_consts : num_consts + num_carry])
     # By identity: a user's operations may compare equal and do different things.
-    known: dict[tuple[int, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct] = {}
-    found: list[jax.ShapeDtypeStruct] = []
-    for op, result in zip(operations, body.outputs, strict=True):
-        value = struct_of(result.aval)
-        if value.sharding is not None:
-            return None
-        if (id(op), value) not in known:
-            state = jax.eval_shape(lambda op=op, value=value: op.state(length, value))
-            updated = jax.eval_shape(op.update, state, value, jax.ShapeDtypeStruct((), jnp.int32))
-            if jax.tree.structure((state, updated)) != jax.tree.structure((value, value)):
-                return None
-            if (state.shape, state.dtype) != (updated.shape, updated.dtype):
-                return None  # the loop says so in its error
-            known[id(op), value] = state
-        found.append(known[id(op), value])
-    return found
+    states: dict[tuple[int, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct] = {}
+    reduced: list[jax.ShapeDtypeStruct] = []
+    for op, result in zip(operations, body.outputs[num_carry:], strict=True):
+        value = struct_of(result.aval).update(weak_type=result.aval.weak_type)
+        if (id(op), value) not in states:
+            states[id(op), value] = _state_of(op, length, value)
+        reduced.append(states[id(op), value])
+    effects = {effect for equation in body.equations for effect in equation.effects}
+    return [jax.core.ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in (*carry, *reduced)], effects
+
+
+def _state_of(op: Op, length: int, value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the type of an operation's state, as a loop of JAX has it: a weak type gives way to the values' type."""
+
+    def loop(y: jax.Array) -> jax.Array:
+        start = op.state(length, struct_of(jax.typeof(y)))
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(length), lambda i, state: op.update(state, y, i), start)
+
+    return jax.eval_shape(loop, value)
+
+
+def _same_type(one: Any, other: Any) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    # A type has a partition only on an Explicit mesh.
+    return None in (one.sharding, other.sharding) or one.sharding.spec == other.sharding.spec
 
 
 mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))
@@ -266,7 +271,7 @@ def treduce_i(
             return fun(jax.tree.unflatten(carry_tree, leaves), index)
         return (), fun(index)
 
-    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding_of(leaf)) for leaf in carry_leaves]
+    avals = [struct_of(jax.typeof(leaf)) for leaf in carry_leaves]
     jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32), *avals)
     if not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError("treduce with `init=` needs a body that returns the pair (carry, result).")
@@ -291,15 +296,9 @@ def treduce_i(
     return (jax.tree.unflatten(carry_tree, carried), results) if has_carry else results
 
 
-def _sharding_of(leaf: Any) -> Any:
-    # Only an Explicit mesh's sharding is part of the type; on an Auto mesh, a sharding would be a constraint.
-    sharding = jax.typeof(leaf).sharding
-    return sharding if not sharding.mesh.empty and sharding.mesh._any_axis_explicit else None
-
-
 def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
     """Return `leaf` unsharded along the axis of the microbatches: JAX cannot index an axis that is typed as sharded."""
-    sharding = _sharding_of(leaf)
+    sharding = struct_of(jax.typeof(leaf)).sharding
     spec = () if sharding is None else (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
     if sharding is None or spec[axis] is None:
         return leaf
@@ -324,11 +323,16 @@ def _check_carry(before: Sequence[Any], treedef: Any, after: Any) -> None:
     if after_tree != treedef:
         raise TypeError(f"treduce's carry changes its structure from {treedef} to {after_tree}; it must keep it.")
     for old, (path, new) in zip(before, leaves, strict=True):
-        if (old.shape, old.dtype) != (new.shape, new.dtype):
+        if not _same_type(old, new):
             raise TypeError(
-                f"treduce's carry changes its type at carry{jax.tree_util.keystr(path)}: {old.dtype}{list(old.shape)} "
-                f"goes in, {new.dtype}{list(new.shape)} comes out. Cast or reshape it back in the body."
+                f"treduce's carry changes its type at carry{jax.tree_util.keystr(path)}: {_says(old)} goes in, "
+                f"{_says(new)} comes out. Cast, reshape or reshard it back in the body."
             )
+
+
+def _says(struct: Any) -> str:
+    spec = "" if struct.sharding is None else f" as {struct.sharding.spec}"
+    return f"{struct.dtype}{list(struct.shape)}{spec}"
 
 
 def treduce(

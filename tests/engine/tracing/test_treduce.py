@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
 from jaxpp_flax.schedules import Std1F1B
@@ -106,3 +108,12 @@ def test_side_effects_are_kept(capfd: pytest.CaptureFixture[str]):
     jax.jit(lambda xs: treduce(body, xs, operation=Add))(XS)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("saw 4") == 3
+
+
+def test_a_carry_must_keep_its_type():
+    with pytest.raises(TypeError, match=r"changes its type at carry\['n'\]: float32\[4\] goes in, float32\[\] comes"):
+        treduce(lambda carry, x: ({"n": x.sum()}, x), XS, init={"n": jnp.zeros(4)})
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))
+    cut = jax.device_put(jnp.zeros(4), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh), pytest.raises(TypeError, match=r"at carry: float32\[4\] as P\('data',?\) goes in"):
+        treduce(lambda carry, x: (jax.reshard(carry, P(None)), x), XS, init=cut)
