@@ -68,7 +68,7 @@ def _defer_in_loop(
 
     def may_defer(gradient: Value, axes: Any) -> bool:
         typed = struct_of(gradient.aval).sharding
-        taken = axes_in(typed.spec) if loop.gathered and typed is not None else ()
+        taken = axes_in(typed.spec) if typed is not None else ()
         return all((gradient.aval.shape, name) not in sharded and name not in taken for name in axes_in((axes,)))
 
     body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer)
