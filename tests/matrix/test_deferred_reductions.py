@@ -47,10 +47,12 @@ MICROBATCHES, EXAMPLES, STAGES, SHARDS = 2, 4, 2, 2
 SUMMED = tuple(d for d in DTYPES if d != "bool")
 # Linear in float32, and found so: the sum of the shards' parts is taken after the loop.
 DEFERRED = {
-    "add_cotangents", "add_sums", "broadcast", "by_float32", "copy", "div", "dot", "dot_from_left", "dot_in_float32",
-    "jit_linear", "mul", "name", "neg", "nothing", "pad", "reduce_sum", "reshape", "scaled", "slice", "squeeze",
-    "stop_gradient", "sub_sums", "to_complex64", "to_float32", "transpose", "weak",
+    "add_cotangents", "add_sums", "broadcast", "by_float32", "copy", "div", "div_sums", "dot", "dot_from_left",
+    "dot_in_float32", "jit_linear", "mul", "name", "neg", "nothing", "pad", "reduce_sum", "reshape", "scaled",
+    "slice", "squeeze", "stop_gradient", "sub_sums", "to_complex64", "to_float32", "transpose", "weak",
 }  # fmt: skip
+# Linear in the first sum, if the second one is whole.
+BY_WHOLE = {"div_sums"}
 # Linear as well, and reduced in every microbatch all the same: nothing that gradients are made of.
 LEFT_ALONE = {
     "barrier", "bitcast", "conj", "conv", "cumsum", "dot_by_algorithm", "dynamic_slice", "gather", "imag",
@@ -91,13 +93,14 @@ def arguments(rows: Iterable[Row]) -> tuple[Any, Any]:
     return fixed, batch
 
 
-def results_of(rows: Iterable[Row], fixed: Any, b: Any) -> dict[Row, Any]:
-    """Each row on sums of its own: a sum that several equations read is never deferred."""
+def results_of(rows: Iterable[Row], fixed: Any, b: Any, whole: Any = None) -> dict[Row, Any]:
+    """Each row on sums of its own: a sum that any equation needs whole is never deferred."""
 
-    def sum_of(dtype: str, index: int) -> jax.Array:
+    def sum_of(b: Any, dtype: str, index: int) -> jax.Array:
         return lax.reduce_sum(lax.index_in_dim(b[dtype].astype(dtype), index, 1, keepdims=False), (0,))
 
-    return {(f, d): ROWS[f](sum_of(d, 0), fixed[d].astype(d), sum_of(d, 1)) for f, d in rows}
+    second = {f: whole if whole is not None and f in BY_WHOLE else b for f, _ in rows}
+    return {(f, d): ROWS[f](sum_of(b, d, 0), fixed[d].astype(d), sum_of(second[f], d, 1)) for f, d in rows}
 
 
 def looped(rows: Iterable[Row], fixed: Any, batch: Any, schedule: Schedule | None) -> tuple[dict[Row, Any], Any]:
@@ -111,8 +114,9 @@ def looped(rows: Iterable[Row], fixed: Any, batch: Any, schedule: Schedule | Non
 def parts(rows: Iterable[Row], fixed: Any, batch: Any) -> dict[Row, Any]:
     """What deferring would give: each operation on the shards' parts, and the sum of that."""
     size = EXAMPLES // SHARDS
-    shards = [{k: v[m, i : i + size] for k, v in batch.items()} for m in range(MICROBATCHES) for i in (0, size)]
-    first, *others = [results_of(rows, fixed, shard) for shard in shards]
+    microbatches = [{k: v[m] for k, v in batch.items()} for m in range(MICROBATCHES)]
+    shards = [({k: v[i : i + size] for k, v in b.items()}, b) for b in microbatches for i in (0, size)]
+    first, *others = [results_of(rows, fixed, shard, b) for shard, b in shards]
     for other in others:
         first = jax.tree.map(jnp.add, first, other)
     return first

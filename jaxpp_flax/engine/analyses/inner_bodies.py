@@ -1,4 +1,4 @@
-"""The bodies of scans and shard_maps: open them, find sums in them, and make the equations again from changed bodies.
+"""The bodies of scans and shard_maps: open them, and leave sums out.
 
 Versions of JAX differ in how a scan separates its constants, carry and slices. In all versions, the numbers of
 dimensions of the scan's operands and of its body's arguments tell them apart.
@@ -10,7 +10,7 @@ has ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, producers
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, producers
 from jaxpp_flax.engine.tracing.primitives import facts_of
 
-__all__ = ["Scan", "open_scan", "scan_again", "shard_map_without_sums", "summed_in_shard_map"]
+__all__ = ["Scan", "last_sum", "open_scan", "shard_map_without_sums"]
 
 
 @dataclass(frozen=True)
@@ -47,63 +47,29 @@ def open_scan(equation: Equation) -> Scan:
     return Scan(body, len(body.inputs) - carried - sliced, carried)
 
 
-def scan_again(
-    equation: Equation, scan: Scan, inputs: Sequence[Atom], outputs: Sequence[Value | None]
-) -> tuple[list[Equation], list[Atom]]:
-    """Make a scan like `equation` over another body; return the equations and the results, as `emit` does."""
-    first, second = scan.num_consts, scan.num_consts + scan.num_carry
-
-    def run(*operands: Any) -> list[Any]:
-        consts = operands[:first]
-
-        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results = scan.body.run(*consts, *carry, *xs)
-            return tuple(results[: scan.num_carry]), tuple(results[scan.num_carry :])
-
-        carry, stacked = jax.lax.scan(
-            body, operands[first:second], operands[second:], equation.params["length"],
-            reverse=equation.params["reverse"], unroll=equation.params["unroll"],
-        )  # fmt: skip
-        return [*carry, *stacked]
-
-    return emit(run, inputs, outputs, like=equation)
+def last_sum(equation: Equation, body: Graph, position: int, names: Sequence[str]) -> Equation | None:
+    """Return the sum over the mesh axes `names` with which the body of a shard_map ends in a result, or None."""
+    params, spec = equation.params, equation.params["out_specs"][position]
+    if equation.effects or spec.unreduced or spec.reduced or not set(names) <= set(params["newly_manual_axes"]):
+        return None
+    made = producers(body.equations).get(body.outputs[position])  # type: ignore[arg-type]
+    if made is None or not facts_of(made.primitive).sums_over_devices or len(made.inputs) != 1:
+        return None
+    whole = made.params.get("axis_index_groups") is None and set(names) <= set(made.params["axes"])
+    return made if whole else None
 
 
-def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: Any) -> bool:
-    """Return whether the body's last operation on a result is a sum over the mesh axes `axes` (as in a spec)."""
-    names = set(axes_in((axes,)))
-    spec = equation.params["out_specs"][position]
-    if spec.unreduced or spec.reduced or not names <= set(equation.params["newly_manual_axes"]):
-        return False
-    total = body.outputs[position]
-    if any(total is other for k, other in enumerate(body.outputs) if k != position):
-        return False
-    made = next((e for e in body.equations if total in e.outputs), None)
-    return (
-        made is not None
-        and facts_of(made.primitive).sums_over_devices
-        and len(made.inputs) == 1
-        and made.params.get("axis_index_groups") is None
-        and names <= set(made.params["axes"])
-        and all(total not in e.inputs for e in body.equations)
-    )
+def shard_map_without_sums(equation: Equation, body: Graph, sums: Mapping[int, Any]) -> Callable[..., Sequence[Any]]:
+    """Return a shard_map like `equation` with the `body` from `body_of`, but without the last sums of some results.
 
-
-def shard_map_without_sums(
-    equation: Equation, body: Graph, sums: Mapping[int, Any]
-) -> tuple[list[Equation], dict[int, Atom]]:
-    """Make a shard_map like `equation` with the `body` from `body_of`, but without the sums of some results.
-
-    `sums` gives, for each of these results, the mesh axes over which it must not be summed. Return the equations, and
-    for each of these results its parts: D shards are stacked along a first dimension of size D.
+    `sums` gives, for each of these results, the mesh axes over which it must not be summed. In its place the shard_map
+    returns its parts: D shards are stacked along a first dimension of size D.
     """
     params = equation.params
-    made = producers(body.equations)
-    parts = {k: made[body.outputs[k]] for k in sums}  # type: ignore[index]
+    found = {k: last_sum(equation, body, k, axes_in((axes,))) for k, axes in sums.items()}
+    parts = {k: made for k, made in found.items() if made is not None}
     shown = replace(body, outputs=tuple(parts[k].inputs[0] if k in sums else v for k, v in enumerate(body.outputs)))
-    specs = tuple(
-        PartitionSpec(sums[k], *spec.partitions) if k in sums else spec for k, spec in enumerate(params["out_specs"])
-    )
+    specs = [PartitionSpec(sums[k], *s.partitions) if k in sums else s for k, s in enumerate(params["out_specs"])]
 
     def shard(*operands: Any) -> tuple[Any, ...]:
         results = shown.run(*operands)
@@ -112,10 +78,7 @@ def shard_map_without_sums(
             results[k] = (jax.lax.psum(results[k], others) if others else results[k])[None]
         return tuple(results)
 
-    mapped = jax.shard_map(
-        shard, mesh=params["mesh"], in_specs=tuple(params["in_specs"]), out_specs=specs,
+    return jax.shard_map(
+        shard, mesh=params["mesh"], in_specs=tuple(params["in_specs"]), out_specs=tuple(specs),
         axis_names=set(params["newly_manual_axes"]), check_vma=params["check_vma"],
     )  # fmt: skip
-    outputs = [None if k in sums else value for k, value in enumerate(equation.outputs)]
-    equations, results = emit(mapped, equation.inputs, outputs, like=equation)
-    return equations, {k: results[k] for k in sums}

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, propagate
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ways_of
+from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, applied, values
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, Operands, facts_of
 
@@ -150,20 +151,21 @@ def _concatenated(equation: Equation, known: Mapping[Value, BatchDim]) -> dict[V
     return {value: (dim, str(value.aval.shape[dim]))}
 
 
+def _targets(equation: Equation, at: Mapping[int, int]) -> set[int | None]:
+    """Return where the dimensions of the examples go; see `ways_of`."""
+    ways = ways_of(equation, None)
+    return {ways[i][dim] if i < len(ways) else None for i, dim in at.items()}
+
+
 def _reads_two_examples(equation: Equation, at: Mapping[int, int]) -> bool:
     """Return whether each entry of the result reads two examples: of two operands that hold them on two dimensions."""
-    if equation.name == "dot_general":
-        contracted, batched = equation.params["dimension_numbers"]
-        pairs = [*zip(*contracted, strict=True), *zip(*batched, strict=True)]
-        return len(at) == 2 and (at[0], at[1]) not in pairs
-    return facts_of(equation.primitive).batch is Batch.ELEMENTWISE and len(set(at.values())) > 1
+    pairs = facts_of(equation.primitive).batch in (Batch.DOT, Batch.ELEMENTWISE)
+    return pairs and len(_targets(equation, at)) > 1
 
 
 def _sums_examples(equation: Equation, at: Mapping[int, int]) -> bool:
-    if equation.name == "dot_general":
-        contracted, _ = equation.params["dimension_numbers"]
-        return any(dim in contracted[side] for side, dim in at.items())
-    return equation.name == "reduce_sum" and at.get(0) in equation.params["axes"]
+    contracts = facts_of(equation.primitive).batch in (Batch.DOT, Batch.REDUCED)
+    return contracts and any(target is not None and target < 0 for target in _targets(equation, at))
 
 
 def _makes_one_number(equation: Equation, value: Value) -> bool:

@@ -1,4 +1,4 @@
-"""The linear operations: a sum over the batch stays a sum of its shards' parts. A sum is deferred past these only.
+"""The dtypes in which a sum over the batch is the sum of its shards' parts. A sum is deferred past these only.
 
 An operation `f` is linear in `tracing/primitives.py` only if `f(a) + f(b)` is `f(a + b)` for every `a` and `b` of the
 dtypes at hand, apart from the rounding that a float sum has in any order. A sum is never deferred past other
@@ -14,7 +14,6 @@ operations. By dtype:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ DType = Any
 
 _WHOLE = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _ACCUMULATED = _WHOLE | {"bfloat16", "float32", "float64", "complex64", "complex128"}
-_SUMMED = _ACCUMULATED | {"float16"}
 
 
 def accumulates(dtype: DType) -> bool:
@@ -40,21 +38,16 @@ def accumulates(dtype: DType) -> bool:
 
 def summed_in(equation: Equation) -> DType | None:
     """Return the dtype that holds the parts of an equation's sum over the batch; None if they do not add up to it."""
-    positions = facts_of(equation.primitive).summed
     dtype = equation.outputs[0].aval.dtype
-    exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
-    return dtype if positions and exact and dtype.name in _SUMMED else None
+    exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in facts_of(equation.primitive).summed)
+    return dtype if exact and (accumulates(dtype) or dtype == np.float16) else None
 
 
-def parts_add_up(operands: Sequence[DType], result: DType) -> bool:
+def parts_add_up(operand: DType, result: DType) -> bool:
     """Return whether a product may sum each shard's part, and then these parts, in the dtype of its result.
 
-    Sums in the operands' own dtype stay as they are, float16 too: the user asked for this rounding and range.
+    Sums in the operand's own dtype stay as they are, float16 too: the user asked for this rounding and range.
     """
-    return all(_adds_up(dtype, result) for dtype in operands)
-
-
-def _adds_up(operand: DType, result: DType) -> bool:
     if holds(operand, result):
         return True
     if not jnp.issubdtype(operand, jnp.inexact):  # integers wrap around alike everywhere, or are rounded like floats
@@ -78,42 +71,6 @@ def holds(narrow: DType, wide: DType) -> bool:
     return one.nmant <= other.nmant and one.maxexp <= other.maxexp and one.minexp >= other.minexp
 
 
-def _moves(equation: Equation, kept: DType) -> DType | None:
-    """Keep the dtype: entries are moved, repeated, dropped or negated, which is exact in every dtype."""
-    return kept
-
-
-def _converts(equation: Equation, kept: DType) -> DType | None:
-    dtype = equation.outputs[0].aval.dtype
-    widens = kept == dtype or (jnp.issubdtype(kept, jnp.inexact) and holds(kept, dtype))
-    return kept if widens else None
-
-
-def _computes(equation: Equation, kept: DType) -> DType | None:
-    """Return the result's dtype, in which parts are added up or multiplied; None if it cannot hold them."""
-    dtype = equation.outputs[0].aval.dtype
-    return dtype if _converts(equation, kept) is not None and accumulates(dtype) else None
-
-
-def _divides(equation: Equation, kept: DType) -> DType | None:
-    return _computes(equation, kept) if jnp.issubdtype(kept, jnp.inexact) else None
-
-
-def _contracts(equation: Equation, kept: DType) -> DType | None:
-    """Treat a product; an algorithm that the user names may round its operands to a narrow dtype first."""
-    precision = equation.params["precision"]
-    return _computes(equation, kept) if precision is None or isinstance(precision, tuple) else None
-
-
-_KEEPS: Mapping[Parts, Callable[[Equation, DType], DType | None]] = {
-    Parts.MOVED: _moves,
-    Parts.CONVERTED: _converts,
-    Parts.COMPUTED: _computes,
-    Parts.DIVIDED: _divides,
-    Parts.CONTRACTED: _contracts,
-}
-
-
 def kept_after(equation: Equation, parts: Parts, kept: DType) -> DType | None:
     """Return the dtype that holds the parts of a result without loss, or None if they do not add up to the result.
 
@@ -123,4 +80,17 @@ def kept_after(equation: Equation, parts: Parts, kept: DType) -> DType | None:
       kept: the dtype that holds the operands' parts without loss. If the parts were widened, it is narrower than the
         result's own dtype, and the parts may be narrowed to it again.
     """
-    return _KEEPS[parts](equation, kept)
+    dtype = equation.outputs[0].aval.dtype
+    inexact = jnp.issubdtype(kept, jnp.inexact)
+    if parts is Parts.MOVED:
+        return kept
+    if kept != dtype and not (inexact and holds(kept, dtype)):
+        return None
+    if parts is Parts.CONVERTED:
+        return kept
+    if parts is Parts.DIVIDED and not inexact:
+        return None
+    precision = equation.params.get("precision")
+    if parts is Parts.CONTRACTED and not (precision is None or isinstance(precision, tuple)):
+        return None  # an algorithm that the user names may round its operands to a narrow dtype first
+    return dtype if accumulates(dtype) else None

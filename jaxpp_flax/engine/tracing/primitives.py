@@ -43,7 +43,6 @@ class Batch(enum.Enum):
     SLICED = enum.auto()  # it stays where it is whole
     PLACED = enum.auto()  # it stays, unless a sharding of the user's says otherwise
     BROADCAST = enum.auto()  # the others have each a rule of their own in `analyses/batch_dimensions.py`
-    CONCATENATE = enum.auto()
     CONVOLUTION = enum.auto()
     DOT = enum.auto()
     GATHER = enum.auto()
@@ -204,7 +203,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("transpose", light, Batch.TRANSPOSE, linear=_first(moved))
     yield from rows("pad", light, Batch.SLICED, linear=Linear(Operands.PADDED, moved))
     yield from rows("dynamic_slice", light, Batch.SLICED)
-    yield from rows("concatenate", light, Batch.CONCATENATE)
+    yield from rows("concatenate", light, Batch.ALONG, along="dimension")
     yield from rows("split", light, Batch.ALONG, along="axis")
     yield from rows("rev", light, Batch.ALONG, along="dimensions")
     yield from rows("sharding_constraint", light, Batch.PLACED, placing="sharding")

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts, propagate
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
+from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 

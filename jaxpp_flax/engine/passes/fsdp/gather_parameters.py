@@ -16,7 +16,8 @@ from dataclasses import replace
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
+from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.analyses.data_flow import use_counts
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import (

@@ -1,33 +1,36 @@
 """Reduce data-parallel gradients once, after the loop, instead of in every microbatch.
 
-On an Auto mesh a weight gradient contracts the sharded batch dimension, and XLA adds an all-reduce to every backward
-task. This pass keeps the shards of the contraction apart: with D shards, the gradient of shape (...) becomes D partial
-gradients of shape (D, ...), each on the device that made it. The loop accumulates these. Their sum over the first
-axis, taken after the loop, is the only reduction. A gradient qualifies if it is linear in contractions over the batch
-dimension, each used for nothing else. Other gradients stay unchanged, which is slower but equally correct. See
-`analyses/sums_over_batch.py` for the search, and `analyses/linearity.py` for the linear operations.
+A weight gradient contracts the sharded batch dimension, and every backward task would end with an all-reduce. This pass
+keeps the shards of the contraction apart: with D shards, the gradient of shape (...) becomes D partial gradients of
+shape (D, ...), each on the device that made it. The loop accumulates these. Their sum over the first axis, taken after
+the loop, is the only reduction. A gradient qualifies if it is linear in contractions over the batch dimension (see
+`analyses/batch_flow.py`). Other gradients stay unchanged, which is slower but equally correct.
+
+On an Explicit mesh JAX has a type for such a gradient, `unreduced`. It does not decide this question: JAX 0.10 to 0.12
+let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to reshape them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
-from jaxpp_flax.engine.analyses.inner_bodies import scan_again, shard_map_without_sums
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
+from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, propagate
+from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
-from jaxpp_flax.engine.analyses.sums_over_batch import Chain, ChainFinder
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, emit, prune, struct_of, values
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
@@ -65,7 +68,7 @@ def _defer_in_loop(
 
     def may_defer(gradient: Value, axes: Any) -> bool:
         typed = struct_of(gradient.aval).sharding
-        taken = axes_in(typed.spec) if loop.gathered and typed is not None else ()
+        taken = axes_in(typed.spec) if typed is not None else ()
         return all((gradient.aval.shape, name) not in sharded and name not in taken for name in axes_in((axes,)))
 
     body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer)
@@ -116,148 +119,110 @@ def defer_reductions(
       may_defer: returns whether a gradient may be kept as one partial sum per shard; not if the parameter itself is
         sharded over the same axes (FSDP): the partial sums would undo the sharding.
     """
-    finder = ChainFinder(body.graph, propagate(body.equations, known, size), size)
-    axes: list[Any] = [None] * len(body.operations)
-    dims = [_kept_by(op, a, finder.dims.get(a)) if isinstance(a, Value) else None for a, op in _reduced(body)]
-    chains: dict[int, Chain] = {}
-    for k, (atom, op) in enumerate(_reduced(body)):
-        if type(op) is not AddOp or not isinstance(atom, Value):
-            continue
-        chain = finder.chain(atom) if atom.aval.shape and accumulates(atom.aval.dtype) else None
-        if chain is not None and may_defer(atom, chain.axes):
-            chains[len(body.carry) + k], axes[k], dims[k] = chain, chain.axes, (0, chain.axes)
-    if not chains:
-        return Deferred(body, tuple(axes), tuple(dims))
-    equations, added, sums = _rewrite(finder, list(chains.values()))
-    outputs = list(body.outputs)
-    for position, total in zip(chains, sums, strict=True):
-        outputs[position] = total
-    rewritten = prune(_ordered(replace(body.graph, equations=tuple(equations)), outputs, added))
-    return Deferred(body.rewritten(rewritten), tuple(axes), tuple(dims))
+    flow = BatchFlow(known, size)
+
+    def may_wait(position: int, value: Value, axes: Any) -> bool:
+        k = position - len(body.carry)
+        adds = k >= 0 and type(body.operations[k]) is AddOp and accumulates(value.aval.dtype)
+        return adds and value.aval.ndim > 0 and may_defer(value, axes)
+
+    flow.keep_in_parts(body.graph, may_wait)
+    axes = tuple(map(flow.parts_over, body.results))
+    kept = [_kept_by(op, atom, flow.dim_of(atom)) for op, atom in zip(body.operations, body.results, strict=True)]
+    dims = tuple(dim if over is None else (0, over) for dim, over in zip(kept, axes, strict=True))
+    if not any(axes):
+        return Deferred(body, axes, dims)
+    return Deferred(body.rewritten(_InParts(flow).rewritten(body.graph)), axes, dims)
 
 
-def _reduced(body: LoopBody) -> Iterator[tuple[Atom, Op]]:
-    """Yield each result of the body with its operation."""
-    return zip(body.results, body.operations, strict=True)
-
-
-def _kept_by(op: Op, value: Value, batch_dim: BatchDim | None) -> BatchDim | None:
+def _kept_by(op: Op, value: Atom, batch_dim: BatchDim | None) -> BatchDim | None:
     """Return the batch dimension of an operation's accumulator from that of the reduced value."""
-    if batch_dim is None:
+    if batch_dim is None or not isinstance(op, (AddOp, Concat, MaxOp, LastOp)):
         return None
     dim, axes = batch_dim
-    if isinstance(op, Concat):  # the axis of the microbatches is new
-        return dim + (op.axis % (value.aval.ndim + 1) <= dim), axes
-    return batch_dim if isinstance(op, (AddOp, MaxOp, LastOp)) else None
+    # The axis of the microbatches is new.
+    return dim + (isinstance(op, Concat) and op.axis % (value.aval.ndim + 1) <= dim), axes
 
 
-def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equation], list[Equation], list[Value]]:
-    """Return the graph's equations with rebuilt scans, the equations to add, and the chains' partial sums."""
-    scanned = {v for chain in chains for v in chain.scanned}
-    partial: dict[Value, tuple[Atom, int]] = {}
-    equations: list[Equation] = []
-    for equation in finder.body.equations:
-        if scanned.isdisjoint(equation.outputs):
-            equations.append(equation)
-        elif facts_of(equation.primitive).batch is Batch.SHARD_MAP:
-            positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
-            sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
-            made, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)
-            equations.extend(made)
-            partial.update({equation.outputs[k]: (part, 0) for k, part in parts.items()})
-        else:
-            equations.extend(_rebuild(finder, equation, scanned, partial))
-    totals = [_partial_sums(chain, finder, partial) for chain in chains]
-    return equations, [e for added, _ in totals for e in added], [total for _, total in totals]
+class _InParts:
+    """Applies the equations whose results are sums in parts: with D shards, the parts have the shape (D, ...)."""
+
+    def __init__(self, flow: BatchFlow) -> None:
+        self.flow = flow
+
+    def rewritten(self, graph: Graph) -> Graph:
+        """Return the graph with parts in place of these sums, also as its outputs."""
+        parts: dict[Atom, Atom] = {}
+        equations: list[Equation] = []
+        for equation in graph.equations:
+            kept = [v if self.flow.parts_over(v) is None else None for v in equation.outputs]
+            if None not in kept:
+                equations.append(equation)
+                continue
+            inputs = values(equation.inputs)
+
+            def applied(*xs: Any, equation: Equation = equation, inputs: list[Value] = inputs) -> Sequence[Any]:
+                return self._apply(equation, dict(zip(inputs, xs, strict=True)))
+
+            made, results = emit(applied, [parts.get(v, v) for v in inputs], kept, like=equation)
+            equations += made
+            parts.update(zip(equation.outputs, results, strict=True))
+        return Graph(graph.inputs, tuple(parts.get(a, a) for a in graph.outputs), tuple(equations))
+
+    def _apply(self, equation: Equation, held: Mapping[Atom, Any]) -> Sequence[Any]:
+        """Apply an equation to arrays; `held` has the parts of the sums that are in parts, and so have the results."""
+        operands = [a.value if isinstance(a, Constant) else held[a] for a in equation.inputs]
+        sums = {k: axes for k, v in enumerate(equation.outputs) if (axes := self.flow.parts_over(v)) is not None}
+        if not sums:
+            return equation.bind(*operands)
+        batch = facts_of(equation.primitive).batch
+        if batch is Batch.SCAN:
+            return self._scan(equation, operands)
+        if batch is Batch.SHARD_MAP:
+            return shard_map_without_sums(equation, self.flow.mapped[equation], sums)(*operands)
+        if equation.primitive is primitives.reshape_p:  # its result has a sharded dimension now, so JAX must be told
+            typed = struct_of(equation.outputs[0].aval).sharding
+            equation = replace(equation, params={**equation.params, "sharding": typed})
+        dims: list[int | None] = [None if self.flow.parts_over(atom) is None else 0 for atom in equation.inputs]
+        for i, atom in enumerate(equation.inputs):
+            if (examples := self.flow.dim_of(atom)) is not None:
+                dims[i] = examples[0]
+                operands[i] = _split(operands[i], examples[0], self.flow.size(sums[0]))
+        return [jax.vmap(lambda *xs: equation.bind(*xs)[0], in_axes=dims)(*operands)]
+
+    def _scan(self, equation: Equation, operands: list[Any]) -> list[Any]:
+        """Run a scan that adds up parts in its carry, and stacks parts."""
+        scan, outer = self.flow.scans[equation], source_info_util.current_name_stack()
+        first, second = scan.num_consts, scan.num_consts + scan.num_carry
+        for k, carry in enumerate(scan.carry_in, first):
+            axes, aval = self.flow.parts_over(carry), carry.aval
+            if axes is not None and self.flow.parts_over(equation.inputs[k]) is None:  # then it is zero
+                shape, sharding = (self.flow.size(axes), *aval.shape), _with_entry(aval, 0, axes)
+                operands[k] = jax.numpy.zeros(shape, aval.dtype, out_sharding=sharding)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            held: dict[Atom, Any] = dict(zip(scan.body.inputs, (*operands[:first], *carry, *xs), strict=True))
+            for inner in scan.body.equations:
+                with inner.named_within(outer):
+                    held.update(zip(inner.outputs, self._apply(inner, held), strict=True))
+            results = [a.value if isinstance(a, Constant) else held[a] for a in scan.body.outputs]
+            return tuple(results[: scan.num_carry]), tuple(results[scan.num_carry :])
+
+        carry, stacked = jax.lax.scan(
+            step, tuple(operands[first:second]), tuple(operands[second:]), equation.params["length"],
+            reverse=equation.params["reverse"], unroll=equation.params["unroll"],
+        )  # fmt: skip
+        found = zip(equation.outputs[scan.num_carry :], stacked, strict=True)
+        return [*carry, *(x if self.flow.parts_over(v) is None else jax.numpy.moveaxis(x, 1, 0) for v, x in found)]
 
 
-def _rebuild(
-    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Atom, int]]
-) -> list[Equation]:
-    """Rebuild a scan so that its deferred results are partial sums; `partial` gets these and their shard dimension."""
-    opened = finder.scans[equation]
-    scan = opened.scan
-    chains = {k: c for k, c in opened.chains.items() if c is not None and equation.outputs[k] in scanned}
-    equations, added, sums = _rewrite(opened.finder, [chain for several in chains.values() for chain in several])
-    operands, zeros = list(equation.inputs), list[Equation]()
-    inputs, outputs = list(scan.body.inputs), list(scan.body.outputs)
-    remaining = iter(sums)
-    for position, several in chains.items():
-        total = next(remaining)
-        if position < scan.num_carry:
-            at, aval = scan.num_consts + position, struct_of(total.aval)
-            start, (operands[at],) = emit(lambda a=aval: jax.numpy.zeros_like(a), [], like=equation)
-            zeros.extend(start)
-            inputs[at] = Value(total.aval)
-            for summand in (inputs[at], *(next(remaining) for _ in several[1:])):
-                add, (total,) = emit(jax.lax.add, [summand, total])
-                added.extend(add)
-        outputs[position] = total
-    body = prune(_ordered(Graph(tuple(inputs), tuple(outputs), tuple(equations)), outputs, added))
-    keep = [None if position in chains else v for position, v in enumerate(equation.outputs)]
-    made, results = scan_again(equation, replace(scan, body=body), operands, keep)
-    for position in chains:
-        partial[equation.outputs[position]] = (results[position], int(position >= scan.num_carry))
-    return [*zeros, *made]
+def _split(x: Any, dim: int, shards: int) -> Any:
+    """Split a dimension into the shards and the examples of each."""
+    shape = (*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
+    return jax.lax.reshape(x, shape, out_sharding=_with_entry(jax.typeof(x), dim + 1, None))
 
 
-def _partial_sums(
-    chain: Chain, finder: ChainFinder, partial: Mapping[Value, tuple[Atom, int]]
-) -> tuple[list[Equation], Value]:
-    """Run the chain once for each shard, as one vectorised computation that replaces its last equation."""
-    dims, made, shards = finder.dims, finder.producer[chain.value], finder.size(chain.axes)
-    inside = {v for e in chain.equations for v in e.outputs}
-    read = [v for e in chain.equations for v in values(e.inputs)]
-    inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
-    graph = Graph(inputs, (chain.value,), tuple(map(_told_how_to_lie, chain.equations)))
-    operands = [partial[v][0] if v in chain.scanned else v for v in inputs]
-    axes = [partial[v][1] if v in chain.scanned else dims[v][0] if v in chain.split else None for v in inputs]
-
-    def run(*xs: Any) -> Any:
-        parts = list(xs)
-        for i, (x, axis) in enumerate(zip(xs, axes, strict=True)):
-            if inputs[i] in chain.split and axis is not None:
-                split = (*x.shape[:axis], shards, x.shape[axis] // shards, *x.shape[axis + 1 :])
-                parts[i] = jax.lax.reshape(x, split, out_sharding=_split_sharding(x, axis))
-        return jax.vmap(lambda *ys: graph.run(*ys)[0], in_axes=axes)(*parts)
-
-    jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in operands))
-    # A metric of the forward is a sum over the batch too: only a gradient's sums belong to the backward.
-    result = applied(jaxpr, operands, transposed=made.transposed)
-    total = result.outputs[0]
-    if not isinstance(total, Value):
-        raise TypeError("a gradient over the batch turned out constant")
-    return [replace(e, source=made.source) for e in result.equations], total
-
-
-def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
-    """Return the sharding of a split dimension on an Explicit mesh: the major part keeps the sharding."""
-    sharding = struct_of(jax.typeof(operand)).sharding
-    if sharding is None:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: axis + 1], None, *sharding.spec[axis + 1 :]))
-
-
-def _told_how_to_lie(equation: Equation) -> Equation:
-    """Give a reshape on an Explicit mesh its sharding: the parts' first dimension is sharded, so JAX needs the rest.
-
-    A reshape of the sum itself needs no sharding.
-    """
-    sharding = struct_of(equation.outputs[0].aval).sharding
-    if equation.primitive is not primitives.reshape_p or sharding is None:
-        return equation
-    return replace(equation, params={**equation.params, "sharding": sharding})
-
-
-def _ordered(body: Graph, outputs: Sequence[Atom], added: Sequence[Equation]) -> Graph:
-    """Insert equations as early as their operands allow: program order carries meaning for the labels."""
-    defined_at = {v: i for i, e in enumerate(body.equations) for v in e.outputs}
-    slots: dict[int, list[Equation]] = {}
-    for equation in added:
-        position = max((defined_at.get(v, -1) for v in values(equation.inputs)), default=-1)
-        slots.setdefault(position, []).append(equation)
-        defined_at.update(dict.fromkeys(equation.outputs, position))
-    equations = list(slots.get(-1, []))
-    for index, equation in enumerate(body.equations):
-        equations += [equation, *slots.get(index, [])]
-    return Graph(body.inputs, tuple(outputs), tuple(equations))
+def _with_entry(aval: Any, dim: int, entry: Any) -> NamedSharding | None:
+    """Return the sharding of a type on an Explicit mesh, for one dimension more; None on an Auto mesh."""
+    typed = struct_of(aval).sharding
+    return typed and NamedSharding(typed.mesh, PartitionSpec(*typed.spec[:dim], entry, *typed.spec[dim:]))

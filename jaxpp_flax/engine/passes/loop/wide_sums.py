@@ -7,7 +7,6 @@ float32, followed by a conversion, adds the parts first. The rewrite works at an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,60 +27,56 @@ _DTYPE = "preferred_element_type"
 def with_wide_sums(graph: Graph) -> Graph:
     """Rewrite the graph for a mesh of several devices; return the same object if nothing changes."""
 
+    def widened(old: Any) -> list[Any]:
+        return [step for equation in old for step in _steps(equation, nested)]
+
     def jaxpr(old: Any) -> Any:
-        new = [step for equation in old.eqns for step in _steps(equation, nested)]
+        new = widened(old.eqns)
         return old if is_same(new, old.eqns) else old.replace(eqns=new)
 
     nested = NestedRewriter(jaxpr)
-    equations = [step for equation in graph.equations for step in _steps(equation, nested)]
-    return graph if is_same(equations, graph.equations) else replace(graph, equations=tuple(equations))
+    equations = tuple(widened(graph.equations))
+    return graph if is_same(equations, graph.equations) else replace(graph, equations=equations)
 
 
-def _steps(equation: Any, nested: NestedRewriter) -> Iterable[Any]:
-    """Return the equation itself, or a product in a wide dtype and conversions to the narrow dtype."""
+def _steps(equation: Any, nested: NestedRewriter) -> list[Any]:
+    """Return the equation itself, or a product in a wide dtype and the conversions of its result."""
     facts = facts_of(equation.primitive)
     if facts.by_device:
         return [equation]
     if _DTYPE not in equation.params or facts.cost is not Cost.PRODUCT:
         return [changed(equation, params=nested.params(equation.params))]
-    inputs, outputs = part_of(equation, "inputs"), part_of(equation, "outputs")
-    first, second = (atom.aval.dtype for atom in inputs[:2])
-    result = outputs[0].aval.dtype
-    if parts_add_up((first, second), result):
+    inputs, (result,) = part_of(equation, "inputs"), part_of(equation, "outputs")
+    atoms = type(inputs)
+    operands = [atom.aval.dtype for atom in inputs[:2]]
+    if all(parts_add_up(dtype, result.aval.dtype) for dtype in operands):
         return [equation]
-    wide = _wide(_wide(jnp.dtype(jnp.float32), first), second)
-    conversions = _conversions(first if first == second else wide, wide, result)
-    chain = [(equation.primitive, {**equation.params, _DTYPE: wide}, wide), *conversions]
-    steps: list[Any] = []
-    for primitive, params, dtype in chain:
-        last = len(steps) == len(chain) - 1
-        made = outputs if last else type(outputs)([_like(outputs[0], dtype)])
-        steps.append(changed(equation, primitive=primitive, params=params, inputs=inputs, outputs=made))
-        inputs = made
-    return steps
-
-
-def _wide(dtype: Any, operand: Any) -> Any:
-    """Return the dtype in which products with an operand add up: float32 for integers and narrower floats."""
-    narrow = not jnp.issubdtype(operand, jnp.inexact) or holds(operand, dtype)
-    return dtype if narrow else jnp.promote_types(dtype, operand)
-
-
-def _conversions(operand: Any, wide: Any, result: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the steps from the wide dtype to the result's dtype: (primitive, parameters, dtype) of each."""
+    wide = jnp.dtype(jnp.float32)  # integers and narrower floats add up in this
+    for dtype in operands:
+        if jnp.issubdtype(dtype, jnp.inexact) and not holds(dtype, wide):
+            wide = jnp.promote_types(wide, dtype)
 
     def narrowed(x: jax.Array) -> jax.Array:
-        if jnp.iscomplexobj(x) and not jnp.issubdtype(result, jnp.complexfloating):
+        if jnp.iscomplexobj(x) and not jnp.issubdtype(result.aval.dtype, jnp.complexfloating):
             x = lax.real(x)
-        elif jnp.issubdtype(operand, jnp.floating) and result != jnp.bfloat16:
+        elif (
+            len(set(operands)) == 1 and jnp.issubdtype(operands[0], jnp.floating) and result.aval.dtype != jnp.bfloat16
+        ):
             # On one device, too, a product of bfloat16 is rounded to bfloat16 before it is truncated.
-            x = lax.convert_element_type(x, operand)
-        return lax.convert_element_type(x, result)
+            x = lax.convert_element_type(x, operands[0])
+        return lax.convert_element_type(x, result.aval.dtype)
 
-    equations = jax.make_jaxpr(narrowed)(jax.ShapeDtypeStruct((), wide)).eqns
-    return [(e.primitive, e.params, e.outvars[0].aval.dtype) for e in equations]
+    def like_result(dtype: Any) -> Any:
+        return type(result)(result.aval.update(dtype=dtype, weak_type=False))
 
-
-def _like(variable: Any, dtype: Any) -> Any:
-    """Make a new variable, of a graph or of a jaxpr, like another one but with another dtype."""
-    return type(variable)(variable.aval.update(dtype=dtype, weak_type=False))
+    # Equation by equation: JAX knows the types of values inside a shard_map only from its own equations.
+    total = like_result(wide)
+    steps = [changed(equation, params={**equation.params, _DTYPE: wide}, outputs=atoms([total]))]
+    conversions = jax.make_jaxpr(narrowed)(jax.ShapeDtypeStruct((), wide)).eqns
+    for number, e in enumerate(conversions, 1):
+        made = result if number == len(conversions) else like_result(e.outvars[0].aval.dtype)
+        steps.append(
+            changed(equation, primitive=e.primitive, params=e.params, inputs=atoms([total]), outputs=atoms([made]))
+        )
+        total = made
+    return steps

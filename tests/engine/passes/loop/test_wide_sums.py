@@ -96,3 +96,21 @@ def test_products_of_groups():
     graph, _ = from_jaxpr(jax.make_jaxpr(jax.jit(lambda x, y: ragged(x, y, "int32")))(x, x))
     before, after = ([e.primitive.name for e in everywhere(g)] for g in (graph, with_wide_sums(graph)))
     assert [name for name in after if name not in before] == ["convert_element_type"]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_products_inside_a_shard_map(axis_type: AxisType):
+    """What varies over devices there still does."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+
+    def shard(x: jax.Array) -> jax.Array:
+        numbers = (((0,), (0,)), ((), ()))
+        narrow = lax.dot_general(x, x, numbers, preferred_element_type=jnp.dtype("int32"))
+        return lax.psum(narrow * x[0].astype(jnp.int32), "data")
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(shard, in_specs=P("data"), out_specs=P())
+        x = np.arange(EXAMPLES * DIM, dtype=np.float32).reshape(EXAMPLES, DIM)
+        x = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+        graph = with_wide_sums(from_jaxpr(jax.make_jaxpr(run)(x))[0])
+        np.testing.assert_array_equal(jax.jit(graph.run)(x)[0], run(x))

@@ -1,4 +1,4 @@
-"""Scans looked into: made anew they compute the same, and the batch dimension is followed through them."""
+"""The examples of a batch, and sums over them, followed through graphs, scans and shard_maps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.analyses.batch_dimensions import propagate
-from jaxpp_flax.engine.analyses.inner_bodies import open_scan, scan_again
+from jaxpp_flax.engine.analyses.batch_flow import propagate
+from jaxpp_flax.engine.analyses.inner_bodies import open_scan
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_reductions
+from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, from_jaxpr
-from jaxpp_flax.engine.tracing.treduce import AddOp
+from jaxpp_flax.engine.tracing.treduce import AddOp, MaxOp
 from tests.engine.toys import indexless
 
 ROWS, DIM, LENGTH = 6, 3, 4
@@ -52,19 +53,6 @@ def test_the_parts_of_a_scan():
     assert "jit" not in [e.name for e in scan.body.equations]
 
 
-def test_made_anew():
-    graph = graph_of(scanned, X, STACK, SHARED)
-    equation = scan_in(graph)
-    made, results = scan_again(equation, open_scan(equation), equation.inputs, equation.outputs)
-    assert tuple(results) == equation.outputs
-    again = Graph(
-        graph.inputs, graph.outputs, tuple(n for e in graph.equations for n in (made if e is equation else [e]))
-    )
-    again.verify()
-    for got, wanted in zip(again.run(X, STACK, SHARED), jax.tree.leaves(scanned(X, STACK, SHARED)), strict=True):
-        np.testing.assert_array_equal(got, wanted)
-
-
 def zeros_first(x: jax.Array, stack: jax.Array, shared: jax.Array) -> Any:
     """The state begins without a batch; what is scanned over is the batch's other dimension."""
     return jax.lax.scan(lambda h, column: (jnp.tanh(h @ shared + column[:, None]), h), jnp.zeros((ROWS, DIM)), x.T)
@@ -85,6 +73,14 @@ def test_the_batch_dimension(fun: Any, dims: list[int | None]):
     assert outputs == dims
 
 
+def parts_of(graph: Graph, known: Any, *args: Any) -> list[Any]:
+    """The parts of all results, which must all wait."""
+    deferred = defer_reductions(indexless(graph, [AddOp()] * len(graph.outputs)), known, lambda axes: 2)
+    deferred.body.graph.verify()
+    assert set(deferred.axes) == {"data"}
+    return deferred.body.graph.run(*args, 0)
+
+
 @pytest.mark.parametrize("uses", ["once", "twice"])
 def test_gradients_of_a_scan_wait_apart(uses: str):
     """Both shards' sums of the stacked and of the shared weight; added up they are the gradients."""
@@ -98,10 +94,7 @@ def test_gradients_of_a_scan_wait_apart(uses: str):
 
     graph = graph_of(jax.grad(loss), (STACK, SHARED), X)
     known = {graph.inputs[2]: (0, "data")}
-    deferred = defer_reductions(indexless(graph, [AddOp(), AddOp()]), known, lambda axes: 2)
-    deferred.body.graph.verify()
-    assert deferred.axes == ("data", "data")
-    parts = deferred.body.graph.run(STACK, SHARED, X, 0)
+    parts = parts_of(graph, known, STACK, SHARED, X)
     assert [p.shape for p in parts] == [(2, *STACK.shape), (2, *SHARED.shape)]
     for shard, half in enumerate((X[: ROWS // 2], X[ROWS // 2 :])):
         for part, wanted in zip(parts, jax.grad(loss)((STACK, SHARED), half), strict=True):
@@ -119,3 +112,47 @@ def test_a_gradient_that_is_used_in_the_scan_does_not_wait():
     deferred = defer_reductions(body, {graph.inputs[0]: (0, "data")}, lambda axes: 2)
     assert deferred.axes == (None,)
     assert deferred.body is body
+
+
+def two_readers(x: jax.Array) -> Any:
+    """One sum, read by two linear operations."""
+    total = x.T @ jnp.tanh(x)
+    return total * 2, total.T
+
+
+def by_a_count(x: jax.Array) -> Any:
+    """A sum that is divided by another one, which is whole."""
+    return (x.T @ x / jnp.maximum(jnp.sum(x[:, 0] > 0), 1),)
+
+
+def decaying(x: jax.Array) -> Any:
+    """A carry that is scaled in each step; the sum of another scan is where it begins."""
+    total, _ = jax.lax.scan(lambda t, s: (t + x.T @ (x * s), None), jnp.zeros((DIM, DIM)), jnp.arange(3.0))
+    return (jax.lax.scan(lambda t, s: (0.5 * t - x.T @ (s + x), None), total, jnp.arange(3.0))[0],)
+
+
+def printed(x: jax.Array) -> Any:
+    jax.debug.callback(lambda x: None, x)
+    return (x.sum(0),)
+
+
+@pytest.mark.parametrize("fun", [two_readers, by_a_count, decaying, printed])
+def test_parts_add_up(fun: Any):
+    graph = graph_of(fun, X)
+    graph = inline(graph, flatten=True)
+    for parts, wanted in zip(parts_of(graph, {graph.inputs[0]: (0, "data")}, X), fun(X), strict=True):
+        assert parts.shape == (2, *wanted.shape)
+        np.testing.assert_allclose(parts.sum(0), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_that_anything_needs_whole_does_not_wait():
+    """One reader is not linear, so the other one gets the whole sum too."""
+
+    def fun(x: jax.Array) -> Any:
+        total = x.T @ x
+        again, stacked = jax.lax.scan(lambda t, _: (t + x.T @ x, t.sum()), jnp.zeros((DIM, DIM)), None, 2)
+        return total * 2, jnp.tanh(total), again, stacked
+
+    graph = graph_of(fun, X)
+    body = indexless(graph, [AddOp()] * 2 + [MaxOp()] + [AddOp()])
+    assert set(defer_reductions(body, {graph.inputs[0]: (0, "data")}, lambda axes: 2).axes) == {None}
