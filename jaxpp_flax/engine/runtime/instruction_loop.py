@@ -66,11 +66,6 @@ class Runtime:
         self._indices = self._place_indices(local)
 
     @cached_property
-    def _handed_over(self) -> dict[int, frozenset[int]]:
-        # Needed only if ranks share devices, so it is computed on demand.
-        return handed_over(self.program)
-
-    @cached_property
     def _names(self) -> list[Any]:
         return list(instruction_names(self.program, self._blocks))
 
@@ -114,7 +109,7 @@ class Runtime:
         if self._distributed is None or (here and not (source.is_multi_process or target.is_multi_process)):
             # Only for ranks of one device: with several devices, two ranks may partition a value differently.
             together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
-            handed = self._handed_over[number] if together else frozenset[int]()
+            handed = handed_over(self.program, number) if together else frozenset[int]()
             return _bind_transfer(instruction, shardings, handed)
         distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))
