@@ -188,8 +188,8 @@ def walk_memory(
             size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
             argument[rank] += size if on_device else 0
             memory.hold(value, rank, size, on_host=not on_device)
-    for number, instruction in enumerate(program.instructions):
-        memory.step(instruction, executables.written_bytes.get(number, ()))
+    for instruction in program.instructions:
+        memory.step(instruction, [executables.nbytes[value] for value in instruction.writes()])
     temporary = [[0] for _ in argument]
     for task, executable in zip(program.tasks, executables.tasks, strict=True):
         temporary[task.rank].append(_temp(executable))

@@ -113,7 +113,7 @@ def moved_bytes(compiled: Any) -> int:
     """Bytes that one step transfers between ranks outside of its loop."""
     spans = [i for i, x in enumerate(compiled.program.instructions) if getattr(x, "microbatch", -1) >= 0]
     return sum(
-        sum(compiled._executables.written_bytes[number])
+        sum(compiled._executables.nbytes[value] for value in i.received)
         for number, i in enumerate(compiled.program.instructions)
         if isinstance(i, Transfer) and not spans[0] < number < spans[-1]
     )

@@ -448,11 +448,9 @@ def test_shardings_are_those_of_one_program(axes: dict[str, int]):
     lies = jax.tree.map(lambda s: NamedSharding(sub, s), (specs, P(batch_axis), P(batch_axis)))
     one_program = jax.jit(whole, in_shardings=lies).lower(*args).compile().output_shardings
     crossing = {
-        instruction.source: spec
-        for number, instruction in enumerate(compiled.program.instructions)
-        if isinstance(instruction, Transfer)
-        for spec in compiled._executables.transfer_specs[number][:1]
-        if len(instruction.sent) == 1
+        instruction.source: compiled._executables.held[instruction.received[0]].spec
+        for instruction in compiled.program.instructions
+        if isinstance(instruction, Transfer) and len(instruction.sent) == 1
     }
     for rank, wanted in enumerate(one_program):
         assert wanted.is_equivalent_to(NamedSharding(sub, crossing[rank]), 2), (rank, wanted, crossing)

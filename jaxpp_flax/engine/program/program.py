@@ -191,21 +191,15 @@ class Program:
             found.update(dict.fromkeys(instruction.writes(), rank))
         return found
 
-    @cached_property
-    def types(self) -> dict[int, Any]:
-        """The type of each value that a task makes or reads, and of the copies of these values."""
-        found: dict[int, Any] = {}
-        for instruction in self.instructions:
-            if isinstance(instruction, Run):
-                graph = self.tasks[instruction.task].graph
-                for value, atom in zip(instruction.inputs, graph.inputs, strict=True):
-                    found.setdefault(value, atom.aval)
-                found.update(zip(instruction.outputs, [atom.aval for atom in graph.outputs], strict=True))
-            elif isinstance(instruction, Transfer):
-                found.update(
-                    {to: found[v] for v, to in zip(instruction.sent, instruction.received, strict=True) if v in found}
-                )
-        return found
+    def origin(self, value: int) -> tuple[Run, int] | None:
+        """Return the run that computes a value, and its position there; None for an argument and for its copies."""
+        while value in self.makers:
+            number, position = self.makers[value]
+            maker = self.instructions[number]
+            if isinstance(maker, Run):
+                return maker, position
+            value = maker.reads()[position]
+        return None
 
     @cached_property
     def donated(self) -> frozenset[int]:
@@ -223,7 +217,7 @@ class Program:
             task.graph.verify()
         there, made = dict(self.preset), set(self.preset)
         for number, instruction in enumerate(self.instructions):
-            where = f"instruction {number} ({self._describe(instruction)})"
+            where = f"instruction {number} ({self._line(instruction)})"
             rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
             ended = self._ended(instruction)
             for value in (*instruction.reads(), *ended):
@@ -278,18 +272,6 @@ class Program:
                 state = "is in host memory" if value in self._on_host else "was not offloaded"
                 raise VerificationError(f"{where} reads value {value}, which {state}")
 
-    def _describe(self, instruction: Instruction) -> str:
-        if isinstance(instruction, Run):
-            return f"run {self._call(instruction)} on rank {instruction.rank}"
-        if isinstance(instruction, Transfer) and instruction.memory is not None:
-            return f"{instruction.verb} on rank {instruction.target}"
-        if isinstance(instruction, Transfer):
-            return f"transfer rank {instruction.source} -> rank {instruction.target}"
-        return f"{'wait' if isinstance(instruction, Wait) else 'free'} on rank {instruction.rank}"
-
-    def _call(self, run: Run) -> str:
-        return self.tasks[run.task].name + (f"__{run.microbatch}" if run.microbatch >= 0 else "")
-
     def as_text(self) -> str:
         """Return one line of text for each instruction."""
         return "\n".join(map(self._line, self.instructions))
@@ -308,7 +290,8 @@ class Program:
         donated = [instruction.inputs[position] for position in sorted(self.tasks[instruction.task].donate)]
         note = f" donating {_names(donated)}" if donated else ""
         inputs, outputs = _names(instruction.inputs), _names(instruction.outputs)
-        return f"{here} {outputs} = {self._call(instruction)}({inputs}){note}"
+        microbatch = f"__{instruction.microbatch}" if instruction.microbatch >= 0 else ""
+        return f"{here} {outputs} = {self.tasks[instruction.task].name}{microbatch}({inputs}){note}"
 
 
 def _names(values: Iterable[int]) -> str:

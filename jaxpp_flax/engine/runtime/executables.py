@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, with_own_results
 from jaxpp_flax.engine.runtime.held_values import (
     AllHeld,
@@ -38,20 +38,18 @@ __all__ = ["Executables", "compile_program"]
 class Executables:
     """A program ready to run: an executable for each task, and the sharding of each value that is made.
 
-    `program` is the given program, with tasks added at its end for results that need another partition. For each
-    transfer, `transfer_specs` are the specs of the received values, `source_specs` the specs of the sent values, and
-    `transfer_avals` the types. `variants` maps an instruction to its executable, for runs whose inputs have another
-    partition than in the task's first run.
+    `program` is the given program, with tasks added at its end for results that need another partition. `held` has the
+    spec and the type of each value, and `nbytes` the bytes of each device's part; 0 for an argument, wherever it goes.
+    `variants` maps an instruction to its executable, for runs whose inputs have another partition than in the task's
+    first run.
     """
 
     program: Program
     tasks: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec | None, ...]
-    transfer_specs: dict[int, tuple[PartitionSpec, ...]]
-    source_specs: dict[int, tuple[PartitionSpec, ...]]
-    transfer_avals: dict[int, tuple[Any, ...]]
-    written_bytes: dict[int, tuple[int, ...]]
+    held: dict[int, Held]
+    nbytes: dict[int, int]
     variants: dict[int, Any] = field(default_factory=dict[int, Any])
 
 
@@ -79,7 +77,7 @@ def compile_program(
         if isinstance(instruction, Run):
             walk.run(number, instruction)
         elif isinstance(instruction, Transfer):
-            walk.transfer(number, instruction)
+            walk.transfer(instruction)
     walk.finish()
     return walk.executables()
 
@@ -103,10 +101,6 @@ class _Walk:
     distinct: dict[int, list[tuple[AllHeld, _Result]]] = field(default_factory=dict)  # runs by task, with their inputs
     by_held: dict[tuple[int, AllHeld], _Result] = field(default_factory=dict)
     carried: dict[tuple[Held, int], Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
-    in_other_memory: dict[Held, Held] = field(default_factory=dict[Held, Held])  # offloaded, and back
-    sent: dict[int, AllHeld] = field(default_factory=dict)
-    received: dict[int, AllHeld] = field(default_factory=dict)
-    written: dict[int, AllHeld] = field(default_factory=dict)
     variants: dict[int, Callable[[], Any]] = field(default_factory=dict[int, Any])
     pending: list[Compiling] = field(default_factory=list[Compiling])  # in program order
     later: list[tuple[int, Callable[[], Any]]] = field(default_factory=list[Any])  # with the number of equations
@@ -130,7 +124,6 @@ class _Walk:
         if compiled is not None and compiled is not self.compiled[run.task]:
             self.variants[number] = compiled
         self.held.update(zip(run.outputs, made, strict=True))
-        self.written[number] = made
 
     def _result(self, run: Run) -> _Result:
         """Return the result of a run that is unlike all earlier ones."""
@@ -245,33 +238,14 @@ class _Walk:
             self.start_all()
         return self.held[value].spec
 
-    def transfer(self, number: int, transfer: Transfer) -> None:
-        sent = received = tuple(map(self.held.__getitem__, transfer.sent))
-        if transfer.memory is not None:
-            self._memory_copy(number, transfer, sent)
-            return
-        if not self._alike(transfer):
-            received = tuple(self._carried_over(held, transfer.target) for held in sent)
-        if not self.wanted.keys().isdisjoint(transfer.received):
-            received = tuple(map(self._as_wanted, received, transfer.received))
-        self.held.update(zip(transfer.received, received, strict=True))
-        self.sent[number], self.received[number], self.written[number] = sent, received, sent
-
-    def _as_wanted(self, held: Held, value: int) -> Held:
-        wanted = self.wanted.get(value)
-        return replace(held, found=wanted) if wanted else held  # P() is no wish: the sender may keep it partitioned
-
-    def _memory_copy(self, number: int, transfer: Transfer, sent: AllHeld) -> None:
-        """Note a copy between a rank's memories; a fetched value is again what it was before its offload."""
-        other = tuple(self.in_other_memory.get(held) or self._on_host(held) for held in sent)
-        self.held.update(zip(transfer.received, other, strict=True))
-        self.sent[number], self.received[number] = sent, other
-        self.written[number] = sent if transfer.memory == HOST_MEMORY else other
-
-    def _on_host(self, held: Held) -> Held:
-        host = self.in_other_memory[held] = replace(held)
-        self.in_other_memory[host] = held
-        return host
+    def transfer(self, transfer: Transfer) -> None:
+        for value, received in zip(transfer.sent, transfer.received, strict=True):
+            held = self.held[value]
+            if not self._alike(transfer):
+                held = self._carried_over(held, transfer.target)
+            if wanted := self.wanted.get(received):  # P() is no wish: the sender may keep it partitioned
+                held = replace(held, found=wanted)
+            self.held[received] = held
 
     def _alike(self, transfer: Transfer) -> bool:
         """Return whether both ends of a transfer have meshes of one shape; then a spec means the same on both."""
@@ -282,7 +256,8 @@ class _Walk:
         if key not in self.carried:
             mesh = self.mesh.unstack[target]
             # Found only when it is read: another process may still compile the task that makes the value.
-            self.carried[key] = replace(held, found=lambda: carried_over(held.spec, mesh, held.shape))
+            rank = None if held.rank is None else target
+            self.carried[key] = replace(held, found=lambda: carried_over(held.spec, mesh, held.shape), rank=rank)
         return self.carried[key]
 
     def finish(self) -> None:
@@ -313,15 +288,8 @@ class _Walk:
         return NamedSharding(mesh, held.spec).is_equivalent_to(NamedSharding(mesh, spec), len(held.shape))
 
     def executables(self) -> Executables:
-        """Collect the results; instructions with equal results share one object."""
-        specs = {
-            all_held: tuple(held.spec for held in all_held)
-            for all_held in {*self.sent.values(), *self.received.values()}
-        }
-        avals = {all_held: tuple(held.aval for held in all_held) for all_held in set(self.sent.values())}
-        sizes = {
-            all_held: tuple(held.local_bytes(self.mesh) for held in all_held) for all_held in set(self.written.values())
-        }
+        """Collect the results."""
+        sizes = {held: held.local_bytes(self.mesh) for held in dict.fromkeys(self.held.values())}
         results = zip(self.program.results, self.result_specs, strict=True)
         return Executables(
             program=self.program,
@@ -331,10 +299,8 @@ class _Walk:
                 self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
                 for result, spec in results
             ),
-            transfer_specs={number: specs[received] for number, received in self.received.items()},
-            source_specs={number: specs[sent] for number, sent in self.sent.items()},
-            transfer_avals={number: avals[sent] for number, sent in self.sent.items()},
-            written_bytes={number: sizes[written] for number, written in self.written.items()},
+            held=self.held,
+            nbytes={value: sizes[held] for value, held in self.held.items()},
             variants={number: compiled() for number, compiled in self.variants.items()},
         )
 

@@ -5,7 +5,7 @@ It never waits for a result; it waits for the end of an offload only where a `Re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -66,11 +66,6 @@ class Runtime:
         self._indices = self._place_indices(local)
 
     @cached_property
-    def _handed_over(self) -> dict[int, frozenset[int]]:
-        # Needed only if ranks share devices, so it is computed on demand.
-        return handed_over(self.program)
-
-    @cached_property
     def _names(self) -> list[Any]:
         return list(instruction_names(self.program, self._blocks))
 
@@ -105,22 +100,22 @@ class Runtime:
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
         if instruction.memory is not None:
-            return self._bind_memory_copy(number, instruction) if instruction.source in local else None
+            return self._bind_memory_copy(instruction) if instruction.source in local else None
         source, target = self._mesh.unstack[instruction.source], self._mesh.unstack[instruction.target]
-        types = self._executables.transfer_avals[number]
-        memories = tuple(memory_kind_of(aval) for aval in types)
-        shardings = self._shardings_of(target, self._executables.transfer_specs[number], memories)
+        types = [self._executables.held[value].aval for value in instruction.sent]
+        memories = tuple(map(memory_kind_of, types))
+        shardings = self._shardings_of(target, self._specs(instruction.received), memories)
         here = {instruction.source, instruction.target} <= local
         if self._distributed is None or (here and not (source.is_multi_process or target.is_multi_process)):
             # Only for ranks of one device: with several devices, two ranks may partition a value differently.
             together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
-            handed = self._handed_over[number] if together else frozenset[int]()
+            handed = handed_over(self.program, number) if together else frozenset[int]()
             return _bind_transfer(instruction, shardings, handed)
         distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not connection.transport.needs_global_order:
             return None
-        origins = self._shardings_of(source, self._executables.source_specs[number], memories)
+        origins = self._shardings_of(source, self._specs(instruction.sent), memories)
         leaves = tuple(
             Leaf(tuple(aval.shape), aval.dtype, origin, sharding)
             for aval, origin, sharding in zip(types, origins, shardings, strict=True)
@@ -141,9 +136,12 @@ class Runtime:
 
         return step
 
-    def _bind_memory_copy(self, number: int, instruction: Transfer) -> Step:
+    def _specs(self, values: Iterable[int]) -> tuple[PartitionSpec, ...]:
+        return tuple([self._executables.held[value].spec for value in values])
+
+    def _bind_memory_copy(self, instruction: Transfer) -> Step:
         memory = HOST_MEMORY if instruction.memory == HOST_MEMORY else None  # None is the devices' own
-        specs = self._executables.transfer_specs[number]
+        specs = self._specs(instruction.received)
         shardings = self._shardings_of(self._mesh.unstack[instruction.target], specs, (memory,) * len(specs))
         return partial(_move, instruction.sent, instruction.received, shardings)
 
@@ -285,10 +283,11 @@ def _wait(copies: tuple[int, ...], environment: Environment) -> None:
 
 def _refuse_other_memory(program: Program, executables: Executables) -> None:
     """Refuse to send a value between processes unless it is in device memory; every process refuses alike."""
-    for number, transfer in enumerate(program.instructions):
+    for transfer in program.instructions:
         if not isinstance(transfer, Transfer) or transfer.memory is not None:
             continue
-        for aval in executables.transfer_avals[number]:
+        for value in transfer.sent:
+            aval = executables.held[value].aval
             if (kind := memory_kind_of(aval)) is not None:
                 raise ValueError(
                     f"a value {aval.dtype}{list(aval.shape)} in {kind!r} memory goes from rank {transfer.source} to "

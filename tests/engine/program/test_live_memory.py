@@ -33,8 +33,8 @@ def compiled_step(
 def predicted(compiled: Any) -> list[tuple[list[int], list[int]]]:
     """The live bytes of devices and hosts after each instruction."""
     memory, found = LiveMemory(compiled.program), []
-    for number, instruction in enumerate(compiled.program.instructions):
-        memory.step(instruction, compiled._executables.written_bytes.get(number, ()))
+    for instruction in compiled.program.instructions:
+        memory.step(instruction, [compiled._executables.nbytes[value] for value in instruction.writes()])
         found.append(([m.live for m in memory.devices], [m.live for m in memory.hosts]))
     return found
 

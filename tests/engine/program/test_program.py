@@ -21,7 +21,10 @@ GIVING = replace(ONE, donate=frozenset({0}))
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (by_hand([Run(0, -1, 0, (5,), (1,))], [ONE], [1], 6), r"instruction 0 \(run one on rank 0\) reads value 5"),
+        (
+            by_hand([Run(0, -1, 0, (5,), (1,))], [ONE], [1], 6),
+            r"instruction 0 \(rank 0: v1 = one\(v5\)\) reads value 5",
+        ),
         (by_hand([RUN, Free(0, (1,)), Run(0, -1, 0, (1,), (2,))], [ONE], [2], 3), "instruction 2 .* reads value 1"),
         (by_hand([RUN, Run(0, -1, 0, (0,), (2,))], [GIVING], [2], 3), "instruction 1 .* reads value 0"),
         (by_hand([RUN, RUN], [ONE], [1], 2), "makes value 1 again"),

@@ -121,33 +121,29 @@ class _Kept:
         """Return values with this share of the bytes: the largest ones that fit into it, and one more to reach it."""
         behind = (number for number in self.readers if number > self.forward)
         read = dict.fromkeys(value for number in behind for value in self.program.instructions[number].reads())
-        values = [value for value in read if self._moves(value)]
-        avals = [self.program.types[value] for value in values]
-        sizes = [int(aval.size) * int(aval.dtype.itemsize) for aval in avals]
-        return tuple(values[i] for i in largest_share(sizes, share))
+        found = {value: aval for value in read if (aval := self._moved_type(value)) is not None}
+        sizes = [int(aval.size) * int(aval.dtype.itemsize) for aval in found.values()]
+        return tuple([*found][i] for i in largest_share(sizes, share))
 
-    def _moves(self, value: int) -> bool:
-        """Return whether a value of the microbatch is there after the forward, and only the backward reads it later."""
-        program, made = self.program, self.program.makers.get(value)
-        if made is None or made[0] > self.forward or value in program.returned or not self._is_of_the_microbatch(made):
-            return False
+    def _moved_type(self, value: int) -> Any:
+        """Return the type of a value that is there after the forward, and that only the backward reads later.
+
+        None for other values, and for what goes on to the next microbatch.
+        """
+        program, origin = self.program, self.program.origin(value)
+        if origin is None or program.makers[value][0] > self.forward or value in program.returned:
+            return None
+        (run, position), task = origin, program.tasks[origin[0].task]
+        if run.microbatch != self.copy.microbatch or position in {output for output, _ in task.pins}:
+            return None
         if any(reader > self.sent and reader not in self.readers for reader in program.readers[value]):
-            return False
-        aval = program.types[value]
+            return None
+        aval = task.graph.outputs[position].aval
         if not isinstance(aval, ShapedArray):
             raise TypeError(
                 f"the ResidualPlan offloads stage {self.copy.stage}, whose backward reads {aval}: only arrays can be "
                 "moved to host memory. Keep the residuals of this stage on the devices."
             )
         # Keys of random numbers are a few bytes, and what the user has put on the host is there.
-        return memory_kind_of(aval) is None and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-
-    def _is_of_the_microbatch(self, made: tuple[int, int]) -> bool:
-        """Return whether a task of the loop makes a value for this microbatch, and for no other one."""
-        instruction, position = self.program.instructions[made[0]], made[1]
-        if isinstance(instruction, Transfer):
-            origin = self.program.makers.get(instruction.sent[position])
-            return origin is not None and self._is_of_the_microbatch(origin)
-        if not isinstance(instruction, Run) or instruction.microbatch != self.copy.microbatch:
-            return False
-        return position not in {output for output, _ in self.program.tasks[instruction.task].pins}
+        stays = memory_kind_of(aval) is not None or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        return None if stays else aval

@@ -161,11 +161,11 @@ def test_broken_copies_are_found():
         with pytest.raises(VerificationError, match=text):
             replace(program, instructions=instructions).verify()
 
-    broken("fetch on rank 0.* reads value .*was not offloaded", number, replace(away, memory="device"))
+    broken("rank 0: fetch .* reads value .*was not offloaded", number, replace(away, memory="device"))
     fetch = program.instructions[back]
-    broken("offload on rank 0.* reads value .* is in host memory", back, replace(fetch, memory=HOST_MEMORY))
+    broken("rank 0: offload .* reads value .* is in host memory", back, replace(fetch, memory=HOST_MEMORY))
     broken("moves values of rank 0: a rank offloads its own", number, replace(away, target=1))
     bounded = program_of(GPipe(2), ResidualPlan([OFFLOAD, OFFLOAD], offload_within=1))
     instructions = tuple(replace(i, copies=i.sent) if isinstance(i, Wait) else i for i in bounded.instructions)
-    with pytest.raises(VerificationError, match=r"wait on rank 0.* waits for value .*, which was not offloaded"):
+    with pytest.raises(VerificationError, match=r"rank 0: wait for .* waits for value .*, which was not offloaded"):
         replace(bounded, instructions=instructions).verify()
