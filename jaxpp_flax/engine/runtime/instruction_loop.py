@@ -20,7 +20,7 @@ from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.measuring.gathered_times import StepClock
-from jaxpp_flax.engine.runtime.measuring.profile import Crossings, TaskTiming, collector, run_profiled, run_timed
+from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming, collector, run_profiled, run_timed
 from jaxpp_flax.engine.runtime.measuring.trace_names import instruction_names, is_profiled, run_named
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
 from jaxpp_flax.engine.runtime.transport.base import Parcel
@@ -194,9 +194,9 @@ class Runtime:
             timings = run_profiled(self.program, bound, environment, at_once)
         else:
             connection = self._distributed.connection
-            crossings = Crossings(numbers=self._crossings, ordered=connection.transport.needs_global_order)
             clock = StepClock(connection.group)
-            own = run_profiled(self.program, bound, environment, at_once, self._mesh.local_ranks, crossings)
+            ordered, ranks = connection.transport.needs_global_order, self._mesh.local_ranks
+            own = run_profiled(self.program, bound, environment, at_once, ranks, self._crossings, ordered=ordered)
             timings = clock.gather(own)
         if watch is not None:
             watch.look_at_results(environment)
