@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, spec_on
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.runtime.held_values import spec_of
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.schedules.task import TaskKind
@@ -90,7 +91,7 @@ def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKin
         run = compiler.compile(alone, in_specs, out_specs)
         for atom, sharding in zip(task.graph.outputs, run.output_shardings, strict=True):
             if isinstance(atom, Value):
-                specs[atom] = spec_on(submesh, sharding, tuple(atom.aval.shape)) or PartitionSpec()
+                specs[atom] = spec_of(sharding) or PartitionSpec()
         inputs = tuple(
             (v.aval, NamedSharding(submesh, s, memory_kind=memory_kind_of(v.aval)))
             for v, s in zip(values, in_specs, strict=True)

@@ -35,7 +35,7 @@ __all__ = ["BoundProgram", "array_result", "wanted_inputs"]
 class _Target:
     """One of this process's ranks that reads an argument.
 
-    `own_memory`: an earlier target shares a device with this one, and one of the two may give its buffer away.
+    `own_memory`: an earlier target shares a device with this one; this step or a later one may give one away.
     """
 
     value: int
@@ -89,12 +89,11 @@ class BoundProgram:
         # By value: the latest sharding that lies as its target does.
         self._alike: list[Any] = [None] * program.num_values
         count = len(constants)
-        # A later step may take a result of this one as an argument, and donate it.
         donated = (False,) * count + signature.donated
         arguments = [
             _Argument(
                 position - count,
-                _targets(where, ranks, separate=given_away or not program.returned.isdisjoint(ranks.values())),
+                _targets(where, ranks),
                 where,
                 given_away,
             )
@@ -229,15 +228,15 @@ def wanted_inputs(
     ]
 
 
-def _targets(wanted: Wanted, on_ranks: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
-    """Return this process's ranks that read an argument; with `separate`, no two of them share memory."""
+def _targets(wanted: Wanted, on_ranks: Mapping[int, int]) -> tuple[_Target, ...]:
+    """Return this process's ranks that read an argument; no two of them share memory."""
     found: list[_Target] = []
     taken: set[Any] = set()
     for rank, value in on_ranks.items():
         if rank in wanted.mesh.local_ranks:
             devices = wanted.mesh.rank_devices(rank)
             shared = not taken.isdisjoint(devices)
-            found.append(_Target(value, rank, wanted.on(rank), own_memory=separate and shared))
+            found.append(_Target(value, rank, wanted.on(rank), own_memory=shared))
             taken.update(devices)
     return tuple(found)
 

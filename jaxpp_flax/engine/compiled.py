@@ -78,8 +78,7 @@ class Compiled:
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
-          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
-            the step also names the task.
+          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         self._refuse_described_devices()
         return self._bound.profile(self._signature.leaves_of(args, kwargs))

@@ -75,7 +75,7 @@ def makers_of(
     return tuple(reversed(found))
 
 
-def delayed(times: Mapping[Equation, int], kept: Collection[Equation]) -> list[tuple[int, list[Equation]]]:
+def delayed(times: dict[Equation, int], kept: Collection[Equation]) -> list[tuple[int, list[Equation]]]:
     """Delay equations to the time of their first reader, so that no result is held before; return them by time.
 
     Args:

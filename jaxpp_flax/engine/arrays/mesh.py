@@ -26,7 +26,6 @@ __all__ = [
     "keep_axes",
     "lies_alike",
     "named_memory",
-    "spec_on",
 ]
 
 # A jax.Device: JAX exports that name as a variable, which type checkers refuse in annotations.
@@ -285,32 +284,6 @@ def keep_axes(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec
     entries = (tuple(filter(keep, axes_in((entry,)))) for entry in spec.partitions)
     unreduced, reduced = (frozenset(filter(keep, axes)) for axes in (spec.unreduced, spec.reduced))
     return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
-
-
-def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Return the spec over `mesh` that partitions an array as `sharding` does, or None if there is none.
-
-    XLA may give a compiled program's output a sharding without axis names; the devices' parts tell the names.
-    """
-    if isinstance(sharding, NamedSharding):
-        return canonical(sharding.spec)
-    if sharding.is_fully_replicated:
-        return PartitionSpec()
-    parts = sharding.devices_indices_map(shape)
-    entries: list[Any] = []
-    for dim, size in enumerate(shape):
-        steps: list[tuple[int, str]] = []
-        for axis, name in enumerate(mesh.axis_names):
-            first, *others = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
-            if others and parts[first][dim] != parts[others[0]][dim]:
-                steps.append((parts[others[0]][dim].indices(size)[0], name))
-        entries.append(tuple(name for _, name in sorted(steps, reverse=True)) or None)
-    spec = canonical(PartitionSpec(*entries))
-    try:
-        same = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind).is_equivalent_to(sharding, len(shape))
-    except ValueError:  # e.g. one axis partitions two dimensions
-        return None
-    return spec if same else None
 
 
 def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:

@@ -52,11 +52,6 @@ def looking_away() -> Generator[None]:
         yield
 
 
-def _looking_away_in(step: Step, environment: list[Any]) -> None:
-    with looking_away():
-        step(environment)
-
-
 @dataclass(eq=False)
 class SpecialValues:
     """Watches one step of a program for NaNs or infinities.
@@ -86,20 +81,6 @@ class SpecialValues:
             None if step is None else partial(self._step, instruction, step)
             for instruction, step in zip(self.program.instructions, steps, strict=True)
         ]
-
-    def unwatched(self, steps: Sequence[Step | None]) -> list[Step | None]:
-        """Return the runtime's steps without any check, not even JAX's own: for ranks that run side by side."""
-        return [None if step is None else partial(_looking_away_in, step) for step in steps]
-
-    def look_at_results(self, environment: Sequence[Any]) -> None:
-        """Refuse results that hold such a value, after an unwatched step: the first task is unknown."""
-        for position, result in enumerate(self.program.results):
-            for rank, value in result.items() if isinstance(result, dict) else ():
-                if value in self.program.makers and (kind := self._found(environment[value])):
-                    raise FloatingPointError(
-                        f"invalid value ({kind}) encountered in result {position} of a measured step, on rank {rank}. "
-                        "Call the step itself with the same switch: it names the task that makes the value."
-                    )
 
     def keep_arguments(self, environment: list[Any]) -> None:
         """Copy donated arguments, so that the step reuses the copies: with these switches `jax.jit` donates nothing."""

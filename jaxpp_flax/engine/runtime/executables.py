@@ -1,32 +1,30 @@
 """Executables for a program's tasks, and the shardings of what they read and write.
 
 Shardings inside a submesh are found task by task: a task is compiled with the shardings of its inputs, and XLA chooses
-the shardings of its outputs. The next task reads these outputs. So a task is lowered as soon as the shardings of its
-inputs are known, and all tasks that do not wait for one another are compiled side by side. Where a rank has one device,
-or all shardings are part of the types, nothing is chosen, and no task waits. On ranks of one device, the largest task
-is lowered first.
+the shardings of its outputs, which the next task reads. Where a rank has one device, or all shardings are part of the
+types, nothing is chosen: no task waits for another one, and threads compile them side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, with_own_results
+from jaxpp_flax.engine.program.program import Program, Run, Transfer
+from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, uses_host_memory, with_own_results
 from jaxpp_flax.engine.runtime.held_values import (
     AllHeld,
-    Compiling,
     Held,
     explicit_spec,
     held_after,
-    seem_alike,
+    same_partition,
     spec_in_type,
+    spec_of,
 )
 from jaxpp_flax.engine.runtime.startup import SharedSpecs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
@@ -102,8 +100,6 @@ class _Walk:
     by_held: dict[tuple[int, AllHeld], _Result] = field(default_factory=dict)
     carried: dict[tuple[Held, int], Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
     variants: dict[int, Callable[[], Any]] = field(default_factory=dict[int, Any])
-    pending: list[Compiling] = field(default_factory=list[Compiling])  # in program order
-    later: list[tuple[int, Callable[[], Any]]] = field(default_factory=list[Any])  # with the number of equations
 
     def __post_init__(self) -> None:
         program = self.program
@@ -139,39 +135,15 @@ class _Walk:
         if new:
             known.append((inputs, first))
             return first
-        for alike in (seem_alike, self._are_alike):
-            for others, result in known:
-                if all(map(alike, inputs, others)):
-                    return result
+        for others, result in known:
+            if all(map(same_partition, inputs, others)):
+                return result
         if self.shared is None:
             result = self._compile(run)
         else:  # other processes know the partition of the first run's results only
             result = self._compile(run, [held.spec for held in first[1]])[0], first[1]
         known.append((inputs, result))
         return result
-
-    def _are_alike(self, one: Held, other: Held) -> bool:
-        """Return whether two values have one partition; wait for the tasks that make them."""
-        if not (one.is_known and other.is_known):
-            self.start_all()
-        return canonical(one.spec) == canonical(other.spec)
-
-    def start_ready(self) -> None:
-        """Start the tasks whose inputs' specs have become known."""
-        waiting = list[Compiling]()
-        for compiling in self.pending:
-            if compiling.can_start:
-                compiling.start()
-            else:
-                waiting.append(compiling)
-        self.pending = waiting
-
-    def start_all(self) -> None:
-        """Start all tasks that wait: each as soon as possible, the first one when the tasks before it are compiled."""
-        while self.pending:
-            self.start_ready()
-            if self.pending:
-                self.pending.pop(0).start()
 
     def _first_result(self, run: Run) -> _Result:
         program, task, shared = self.program, self.program.tasks[run.task], self.shared
@@ -188,7 +160,7 @@ class _Walk:
     def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
         """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
         task = self.program.tasks[run.task]
-        inputs = tuple(self.held[value] for value in run.inputs)
+        in_specs = [self.held[value].spec for value in run.inputs]
         out_specs = list(task.out_specs or fixed) or [self.wanted.get(value) for value in run.outputs]
         if task.batch_dims and not fixed:
             wishes = [None if a is None else self.argument_specs[a] for a in task.like]
@@ -196,47 +168,30 @@ class _Walk:
                 s or initial_spec(self.program, value, self._spec_held, wish)
                 for s, value, wish in zip(out_specs, run.outputs, wishes, strict=True)
             ]
-        if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
-            out_specs = [s or spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
-        pins = {} if fixed else dict(task.pins)
+        if not fixed:
+            for output, source in task.pins:
+                out_specs[output] = in_specs[source]
         mesh = self.mesh.unstack[task.rank]
-        if mesh.size > 1 and not task.out_specs:  # XLA chooses the specs of its results
-            if self.shared is not None:  # other processes wait for the specs
-                compiling = Compiling(self.compiler, task, inputs, out_specs, pins)
-                return compiling, held_after(task, compiling.specs)
-            atoms = zip(out_specs, task.graph.outputs, strict=True)
-            known = [explicit_spec(atom.aval, mesh) if spec is None else spec for spec, atom in atoms]  # P() is false
-            compiling = Compiling(self.compiler, task, inputs, known, pins)
-            self.pending.append(compiling)
-            self.start_ready()
-            return compiling, compiling.results()
-        if not all(held.is_known for held in inputs):
-            self.start_all()
-        in_specs = [held.spec for held in inputs]
-        for output, source in pins.items():
-            out_specs[output] = in_specs[source]
-        if task.out_specs:  # XLA's own account leaves out `unreduced` and `reduced`
-            return self._start_later(task, in_specs, out_specs), held_after(task, task.out_specs)
-        known = [s or spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
-        return self._start_later(task, in_specs, known), held_after(task, list(map(canonical, known)))
-
-    def _start_later(self, task: ProgramTask, in_specs: Any, out_specs: Any) -> Callable[[], Any]:
-        """Return a call that waits for a task's executable; the walk starts it at its end (see `_start_later_ones`)."""
-        start = cache(partial(self.compiler.start, task, in_specs, out_specs))
-        self.later.append((len(task.graph.equations), start))
-        return lambda: start()()
-
-    def _start_later_ones(self) -> None:
-        """Start the largest tasks first: so the last thread to end has a small one, and no core is idle for long."""
-        for _, start in sorted(self.later, key=lambda sized: -sized[0]):
-            start()
+        # On one device nothing is partitioned; without inputs, only the outputs' shardings tell XLA the mesh.
+        in_type = spec_in_type if mesh.size == 1 or not task.graph.inputs else partial(explicit_spec, mesh=mesh)
+        out_specs = [
+            in_type(atom.aval) if spec is None else spec  # P() is false
+            for spec, atom in zip(out_specs, task.graph.outputs, strict=True)
+        ]
+        waiting = self.compiler.start(task, in_specs, out_specs)
+        if None in out_specs:
+            shardings = waiting().output_shardings
+            out_specs = [
+                spec_of(sharding) if spec is None else spec for spec, sharding in zip(out_specs, shardings, strict=True)
+            ]
+            # No PartitionSpec may say XLA's choice; a task with values in host memory donates if all specs are known.
+            if None in out_specs or (task.donate and uses_host_memory(task)):
+                out_specs = [spec or PartitionSpec() for spec in out_specs]
+                waiting = self.compiler.start(task, in_specs, out_specs)
+        return waiting, held_after(task, [canonical(spec or PartitionSpec()) for spec in out_specs])
 
     def _spec_held(self, value: int) -> PartitionSpec | None:
-        if value not in self.held:
-            return None
-        if not self.held[value].is_known:
-            self.start_all()
-        return self.held[value].spec
+        return self.held[value].spec if value in self.held else None
 
     def transfer(self, transfer: Transfer) -> None:
         for value, received in zip(transfer.sent, transfer.received, strict=True):
@@ -262,7 +217,6 @@ class _Walk:
 
     def finish(self) -> None:
         """Add tasks for the results that need another partition."""
-        self.start_all()
         results, end = self.program.results, len(self.program.instructions)
         wanted = [
             (position, rank)
@@ -278,8 +232,6 @@ class _Walk:
                 specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
                 self.wanted.update((v, spec) for v, spec in zip(run.outputs, specs, strict=True) if spec is not None)
                 self.run(number, run)
-        self.start_all()
-        self._start_later_ones()
 
     def _is_partitioned(self, rank: int, held: Held, spec: PartitionSpec | None) -> bool:
         if spec is None:

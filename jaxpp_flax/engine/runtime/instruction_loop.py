@@ -20,9 +20,8 @@ from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.measuring.gathered_times import StepClock
-from jaxpp_flax.engine.runtime.measuring.profile import Crossings, TaskTiming, collector, run_profiled, run_timed
+from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming, collector, run_profiled, run_timed
 from jaxpp_flax.engine.runtime.measuring.trace_names import instruction_names, is_profiled, run_named
-from jaxpp_flax.engine.runtime.shared_buffers import handed_over
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
@@ -61,8 +60,16 @@ class Runtime:
         # Microbatches share what is worked out for an edge.
         self._shardings_of, self._route_of = cache(_shardings), cache(plan)
         local = set(mesh.local_ranks)
-        self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
-        self._steps = [step for step in self._bound if step is not None]
+        bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
+        self._unbounded = bound  # a measured step waits for each of its tasks, so it needs no window
+        if distributed is not None:
+            before = distributed.connection.window.before_task
+            bound = [
+                partial(_after, before, step) if isinstance(instruction, Run) and step is not None else step
+                for instruction, step in zip(program.instructions, bound, strict=True)
+            ]
+        self._bound = bound
+        self._steps = [step for step in bound if step is not None]
         self._indices = self._place_indices(local)
 
     @cached_property
@@ -85,18 +92,13 @@ class Runtime:
         if instruction.rank not in local:
             return None
         if isinstance(instruction, Run):
-            run = self._bind_run(number, instruction)
-            if self._distributed is None:
-                return run
-            return partial(_after, self._distributed.connection.window.before_task, run)
+            executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
+            donate = self.program.tasks[instruction.task].donate
+            donated = tuple([instruction.inputs[position] for position in sorted(donate)])
+            return partial(_run, executable, instruction.inputs, instruction.outputs, donated)
         if isinstance(instruction, Wait):
             return partial(_wait, instruction.copies)
         return partial(_free, instruction.values, instruction.delete)
-
-    def _bind_run(self, number: int, run: Run) -> Step:
-        executable = self._executables.variants.get(number, self._executables.tasks[run.task])
-        donated = tuple([run.inputs[position] for position in sorted(self.program.tasks[run.task].donate)])
-        return partial(_run, executable, run.inputs, run.outputs, donated)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
         if instruction.memory is not None:
@@ -107,10 +109,7 @@ class Runtime:
         shardings = self._shardings_of(target, self._specs(instruction.received), memories)
         here = {instruction.source, instruction.target} <= local
         if self._distributed is None or (here and not (source.is_multi_process or target.is_multi_process)):
-            # Only for ranks of one device: with several devices, two ranks may partition a value differently.
-            together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
-            handed = handed_over(self.program, number) if together else frozenset[int]()
-            return _bind_transfer(instruction, shardings, handed)
+            return partial(_copy, instruction.sent, instruction.received, shardings)
         distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not connection.transport.needs_global_order:
@@ -180,34 +179,24 @@ class Runtime:
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
-          FloatingPointError: as `run`, but only the results are checked: checks inside tasks would take time.
+          FloatingPointError: as `run`; the checks then count as time of the tasks.
         """
         self._begin(environment)
-        watch = SpecialValues.wanted(self.program)
-        bound = self._without_window()
-        if watch is not None:
+        bound = self._unbounded
+        if (watch := SpecialValues.wanted(self.program)) is not None:
             watch.keep_arguments(environment)
-            bound = watch.unwatched(bound)
+            bound = watch.watching(bound)
         if self._distributed is None:
             timings = run_profiled(self.program, bound, environment, at_once)
         else:
             connection = self._distributed.connection
-            crossings = Crossings(numbers=self._crossings, ordered=connection.transport.needs_global_order)
             clock = StepClock(connection.group)
-            own = run_profiled(self.program, bound, environment, at_once, self._mesh.local_ranks, crossings)
+            ordered, ranks = connection.transport.needs_global_order, self._mesh.local_ranks
+            own = run_profiled(self.program, bound, environment, at_once, ranks, self._crossings, ordered=ordered)
             timings = clock.gather(own)
         if watch is not None:
-            watch.look_at_results(environment)
+            watch.finish()
         return timings
-
-    def _without_window(self) -> list[Step | None]:
-        """Return the steps for threads that wait for each task: these never run ahead of the receives."""
-        if self._distributed is None:
-            return self._bound
-        return [
-            self._bind_run(number, instruction) if step is not None and isinstance(instruction, Run) else step
-            for number, (instruction, step) in enumerate(zip(self.program.instructions, self._bound, strict=True))
-        ]
 
 
 # `partial` of these functions makes the steps: a closure is five objects to the garbage collector, a partial two.
@@ -246,26 +235,10 @@ def _move(
         environment[value] = copy
 
 
-def _hand_over(moves: Sequence[tuple[int, int]], rest: Step | None, environment: Environment) -> None:
-    for source, target in moves:
-        environment[target] = environment[source]
-    if rest is not None:
-        rest(environment)
-
-
 def _shardings(
     mesh: Mesh, specs: tuple[PartitionSpec, ...], memories: tuple[str | None, ...]
 ) -> tuple[NamedSharding, ...]:
     return tuple(NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(specs, memories, strict=True))
-
-
-def _bind_transfer(transfer: Transfer, shardings: tuple[NamedSharding, ...], handed_over: frozenset[int]) -> Step:
-    sent, received = transfer.sent, transfer.received
-    if not handed_over:
-        return partial(_copy, sent, received, shardings)
-    copied = [position for position in range(len(sent)) if position not in handed_over]
-    copy = partial(_copy, [sent[p] for p in copied], [received[p] for p in copied], [shardings[p] for p in copied])
-    return partial(_hand_over, [(sent[p], received[p]) for p in sorted(handed_over)], copy if copied else None)
 
 
 def _free(values: tuple[int, ...], delete: tuple[int, ...], environment: Environment) -> None:

@@ -6,16 +6,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.transport import routes
 from jaxpp_flax.engine.tracing.treduce import treduce
-from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import chain, chain_loss, mesh_of
+from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
+from tests.engine.toys import chain, chain_loss, mesh_of, sgd_step
 from tests.helpers import batch_of
+
+
+@pytest.mark.parametrize("make", [GPipe, Std1F1B, ZeroBubble])
+def test_all_ranks_on_one_device_compute_the_same(make: Any):
+    step, batch = sgd_step(make(3)), batch_of(4)
+    one = MpmdMesh(jax.sharding.Mesh(np.array([jax.devices()[0]] * 3), ("stage",)), "stage")
+    states: list[Any] = []
+    for mesh in (mesh_of(3), one):
+        function, state = mpmd_jit_with_loop(step, mesh, donate_argnums=0), jax.tree.map(jnp.array, chain(3))
+        for _ in range(3):
+            state, losses, _ = function(state, batch)
+        states.append(jax.tree.map(np.asarray, (state, losses)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    jax.tree.map(np.asarray, batch)  # the caller's arrays live on
 
 
 class OneRankHere:

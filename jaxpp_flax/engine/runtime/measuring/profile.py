@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ import jax
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.schedules.task import FusedTask, Task
 
-__all__ = ["Crossings", "TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
+__all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
 
 _WAIT_SECONDS = 600.0
 
@@ -40,73 +42,15 @@ class TaskTiming:
     end: float
 
 
-class _Mailbox:
-    """Tells ranks which transfers from other ranks have arrived, by their numbers."""
-
-    def __init__(self) -> None:
-        self._arrived = set[int]()
-        self._condition = threading.Condition()
-        self._ended = 0
-        self.failure: BaseException | None = None
-
-    def post(self, number: int) -> None:
-        with self._condition:
-            self._arrived.add(number)
-            self._condition.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        with self._condition:
-            self.failure = self.failure or error
-            self._condition.notify_all()
-
-    def end(self) -> None:
-        """Note the end of a rank's work."""
-        with self._condition:
-            self._ended += 1
-            self._condition.notify_all()
-
-    def await_ranks(self, count: int) -> None:
-        """Wait until `count` ranks have ended, or one has failed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._ended == count or self.failure is not None)
-
-    def await_arrival(self, number: int) -> None:
-        with self._condition:
-            done = self._condition.wait_for(
-                lambda: number in self._arrived or self.failure is not None, timeout=_WAIT_SECONDS
-            )
-            if self.failure is not None:
-                raise RuntimeError(
-                    "another rank failed while its task was measured; its error is above this one, and is to be mended"
-                ) from self.failure
-            if not done:
-                raise TimeoutError(
-                    f"the step was measured, and what transfer {number} of its program brings did not arrive within "
-                    f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
-                    "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crossings:
-    """The transfers of a program in which other processes take part.
-
-    Args:
-      numbers: their instructions, ascending.
-      ordered: True if every process must begin them in this order.
-    """
-
-    numbers: Sequence[int] = ()
-    ordered: bool = False
-
-
 def run_profiled(
     program: Program,
     steps: Sequence[Step | None],
     environment: list[Any],
     at_once: int | None = None,
     ranks: Sequence[int] | None = None,
-    crossings: Crossings | None = None,
+    crossings: Sequence[int] = (),
+    *,
+    ordered: bool = False,
 ) -> list[TaskTiming]:
     """Run one step over `environment`, each rank in a thread of its own, and time the loop's tasks.
 
@@ -117,7 +61,8 @@ def run_profiled(
       at_once: the number of tasks that may run at a time, over all ranks. If ranks are virtual devices on fewer cores,
         pass the number of cores: then a task's time does not include its wait for a core.
       ranks: the ranks of this process; None: all.
-      crossings: the transfers to and from other processes; None: there are none.
+      crossings: the numbers of the transfers in which other processes take part, ascending.
+      ordered: True if every process must begin the crossings in this order.
 
     Returns:
       The times of the tasks of these ranks.
@@ -126,24 +71,22 @@ def run_profiled(
       RuntimeError: if a task failed; the failure is the cause.
     """
     own = range(program.num_ranks) if ranks is None else ranks
-    step = _MeasuredStep(program, steps, environment, len(own) if at_once is None else at_once, own, crossings)
-    threads = [threading.Thread(target=step.run_rank, args=(rank,), daemon=True) for rank in own]
-    for thread in threads:
-        thread.start()
-    if crossings is not None:
-        step.mailbox.await_ranks(len(threads))  # after a failure, a thread may wait for another process forever
-    else:
-        for thread in threads:
-            thread.join()
-    if step.mailbox.failure is not None:
-        raise RuntimeError(
-            "a task failed while the step was measured; its error is above this one, and is to be mended"
-        ) from step.mailbox.failure
+    step = _MeasuredStep(
+        program, steps, environment, len(own) if at_once is None else at_once, own, crossings, ordered=ordered
+    )
+    for rank in own:
+        # A daemon: after a failure, a thread may wait for another process forever.
+        threading.Thread(target=step.run_rank, args=(rank,), daemon=True).start()
+    for _ in own:
+        if (failure := step.ended.get()) is not None:
+            raise RuntimeError(
+                "a task failed while the step was measured; its error is above this one, and is to be mended"
+            ) from failure
     return [timing for rank in own for timing in step.timings[rank]]
 
 
 class _MeasuredStep:
-    """One step that is measured: its ranks run in threads, and share the environment, the cores and the mailbox."""
+    """One step that is measured: its ranks run in threads, and share the environment and the cores."""
 
     def __init__(
         self,
@@ -152,103 +95,100 @@ class _MeasuredStep:
         environment: list[Any],
         cores: int,
         own: Sequence[int],
-        crossings: Crossings | None,
+        crossings: Sequence[int],
+        *,
+        ordered: bool,
     ) -> None:
         self.program, self.steps, self.environment = program, steps, environment
         self.cores = threading.Semaphore(cores)
-        self.mailbox = _Mailbox()
         self.own = frozenset(own)
-        self.gate = _Gate(self, crossings or Crossings())
+        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()  # how each rank ended
+        self.failed = False
         self.timings: dict[int, list[TaskTiming]] = {rank: [] for rank in own}
+        self._arrived = {n: threading.Event() for n, i in enumerate(program.instructions) if isinstance(i, Transfer)}
+        self._crossings, self._turn = frozenset(crossings), threading.Condition()
+        self._next = deque(crossings if ordered else ())
+        self._pass_over_others()
         self.begin = time.perf_counter()
 
     def run_rank(self, rank: int) -> None:
         """Run the instructions of one rank in order."""
         try:
-            for number, instruction in enumerate(self.program.instructions):
-                step = self.steps[number]
+            for number, (instruction, step) in enumerate(zip(self.program.instructions, self.steps, strict=True)):
                 if step is None:
                     continue
                 if isinstance(instruction, Transfer):
                     self._transfer(rank, number, instruction, step)
                 elif instruction.rank == rank and isinstance(instruction, Run):
-                    self._task(number, instruction, step)
+                    self._task(instruction, step)
                 elif instruction.rank == rank:
                     step(self.environment)
         except BaseException as error:
-            self.mailbox.fail(error)
+            self.ended.put(error)
+            self.failed = True
+            for event in self._arrived.values():
+                event.set()
+            with self._turn:
+                self._turn.notify_all()
         else:
-            self.mailbox.end()
+            self.ended.put(None)
 
     def _transfer(self, rank: int, number: int, transfer: Transfer, step: Step) -> None:
-        if rank not in (transfer.source, transfer.target):
-            return
-        if not {transfer.source, transfer.target} <= self.own:
-            self.gate.run(number, step, self.environment)
-            if transfer.target == rank:
+        if rank == transfer.source or (rank == transfer.target and transfer.source not in self.own):
+            self._copy(number, step)
+            if transfer.target in self.own:
                 jax.block_until_ready([self.environment[value] for value in transfer.received])
-            return
-        if transfer.source == rank:
-            self.gate.run(number, step, self.environment)
-            jax.block_until_ready([self.environment[value] for value in transfer.received])
-            self.mailbox.post(number)
-        if transfer.target == rank:
-            self.mailbox.await_arrival(number)
+            self._arrived[number].set()
+        elif rank == transfer.target:
+            if not self._arrived[number].wait(_WAIT_SECONDS):
+                raise TimeoutError(
+                    f"the step was measured, and what transfer {number} of its program brings did not arrive within "
+                    f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
+                    "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
+                )
+            self._check()
 
-    def _task(self, number: int, run: Run, step: Step) -> None:
+    def _check(self) -> None:
+        if self.failed:
+            raise RuntimeError("another rank failed while its task was measured")
+
+    def _copy(self, number: int, step: Step) -> None:
+        """Begin a transfer; those of several processes one at a time, and in the program's order if that is needed.
+
+        The order cannot wait in a circle: the thread that begins the next transfer needs only earlier instructions.
+        """
+        if number not in self._crossings:
+            step(self.environment)
+            return
+        with self._turn:
+            if self._next:
+                self._turn.wait_for(lambda: self._next[0] == number or self.failed)
+                self._check()
+            step(self.environment)
+            if self._next:
+                self._next.popleft()
+                self._pass_over_others()
+                self._turn.notify_all()
+
+    def _pass_over_others(self) -> None:
+        """Take part in the transfers between other processes that come next."""
+        while self._next:
+            transfer, step = self.program.instructions[self._next[0]], self.steps[self._next[0]]
+            if isinstance(transfer, Transfer) and not self.own.isdisjoint((transfer.source, transfer.target)):
+                return
+            if step is not None:
+                step(self.environment)
+            self._next.popleft()
+
+    def _task(self, run: Run, step: Step) -> None:
         with self.cores:
             start = time.perf_counter() - self.begin
             step(self.environment)
             jax.block_until_ready([self.environment[value] for value in run.outputs])
             end = time.perf_counter() - self.begin
-        task, timings = self.program.tasks[run.task], self.timings[run.rank]
-        scheduled = task.scheduled(run.microbatch)
+        scheduled = self.program.tasks[run.task].scheduled(run.microbatch)
         if scheduled is not None:
-            timings.append(TaskTiming(rank=run.rank, task=scheduled, start=start, end=end))
-
-
-class _Gate:
-    """Lets one thread at a time begin a transfer of several processes: in the program's order, if that is needed.
-
-    The order cannot wait in a circle: the thread that begins the next transfer needs only earlier instructions.
-    """
-
-    def __init__(self, step: _MeasuredStep, crossings: Crossings) -> None:
-        self._step, self._numbers, self._ordered = step, crossings.numbers, crossings.ordered
-        self._crossing = frozenset(crossings.numbers)
-        self._next, self._condition = 0, threading.Condition()
-        if self._ordered:
-            self._pass_over_others()
-
-    def run(self, number: int, step: Step, environment: Any) -> None:
-        """Run the step of transfer `number`, when it may begin."""
-        if number not in self._crossing:
-            step(environment)
-            return
-        with self._condition:
-            if self._ordered:
-                self._condition.wait_for(lambda: self._is_next(number) or self._step.mailbox.failure is not None)
-                if self._step.mailbox.failure is not None:
-                    raise RuntimeError("another rank failed while its task was measured")
-            step(environment)
-            if self._ordered:
-                self._next += 1
-                self._pass_over_others()
-                self._condition.notify_all()
-
-    def _is_next(self, number: int) -> bool:
-        return self._numbers[self._next] == number
-
-    def _pass_over_others(self) -> None:
-        """Take part in the transfers between other processes that come next."""
-        while self._next < len(self._numbers):
-            transfer = self._step.program.instructions[self._numbers[self._next]]
-            if isinstance(transfer, Transfer) and {transfer.source, transfer.target} & self._step.own:
-                return
-            step = self._step.steps[self._numbers[self._next]]
-            if step is not None:
-                step(self._step.environment)
-            self._next += 1
+            self.timings[run.rank].append(TaskTiming(rank=run.rank, task=scheduled, start=start, end=end))
 
 
 # -- the time of each task alone
