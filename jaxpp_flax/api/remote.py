@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 __all__ = ["ArrayRef", "RemoteMpmdMesh"]
 
 
-class RemoteMpmdMesh:
+class _NeverMade:
+    instead: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"no {type(self).__name__} can be made: {self.instead}.")
+
+
+class RemoteMpmdMesh(_NeverMade):
     """A mesh of Ray workers. No object is one.
 
     Raises:
@@ -18,28 +25,18 @@ class RemoteMpmdMesh:
       False
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("RemoteMpmdMesh")
+    instead = (
+        "it starts workers through Ray from one controller. One process drives all of its own devices: build "
+        '`MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data", "model")), "stage")`; with several hosts, run the same '
+        "program on each of them under `jax.distributed.initialize()`"
+    )
 
 
-class ArrayRef:
+class ArrayRef(_NeverMade):
     """An array of a Ray worker. No object is one.
 
     Raises:
       NotImplementedError: always, with what to use.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("ArrayRef")
-
-
-_REMEDIES = {
-    "RemoteMpmdMesh": "it starts workers through Ray from one controller. One process drives all of its own devices: "
-    'build `MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data", "model")), "stage")`; with several hosts, run the '
-    "same program on each of them under `jax.distributed.initialize()`",
-    "ArrayRef": "it names an array of a Ray worker. A step returns `MpmdArray`s, which can be read in this process",
-}
-
-
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(f"no {name} can be made: {_REMEDIES[name]}.")
+    instead = "it names an array of a Ray worker. A step returns `MpmdArray`s, which can be read in this process"

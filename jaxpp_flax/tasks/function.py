@@ -90,8 +90,8 @@ class MpmdFunction:
         types = [type_of(leaf) for leaf in call.leaves]
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
         specs = [sharding.spec for _, sharding in places]
-        for path, struct, (_, sharding) in zip(call.paths(), structs, places, strict=True):
-            check_divides([f"argument{path}"], [struct], [sharding.spec], dict(sharding.mesh.shape))
+        paths = [f"argument{path}" for path in call.paths()]
+        check_divides(paths, structs, specs, dict(self.mpmd_mesh.abstract_submesh.shape))
         typed = [_typed(struct, sharding) for struct, (_, sharding) in zip(structs, places, strict=True)]
         traced: list[Any] = []
 

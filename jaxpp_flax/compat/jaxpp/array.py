@@ -6,6 +6,7 @@ from typing import TypeVar
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api import MpmdArray, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+from jaxpp_flax.engine.arrays.mesh import keep_axes
 
 __all__ = ["MpmdArray", "filter_axes", "mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
 
@@ -21,12 +22,4 @@ def filter_axes(sharding_or_pspec: S, axes: Set[str]) -> S:
     """
     if isinstance(sharding_or_pspec, NamedSharding):
         return sharding_or_pspec.update(spec=filter_axes(sharding_or_pspec.spec, axes))
-    kept = [
-        tuple(axis for axis in entry if axis not in axes)
-        if isinstance(entry, tuple)
-        else None
-        if entry in axes
-        else entry
-        for entry in sharding_or_pspec
-    ]
-    return PartitionSpec(*kept)
+    return keep_axes(sharding_or_pspec, lambda axis: axis not in axes)
