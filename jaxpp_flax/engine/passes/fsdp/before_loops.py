@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import axes_in
-from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
-__all__ = ["follow_specs", "parameters_behind", "warn_of_derived", "warn_of_loops", "warn_of_order"]
+__all__ = ["follow", "warn_of_derived"]
 
 
-def follow_specs(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -> None:
-    """Add the partitions of values that are converted, scaled, transposed or fetched from the host before a loop."""
-    for equation in equations:
-        arrays = [v for v in values(equation.inputs) if v.aval.shape]
-        if len(arrays) == 1 == len(equation.outputs) and (spec := spec_of.get(arrays[0])) is not None:
-            batch = facts_of(equation.primitive).batch
-            if batch is Batch.TRANSPOSE:
-                entries = (*spec.partitions, *[None] * (arrays[0].aval.ndim - len(spec.partitions)))
-                spec_of[equation.outputs[0]] = PartitionSpec(*(entries[i] for i in equation.params["permutation"]))
-            elif batch is Batch.ELEMENTWISE or equation.name == "device_put":
-                spec_of[equation.outputs[0]] = spec
+def follow(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -> dict[Value, tuple[Value, ...]]:
+    """Follow the inputs of a step to its loops, and return the inputs behind each value of unknown partition.
 
-
-def parameters_behind(equations: Iterable[Equation], inputs: Iterable[Value]) -> dict[Value, tuple[Value, ...]]:
-    """Return for each array that is made of inputs of the step these inputs.
-
-    Sums are left out, and results of loops, and arrays whose partition the user asks for: these are as they should be.
+    `spec_of` has the partitions of the inputs, and gets those of values that are converted, scaled, transposed or
+    fetched from the host. Sums are left out, and results of loops, and arrays whose partition the user asks for: these
+    are as they should be.
     """
+    inputs = set(spec_of)
     behind: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     for equation in equations:
-        facts = facts_of(equation.primitive)
-        if equation.primitive is treduce_p or facts.is_reduction or facts.placing:
-            continue
+        facts, arrays = facts_of(equation.primitive), [v for v in values(equation.inputs) if v.aval.shape]
+        if len(arrays) == 1 == len(equation.outputs) and (spec := spec_of.get(arrays[0])) is not None:
+            if facts.batch is Batch.TRANSPOSE:
+                entries = (*spec.partitions, *[None] * (arrays[0].aval.ndim - len(spec.partitions)))
+                spec_of[equation.outputs[0]] = PartitionSpec(*(entries[i] for i in equation.params["permutation"]))
+            elif facts.batch is Batch.ELEMENTWISE or equation.name == "device_put":
+                spec_of[equation.outputs[0]] = spec
         found = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
-        if found:
+        if found and equation.primitive is not treduce_p and not facts.is_reduction and not facts.placing:
             behind.update((v, found) for v in equation.outputs if v.aval.size > 1)
-    return behind
+    return {value: found for value, found in behind.items() if value not in spec_of}
 
 
 def warn_of_derived(operand: Value, parameter: Value, rule: FsdpRule) -> None:
@@ -56,31 +48,3 @@ def warn_of_derived(operand: Value, parameter: Value, rule: FsdpRule) -> None:
         FsdpWarning,
         stacklevel=2,
     )
-
-
-def warn_of_order(operand: Value, spec: PartitionSpec, axes: set[str], rule: FsdpRule) -> None:
-    """Warn of a dimension that is sharded over an axis of the batch and then, inside each shard, over another axis."""
-    for entry in spec.partitions:
-        names = axes_in((entry,))
-        last = [*(name for name in names if name not in axes), *(name for name in names if name in axes)]
-        if list(names) != last:
-            warnings.warn(
-                f"{rule.name_of(operand)}, {operand.aval.str_short()}, is sharded over {tuple(names)} in one dimension:"
-                " the gathered parts of a device do not lie side by side, so its gradient is summed whole and then "
-                f"exchanged, not scattered. Shard it over {tuple(last)}.",
-                FsdpWarning,
-                stacklevel=2,
-            )
-
-
-def warn_of_loops(loops: Sequence[Mapping[Value, Gather]], rule: FsdpRule) -> None:
-    """Warn of parameters that several loops gather, each for itself; `loops` are the gathers of each."""
-    counts = Counter(v for gathers in loops for gather in gathers.values() for v in values(gather.equation.inputs))
-    for value, count in counts.items():
-        if count > 1:
-            warnings.warn(
-                f"{rule.name_of(value)}, {value.aval.str_short()}, is read by {count} loops, and each of them gathers "
-                "it and scatters its gradient. For one gather a step, compute both losses in one loop.",
-                FsdpWarning,
-                stacklevel=2,
-            )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,15 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
 from jaxpp_flax.engine.analyses.batch_flow import propagate
-from jaxpp_flax.engine.analyses.data_flow import use_counts
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
-from jaxpp_flax.engine.passes.fsdp.before_loops import (
-    follow_specs,
-    parameters_behind,
-    warn_of_derived,
-    warn_of_loops,
-    warn_of_order,
-)
+from jaxpp_flax.engine.passes.fsdp.before_loops import follow, warn_of_derived
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
@@ -58,12 +52,18 @@ def gather_parameters(
     spec_of = dict(zip(step.graph.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
     dims = propagate(step.graph.equations, known, shards)
-    follow_specs(step.graph.equations, spec_of)
-    behind = parameters_behind(step.graph.equations, step.graph.inputs)
+    behind = follow(step.graph.equations, spec_of)
     found = step.each(lambda loop: _gather_in_loop(loop, spec_of, behind, dims, shards, rule))
-    if not any(loop.gathered for loop in found.loops):
+    counts = Counter(v for loop in found.loops for gather in loop.gathered.values() for v in gather.equation.inputs)
+    if not counts:
         raise ValueError(_nothing_to_gather(step, spec_of, rule))
-    warn_of_loops([loop.gathered for loop in found.loops], rule)
+    for value in [v for v, count in counts.items() if count > 1]:
+        warnings.warn(
+            f"{rule.name_of(value)}, {value.aval.str_short()}, is read by {counts[value]} loops, and each of them "
+            "gathers it and scatters its gradient. For one gather a step, compute both losses in one loop.",
+            FsdpWarning,
+            stacklevel=2,
+        )
     return found
 
 
@@ -77,28 +77,24 @@ def _gather_in_loop(
 ) -> OpenLoop:
     body = loop.body.rewritten(without_hints(inline(loop.body.graph, flatten=True, remat=True)))
     sliced = sliced_by_index(body.equations, body.index)
-    operands = dict(zip(body.constants, loop.constants, strict=True))
-    axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}  # type: ignore[index]
-    whole = use_counts(body.equations, body.outputs).keys() - sliced  # nothing slices a batch leaf that nothing reads
+    operands = {v: a for v, a in zip(body.constants, loop.constants, strict=True) if isinstance(a, Value)}
+    axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}
+    whole = body.graph.reads.keys() - sliced  # nothing slices a batch leaf that nothing reads
     gathered: dict[Value, Gather] = {}
     twins: dict[Atom, Value] = {}
-    for value, operand in operands.items():
-        if value not in whole or not isinstance(operand, Value):
-            continue
-        sharded = [p for p in behind.get(operand, ()) if axes & set(axes_in(spec_of[p]))]
-        if sharded and operand not in spec_of:
-            warn_of_derived(operand, sharded[0], rule)
+    for value in [v for v in operands if v in whole]:
+        operand = operands[value]
+        if derived := [p for p in behind.get(operand, ()) if axes.intersection(axes_in(spec_of[p]))]:
+            warn_of_derived(operand, derived[0], rule)
         if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
-        warn_of_order(operand, spec_of[operand], axes, rule)
-        spec = keep_axes(spec_of[operand], lambda name: name not in axes)
-        gather = _gather(operand, spec, shards, rule)
+        gather = _gather(operand, keep_axes(spec_of[operand], lambda name: name not in axes), shards, rule)
         twins[value] = value if struct_of(value.aval).sharding is None else gather.equation.outputs[0]
         gathered[twins[value]] = replace(gather, equation=replace(gather.equation, outputs=(twins[value],)))
     if not gathered:
         return loop
     body = _reading(body, twins, axes)
-    _warn_of_shards(body, twins, dict(zip(body.constants, loop.constants, strict=True)), rule)
+    _warn_of_shards(body, twins, operands, rule)
     body, tails = _without_last_placing(body, axes)
     return replace(loop, body=body, gathered=gathered, tails=tails)
 
@@ -144,17 +140,16 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
 
 
 def _warn_of_shards(
-    body: LoopBody, twins: Mapping[Atom, Value], operands: Mapping[Value, Atom], rule: FsdpRule
+    body: LoopBody, twins: Mapping[Atom, Value], operands: Mapping[Value, Value], rule: FsdpRule
 ) -> None:
     """Warn of parameters that the body reads as shards, which then gathers them itself."""
-    made = {v for e in body.equations for v in e.outputs}
-    for value, twin in twins.items():
-        if twin in operands and twin is not value and value in made:
-            readers = [e for e in body.equations if value in e.inputs]
+    for value, operand in operands.items():
+        reader = next((e for e in body.equations if value in e.inputs), None)
+        if reader is not None and twins.get(value, value) is not value:
             warnings.warn(
-                f"{rule.name_of(operands[twin])}, {value.aval.str_short()}, is read as shards by `{readers[0].name}` "
-                f"at {readers[0].where}, so every microbatch gathers it again. Call `jax.sharding.reshard` on the "
-                "parameter itself, outside scans and other calls.",
+                f"{rule.name_of(operand)}, {value.aval.str_short()}, is read as shards by `{reader.name}` at "
+                f"{reader.where}, so every microbatch gathers it again. Call `jax.sharding.reshard` on the parameter "
+                "itself, outside scans and other calls.",
                 FsdpWarning,
                 stacklevel=2,
             )
@@ -186,14 +181,13 @@ class _Pulling:
     """Exchanges the placing of a gradient with the elementwise operations behind it; `added` follow an equation."""
 
     def __init__(self, body: LoopBody, axes: set[str]) -> None:
-        self.producer, self.axes = body.graph.producer, axes
-        self.users = use_counts(body.equations, body.outputs)
+        self.graph, self.axes = body.graph, axes
         self.added: dict[Equation, list[Equation]] = {}
 
     def last(self, atom: Atom) -> tuple[Atom, Equation] | None:
         """Return the value before its placing, and the equation that places it; None if nothing places it."""
-        equation = self.producer.get(atom) if isinstance(atom, Value) else None
-        if equation is None or self.users.get(atom) != 1:  # type: ignore[arg-type]
+        equation = self.graph.producer.get(atom) if isinstance(atom, Value) else None
+        if equation is None or self.graph.reads[atom] != 1:  # type: ignore[arg-type]
             return None
         facts = facts_of(equation.primitive)
         if facts.placing:

@@ -7,22 +7,23 @@ is a reduce-scatter on every platform. What the batch is sharded over besides th
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
+from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, producers, struct_of, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
 
 __all__ = ["scatter_gradients", "scatter_sum"]
@@ -38,112 +39,95 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
     """
     if rule is None:
         return step
-    places = _Places(step.nodes, step, specs)
-    _warn_of_reductions(step.nodes, step.inputs, specs, rule)
-    made: list[Equation | Loop] = []
-    sums: set[Equation] = set()
-    skipped: set[Equation] = set()
+    outer = Graph(step.inputs, step.outputs, tuple(node for node in step.nodes if isinstance(node, Equation)))
+    readers = {v: e for e in outer.equations for v in values(e.inputs)}
+    replaced: dict[Equation | Loop, list[Equation]] = {}
+    for loop in [node for node in step.nodes if isinstance(node, Loop)]:
+        _warn_of_reductions(loop, step.inputs, specs, rule)
+        for value, like, batch_dim in zip(loop.accumulator_results, loop.like, loop.batch_dims, strict=True):
+            total = readers.get(value)
+            if like is None or batch_dim is None or total not in step.sums or total.name != "reduce_sum":
+                continue
+            before = accumulator_spec(value.aval, batch_dim, specs[like], ())
+            last = _placing_of(total.outputs[0], outer, readers) or total
+            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, step.inputs[like]):
+                replaced |= {last: [], total: made}
+    nodes: list[Equation | Loop] = []
     for node in step.nodes:
-        if isinstance(node, Loop) or node not in step.sums or (place := places.of(node)) is None:
-            if node not in skipped:
-                made.append(node)
-                sums.update([node] if isinstance(node, Equation) and node in step.sums else [])
-            continue
-        last = places.placing_of(node) or node
-        equations = scatter_sum(node, last.outputs[0], place, rule)
-        skipped.update([last] if equations != [node] else [])
-        made += equations
-        sums.update(equations)
-    return replace(step, nodes=tuple(made), sums=frozenset(sums))
+        nodes += replaced.get(node, [node])
+    sums = step.sums.difference(replaced).union(*replaced.values())
+    return replace(step, nodes=tuple(nodes), sums=sums)
 
 
-def _warn_of_reductions(
-    nodes: Sequence[Equation | Loop], inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule
-) -> None:
+def _warn_of_reductions(loop: Loop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule) -> None:
     """Warn of gradients that cannot wait for the end of the loop."""
     spec_of = dict(zip(inputs, specs, strict=True))
-    for loop in nodes:
-        if not isinstance(loop, Loop):
+    shards = [v for gather in loop.gathers.values() for v in values(gather.equation.inputs) if v in spec_of]
+    sharded = {(v.aval.shape, spec_of[v]) for v in shards}
+    for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):
+        aval = accumulator.state.aval
+        if like is None or batch_dim is not None or (aval.shape, specs[like]) not in sharded:
             continue
-        shards = [a for gather in loop.gathers.values() for a in gather.equation.inputs if a in spec_of]
-        sharded = {(a.aval.shape, spec_of[a]) for a in shards}  # type: ignore[index]
-        for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):
-            aval = accumulator.state.aval
-            if like is None or batch_dim is not None or (aval.shape, specs[like]) not in sharded:
-                continue
-            if _adds_something(loop.partition.tasks[accumulator.task].graph, accumulator):
-                warnings.warn(
-                    f"the gradient that updates {rule.name_of(inputs[like])}, {aval.str_short()}, is no sum over "
-                    "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in "
-                    "which it is computed; docs/internals/engine.md, 'Data axes', has the rules.",
-                    FsdpWarning,
-                    stacklevel=2,
-                )
+        if _adds_something(loop.partition.tasks[accumulator.task].graph, accumulator):
+            warnings.warn(
+                f"the gradient that updates {rule.name_of(inputs[like])}, {aval.str_short()}, is no sum over "
+                "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in "
+                "which it is computed; docs/internals/engine.md, 'Data axes', has the rules.",
+                FsdpWarning,
+                stacklevel=2,
+            )
 
 
 def _adds_something(graph: Graph, accumulator: Accumulator) -> bool:
     """Return whether a task adds more than constants to an accumulator: an unused parameter's gradient is zero."""
-    made = producers(graph.equations)
-    added = [a for a in made[accumulator.result].inputs if a is not accumulator.state]
-    return not set(graph.inputs).isdisjoint(ancestors(added, made))
+    added = [a for a in graph.producer[accumulator.result].inputs if a is not accumulator.state]
+    return not set(graph.inputs).isdisjoint(ancestors(added, graph.producer))
 
 
-class _Places:
-    """The partitions before and after each sum of partial gradients."""
-
-    def __init__(self, nodes: Sequence[Equation | Loop], step: Lowered, specs: Sequence[PartitionSpec]) -> None:
-        equations = [node for node in nodes if isinstance(node, Equation)]
-        self.users = use_counts(equations, step.outputs)
-        self.readers = {v: e for e in equations for v in values(e.inputs)}
-        self.accumulated: dict[Value, tuple[PartitionSpec, PartitionSpec]] = {}
-        for loop in nodes:
-            for k, value in enumerate(loop.accumulator_results if isinstance(loop, Loop) else ()):
-                like, batch_dim = loop.like[k], loop.batch_dims[k]  # type: ignore[union-attr]
-                if like is not None and batch_dim is not None and batch_dim[0] == 0:
-                    before = accumulator_spec(value.aval, batch_dim, specs[like], ())
-                    self.accumulated[value] = before, specs[like]
-
-    def of(self, equation: Equation) -> tuple[PartitionSpec, PartitionSpec] | None:
-        """Return the partition of the parts and of the sum, if the equation sums the parts of a sharded gradient."""
-        if equation.name != "reduce_sum" or equation.inputs[0] not in self.accumulated:
-            return None
-        before, after = self.accumulated[equation.inputs[0]]  # type: ignore[index]
-        return (before, after) if _scattered_axes(before, after) else None
-
-    def placing_of(self, equation: Equation) -> Equation | None:
-        """Return the equation behind a sum that only places the sum."""
-        (total,) = equation.outputs
-        reader = self.readers.get(total)
-        placing = reader is not None and facts_of(reader.primitive).placing is not None
-        return reader if placing and self.users[total] == 1 else None
+def _placing_of(total: Value, outer: Graph, readers: Mapping[Value, Equation]) -> Equation | None:
+    """Return the equation behind a sum that only places the sum."""
+    reader = readers.get(total)
+    return reader if reader is not None and facts_of(reader.primitive).placing and outer.reads[total] == 1 else None
 
 
-def _scattered_axes(before: PartitionSpec, after: PartitionSpec) -> set[str]:
-    """Return the axes of the parts over which the sum is sharded."""
-    return set(axes_in((before.partitions[0],))).intersection(axes_in(after))
+def scatter_sum(
+    equation: Equation, target: Value, place: tuple[PartitionSpec, PartitionSpec], rule: FsdpRule, parameter: Value
+) -> list[Equation]:
+    """Return equations that make `target`, the sum of the parts of a parameter's gradient, as the parameter is placed.
 
-
-def scatter_sum(equation: Equation, target: Value, place: tuple[PartitionSpec, PartitionSpec], rule: FsdpRule) -> Any:
-    """Return the equations of the sum that make `target`; the equation itself if nothing better is known."""
+    Return none if the parameter is not sharded over the axes of the parts, or if nothing better is known than the sum.
+    """
     before, after = place
-    axes = axes_in((before.partitions[0],))
-    scattered = [tuple(n for n in axes_in((entry,)) if n in axes) for entry in after.partitions]
-    trailing = all(
-        tuple(axes_in((entry,)))[-len(names) :] == names
-        for entry, names in zip(after.partitions, scattered, strict=True)
-        if names
-    )
+    axes, entries = axes_in((before.partitions[0],)), [tuple(axes_in((entry,))) for entry in after.partitions]
+    scattered = [tuple(name for name in entry if name in axes) for entry in entries]
+    if not any(scattered):
+        return []
+    apart = [entry for entry in entries if any(a in axes and b not in axes for a, b in itertools.pairwise(entry))]
+    for entry in apart:
+        _warn_of_order(entry, axes, parameter, rule)
     typed = struct_of(target.aval).sharding
-    if typed is not None and (not trailing or set(axes_in(typed.spec)) != set(axes_in(after))):
-        return [equation]
+    if typed is not None and (apart or set(axes_in(typed.spec)) != set(axes_in(after))):
+        return []
     function: Callable[..., Any]
-    if trailing:
-        function = jax.shard_map(_reduce_scatter(axes, scattered), mesh=rule.mesh, in_specs=before, out_specs=after)
-    else:  # a shard of the parts has no contiguous shard of the sum: XLA finds the way
+    if apart:  # a shard of the parts has no contiguous shard of the sum: XLA finds the way
         sharding = NamedSharding(rule.mesh, after)
         function = lambda x: jax.lax.with_sharding_constraint(jax.lax.reduce_sum(x, (0,)), sharding)  # noqa: E731
+    else:
+        function = jax.shard_map(_reduce_scatter(axes, scattered), mesh=rule.mesh, in_specs=before, out_specs=after)
     made, _ = emit(function, equation.inputs, [target])
     return [replace(e, source=equation.source) for e in made]
+
+
+def _warn_of_order(entry: Sequence[str], axes: Sequence[str], parameter: Value, rule: FsdpRule) -> None:
+    """Warn of a dimension that is sharded over an axis of the batch and then, inside each shard, over another axis."""
+    last = (*(name for name in entry if name not in axes), *(name for name in entry if name in axes))
+    warnings.warn(
+        f"{rule.name_of(parameter)}, {parameter.aval.str_short()}, is sharded over {tuple(entry)} in one dimension: "
+        "the gathered parts of a device do not lie side by side, so its gradient is summed whole and then exchanged, "
+        f"not scattered. Shard it over {last}.",
+        FsdpWarning,
+        stacklevel=2,
+    )
 
 
 def _reduce_scatter(axes: Sequence[str], scattered: Sequence[tuple[str, ...]]) -> Callable[[jax.Array], jax.Array]:
