@@ -156,9 +156,9 @@ class MpmdConfig:
         """The schedule: `pipeline_schedule`, or else the one that the options name."""
         return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
 
-    def mesh_of(self, name: str) -> str:
-        """Return the mesh of a name, without a kind of memory."""
-        return mesh_and_memory(self.name_to_mesh_assignment[name])[0]
+    def rank_of(self, name: str) -> int:
+        """Return the rank of the mesh of a name."""
+        return self.meshes.rank(mesh_and_memory(self.name_to_mesh_assignment[name])[0])
 
 
 def make_config(
@@ -177,7 +177,7 @@ def make_config(
     Args:
       topology: named meshes, of equal or different shapes, with Auto axes; a device may belong to several.
       name_to_mesh_assignment: for each name in the program (`named_computation`, `named_tensor`) the name of a mesh.
-        Work without a name is placed where the fewest bytes are transferred.
+        Work without a name is placed where few bytes are transferred.
       name_to_stage_assignment: stages of computations, numbers from 0. Without numbers, neighbours of one mesh form one
         stage; with numbers, computations of one mesh and one number do.
       input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes; None:

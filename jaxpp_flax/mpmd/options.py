@@ -44,7 +44,7 @@ class PartitioningOptions(dict[str, Any]):
 
     `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). With `mpmd_infer_transfers=True`, a result
     that unnamed work makes from several meshes goes to the first mesh of the topology, as with Shardy's compiler, and
-    not where the fewest bytes are transferred.
+    not where few bytes are transferred.
 
     Raises:
       ValueError: for an unknown option or schedule, with similar names; for a switch of Shardy's compiler that changes
