@@ -19,12 +19,13 @@ from typing import Any
 
 from jaxpp_flax.mpmd.config import MpmdConfig, make_config
 from jaxpp_flax.mpmd.jit import MpmdTraced, MpmdWrapped, jit
-from jaxpp_flax.mpmd.lowered import FunctionNamedShardings, MpmdCompiled, MpmdExecutable, MpmdLowered
+from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
 from jaxpp_flax.mpmd.missing import explain
 from jaxpp_flax.mpmd.ops import call, enumerated_for, fori_loop, named_computation, named_tensor
 from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions
 from jaxpp_flax.mpmd.types import (
     FunctionIOMeshAssignment,
+    FunctionNamedShardings,
     MpmdJitShardingInfo,
     NameToMeshAssignment,
     Topology,
@@ -32,21 +33,19 @@ from jaxpp_flax.mpmd.types import (
 )
 
 # Each of these has two names in programs.
-Compiled, Config, Executable, Lowered = MpmdCompiled, MpmdConfig, MpmdExecutable, MpmdLowered
+Compiled, Config, Lowered = MpmdCompiled, MpmdConfig, MpmdLowered
 FunctionMeshAssignment = FunctionIOMeshAssignment
 
 __all__ = [
     "PIPELINE_SCHEDULES",
     "Compiled",
     "Config",
-    "Executable",
     "FunctionIOMeshAssignment",
     "FunctionMeshAssignment",
     "FunctionNamedShardings",
     "Lowered",
     "MpmdCompiled",
     "MpmdConfig",
-    "MpmdExecutable",
     "MpmdJitShardingInfo",
     "MpmdLowered",
     "MpmdTraced",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxpp_flax.engine.arrays.mesh import Device, RankMeshes
+from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name
 from jaxpp_flax.schedules.schedule import Schedule
@@ -44,29 +42,6 @@ class Topology(RankMeshes):
 
     def __repr__(self) -> str:
         return f"the topology { {n: dict(mesh.shape) for n, mesh in zip(self.names, self.meshes, strict=True)} }"
-
-    def on_devices(self, devices: Sequence[Device]) -> Topology:
-        """Return the same meshes over other devices: the first ones for the first mesh, and so on.
-
-        Raises:
-          ValueError: if there are too few devices.
-        """
-        sizes = [mesh.size for mesh in self.meshes]
-        if len(devices) < sum(sizes):
-            raise ValueError(
-                f"device_assignment has {len(devices)} devices, but the meshes of the topology need {sum(sizes)} "
-                f"({', '.join(f'{name}: {size}' for name, size in zip(self.names, sizes, strict=True))})."
-            )
-        starts = itertools.accumulate([0, *sizes[:-1]])
-        moved = [
-            Mesh(
-                np.array(devices[start : start + mesh.size]).reshape(mesh.devices.shape),
-                mesh.axis_names,
-                axis_types=mesh.axis_types,
-            )
-            for start, mesh in zip(starts, self.meshes, strict=True)
-        ]
-        return Topology(self.names, tuple(moved))
 
     @cached_property
     def unstack(self) -> Sequence[Mesh]:
@@ -156,9 +131,9 @@ class MpmdConfig:
         """The schedule: `pipeline_schedule`, or else the one that the options name."""
         return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
 
-    def mesh_of(self, name: str) -> str:
-        """Return the mesh of a name, without a kind of memory."""
-        return mesh_and_memory(self.name_to_mesh_assignment[name])[0]
+    def rank_of(self, name: str) -> int:
+        """Return the rank of the mesh of a name."""
+        return self.meshes.rank(mesh_and_memory(self.name_to_mesh_assignment[name])[0])
 
 
 def make_config(
@@ -177,7 +152,7 @@ def make_config(
     Args:
       topology: named meshes, of equal or different shapes, with Auto axes; a device may belong to several.
       name_to_mesh_assignment: for each name in the program (`named_computation`, `named_tensor`) the name of a mesh.
-        Work without a name is placed where the fewest bytes are transferred.
+        Work without a name is placed where few bytes are transferred.
       name_to_stage_assignment: stages of computations, numbers from 0. Without numbers, neighbours of one mesh form one
         stage; with numbers, computations of one mesh and one number do.
       input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes; None:

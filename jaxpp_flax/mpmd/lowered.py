@@ -25,29 +25,9 @@ from jaxpp_flax.mpmd.options import options_of_ranks
 from jaxpp_flax.mpmd.partitioning.build import Built
 from jaxpp_flax.mpmd.shardings import ArgumentHome, check_within
 from jaxpp_flax.mpmd.text import as_text
-from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, MpmdJitShardingInfo
+from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, FunctionNamedShardings, MpmdJitShardingInfo
 
-__all__ = ["FunctionNamedShardings", "MpmdCompiled", "MpmdExecutable", "MpmdLowered"]
-
-
-class FunctionNamedShardings:
-    """`input_specs` and `output_specs`: trees of `NamedSharding`s, each over the mesh of its leaf.
-
-    If XLA chooses the partition of results, reading `output_specs` compiles the program.
-    """
-
-    def __init__(self, lowered: MpmdLowered) -> None:
-        self._lowered = lowered
-
-    @property
-    def input_specs(self) -> Any:
-        """The shardings of the arguments, as a tuple."""
-        return self._lowered.input_shardings
-
-    @property
-    def output_specs(self) -> Any:
-        """The shardings of the results."""
-        return self._lowered.output_shardings
+__all__ = ["MpmdCompiled", "MpmdLowered"]
 
 
 class MpmdLowered:
@@ -171,13 +151,12 @@ class MpmdLowered:
           compiler_options: XLA's options, as in `jax.jit`: one mapping for all meshes, or a mapping from names of
             meshes to options. Meshes that are not named get the default options.
           ifrt_ir_compile_options: refused: no IFRT program is made here.
-          device_assignment: other devices than those of the topology: the first ones for the first mesh, and so on.
+          device_assignment: refused: a topology of other devices is one of `make_config`.
 
         Raises:
           TypeError: if some values of `compiler_options` are mappings and others are not.
-          ValueError: if `compiler_options` names a mesh that the topology lacks, or `device_assignment` has too few
-            devices.
-          NotImplementedError: for `ifrt_ir_compile_options`.
+          ValueError: if `compiler_options` names a mesh that the topology lacks.
+          NotImplementedError: for `ifrt_ir_compile_options` and `device_assignment`.
           ProgramMismatchError: with several processes, if their programs, meshes or settings differ; ValueError, if no
             mesh has a device of this process; ValuesMismatchError, if the arrays that the function closes over differ.
         """
@@ -186,16 +165,19 @@ class MpmdLowered:
                 f"ifrt_ir_compile_options ({', '.join(ifrt_ir_compile_options)}) are options of the IFRT compiler, but "
                 "this package compiles each fragment with XLA. Pass XLA's options as `compiler_options`."
             )
-        lowered = self
         if device_assignment is not None:
-            lowered = self._with_compiler(TaskCompiler(self._meshes.on_devices(device_assignment)))
+            raise NotImplementedError(
+                "device_assignment is not taken: a program runs on the meshes for which it is lowered. Build the "
+                "topology of `make_config` from these devices."
+            )
+        lowered = self
         if compiler_options:
             options = options_of_ranks(compiler_options, self._meshes.names)
-            lowered = lowered._with_compiler(TaskCompiler(lowered._meshes, rank_options=options))
-        return MpmdCompiled(lowered._executable)
+            lowered = self._with_compiler(TaskCompiler(self._meshes, rank_options=options))
+        return lowered._compiled
 
     @cached_property
-    def _executable(self) -> MpmdExecutable:
+    def _compiled(self) -> MpmdCompiled:
         distributed, executables, avals = (
             self._connected[0],
             self._executables,
@@ -206,7 +188,7 @@ class MpmdLowered:
         bound = BoundProgram(
             executables, self._meshes, self.signature, self._constants, self._wanted, results, distributed
         )
-        return MpmdExecutable(self, executables, bound)
+        return MpmdCompiled(self, executables, bound)
 
     def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:
         """Return this program on the meshes of another compiler."""
@@ -247,76 +229,13 @@ class MpmdLowered:
         )
 
 
-class MpmdExecutable:
-    """The program with its XLA executables; it runs on flat arguments. `MpmdCompiled` takes trees.
-
-    Example:
-      >>> import jax, numpy as np, jax.numpy as jnp
-      >>> from jaxpp_flax import mpmd
-      >>> meshes = {"m0": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))}
-      >>> compiled = mpmd.jit(lambda x: {"y": x + 1}, mpmd.make_config(meshes, {})).lower(jnp.ones(2)).compile()
-      >>> compiled.mpmd_executable.call(jnp.ones(2))
-      [Array([2., 2.], dtype=float32)]
-    """
-
-    def __init__(self, lowered: MpmdLowered, executables: Executables, bound: BoundProgram) -> None:
-        self.lowered, self._executables, self._bound = lowered, executables, bound
-        leaves = zip(lowered.signature.leaves, lowered._argument_ranks, strict=True)
-        self._homes = [ArgumentHome(leaf.path, lowered._meshes, ranks) for leaf, ranks in leaves]
-
-    @property
-    def input_shardings_tree(self) -> Any:
-        """The shardings of the arguments, as a tuple of trees."""
-        return self.lowered.input_shardings
-
-    def input_shardings(self) -> list[NamedSharding]:
-        """Return the shardings of the arguments as a flat list."""
-        return jax.tree.leaves(self.lowered.input_shardings)
-
-    def output_shardings(self) -> list[NamedSharding]:
-        """Return the shardings of the results as a flat list."""
-        return jax.tree.leaves(self.lowered.output_shardings)
-
-    def as_text(self, dialect: str | None = None) -> str:
-        """See `MpmdLowered.as_text`."""
-        return self.lowered.as_text(dialect)
-
-    def cost_analysis(self) -> dict[str, dict[str, float]]:
-        """Return, for each mesh, XLA's costs of one call, added up over the mesh's fragments: "flops" and others."""
-        return dict(zip(self.lowered._meshes.names, sum_costs(self._executables), strict=True))
-
-    def memory_analysis(self) -> dict[str, MemoryAnalysis]:
-        """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
-        avals = [value.aval for value in self.lowered.built.step.inputs]
-        found = walk_memory(self._executables.program, self._executables, self.lowered._meshes, avals)
-        return dict(zip(self.lowered._meshes.names, found, strict=True))
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """The most bytes that one device holds in a call: arguments, values and the largest workspace."""
-        found = self.memory_analysis().values()
-        return max(mesh.argument_bytes + mesh.peak_bytes + mesh.temp_bytes for mesh in found)
-
-    def call(self, *leaves: Any) -> list[Any]:
-        """Run the program on flat arguments, and return its flat results."""
-        return jax.tree.leaves(self.run(leaves))
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat arguments whose types fit the program, and return the tree of results.
-
-        Raises:
-          ValueError: if an array was placed on another mesh than its own.
-        """
-        for leaf, home in zip(leaves, self._homes, strict=True):
-            home.check(leaf, self.lowered.name)
-        return self._bound.run(leaves)
-
-
 class MpmdCompiled:
     """A compiled program; it takes arguments of the structure and types for which it was lowered."""
 
-    def __init__(self, executable: MpmdExecutable) -> None:
-        self.mpmd_executable, self._lowered = executable, executable.lowered
+    def __init__(self, lowered: MpmdLowered, executables: Executables, bound: BoundProgram) -> None:
+        self._lowered, self._executables, self._bound = lowered, executables, bound
+        leaves = zip(lowered.signature.leaves, lowered._argument_ranks, strict=True)
+        self._homes = [ArgumentHome(leaf.path, lowered._meshes, ranks) for leaf, ranks in leaves]
 
     @property
     def input_shardings(self) -> Any:
@@ -330,20 +249,23 @@ class MpmdCompiled:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """See `MpmdExecutable.peak_memory_bytes`."""
-        return self.mpmd_executable.peak_memory_bytes
+        """The most bytes that one device holds in a call: arguments, values and the largest workspace."""
+        found = self.memory_analysis().values()
+        return max(mesh.argument_bytes + mesh.peak_bytes + mesh.temp_bytes for mesh in found)
 
     def as_text(self, dialect: str | None = None) -> str:
         """See `MpmdLowered.as_text`."""
         return self._lowered.as_text(dialect)
 
     def cost_analysis(self) -> dict[str, dict[str, float]]:
-        """See `MpmdExecutable.cost_analysis`."""
-        return self.mpmd_executable.cost_analysis()
+        """Return, for each mesh, XLA's costs of one call, added up over the mesh's fragments: "flops" and others."""
+        return dict(zip(self._lowered._meshes.names, sum_costs(self._executables), strict=True))
 
     def memory_analysis(self) -> dict[str, MemoryAnalysis]:
-        """See `MpmdExecutable.memory_analysis`."""
-        return self.mpmd_executable.memory_analysis()
+        """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
+        avals = [value.aval for value in self._lowered.built.step.inputs]
+        found = walk_memory(self._executables.program, self._executables, self._lowered._meshes, avals)
+        return dict(zip(self._lowered._meshes.names, found, strict=True))
 
     def __call__(self, *args: Any) -> Any:
         """Run the program; host arrays, and arrays that JAX may move (not committed), are copied to their mesh.
@@ -356,5 +278,11 @@ class MpmdCompiled:
         return self.run(self._lowered.signature.leaves_of(args, {}))
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat arguments whose types fit the program; the types are not checked."""
-        return self.mpmd_executable.run(leaves)
+        """Run on flat arguments whose types fit the program; the types are not checked.
+
+        Raises:
+          ValueError: if an array was placed on another mesh than its own.
+        """
+        for leaf, home in zip(leaves, self._homes, strict=True):
+            home.check(leaf, self._lowered.name)
+        return self._bound.run(leaves)

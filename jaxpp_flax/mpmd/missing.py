@@ -25,6 +25,7 @@ REMEDIES: Mapping[str, str] = {
     "the names",
     "reduce": "sums over meshes are inferred. Pass its argument itself",
     "broadcast": "an array is sent to each mesh that reads it. Pass its argument itself",
+    "Executable": "what `compile` returns runs by itself, and has the analyses of all meshes",
     "make_partitioning_options": "`PartitioningOptions` checks the options, and so does `make_config`",
 }
 

@@ -32,7 +32,6 @@ __all__ = [
     "named_computation",
     "named_tensor",
     "named_tensor_p",
-    "transposes_in",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,20 +55,18 @@ def call_scope(call_counter: int) -> AbstractContextManager[Any]:
     return jax.named_scope(f"mpmd.call[{call_counter}]")
 
 
-def computations_in(stack: str) -> list[tuple[str, int]]:
-    """Return the named computations around an equation, outermost first, with the transpose counts in their scopes."""
-    labels = [label.rpartition(";") for label in _COMPUTATION.findall(stack)]
-    return [(unquote(name), int(count)) for name, _, count in labels]
+def computations_in(stack: str) -> list[tuple[str, int, int]]:
+    """Return the named computations around an equation, outermost first.
+
+    Each has the number of transpositions that JAX made of it, and the count that is written in its scope.
+    """
+    found = [(match.start(), match[1].rpartition(";")) for match in _COMPUTATION.finditer(stack)]
+    return [(unquote(name), stack.count("transpose(", 0, at), int(count)) for at, (name, _, count) in found]
 
 
 def calls_in(stack: str) -> list[int]:
     """Return the call counters around an equation, outermost first."""
     return [int(counter) for counter in _CALL.findall(stack)]
-
-
-def transposes_in(stack: str) -> int:
-    """Count the transpositions of an equation."""
-    return stack.count("transpose(")
 
 
 def check_name(name: Any) -> str:
@@ -169,9 +166,17 @@ def call(fn: F, *, call_counter: int | None = None) -> F:
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         with call_scope(call_counter):
+            args, kwargs = jax.tree.map(_as_value, (args, kwargs))
             return jitted(*args, **kwargs)
 
     return called  # type: ignore[return-value]
+
+
+def _as_value(operand: Any) -> Any:
+    """Turn a whole number (the index of a microbatch) into a value, so that all microbatches run one program."""
+    if not _is_array(operand) or np.ndim(operand) or not jnp.issubdtype(jnp.result_type(operand), np.integer):
+        return operand
+    return jax.lax.copy_p.bind(operand)
 
 
 named_tensor_p = jex_core.Primitive("named_tensor")

@@ -25,18 +25,6 @@ PIPELINE_SCHEDULES = {
 
 _SCHEDULE = "mpmd_pipeline_schedule"
 _INFER_TRANSFERS = "mpmd_infer_transfers"
-# Switches of Shardy's compiler that change nothing here: it always does the same, or no result depends on it.
-_WITHOUT_EFFECT = (
-    "mpmd_infer_cross_mesh_reductions",
-    "mpmd_fragment_remat",
-    "mpmd_merge_remat_fragments",
-    "mpmd_split_bwd_fragments",
-    "mpmd_assume_homogeneous_devices",
-    "mpmd_absorb_inferred_fragments_on_entry_point_function",
-    "mpmd_copy_constant_creation_from_producer_to_consumer",
-    "mpmd_apply_merge_transfers_pass",
-    "mpmd_merge_inferred_after_scheduling",
-)
 
 
 class PartitioningOptions(dict[str, Any]):
@@ -44,11 +32,10 @@ class PartitioningOptions(dict[str, Any]):
 
     `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). With `mpmd_infer_transfers=True`, a result
     that unnamed work makes from several meshes goes to the first mesh of the topology, as with Shardy's compiler, and
-    not where the fewest bytes are transferred.
+    not where few bytes are transferred.
 
     Raises:
-      ValueError: for an unknown option or schedule, with similar names; for a switch of Shardy's compiler that changes
-        nothing here; and for a switch that is not a bool.
+      ValueError: for an unknown option or schedule, with similar names, and for a switch that is not a bool.
 
     Example:
       >>> PartitioningOptions(mpmd_pipeline_schedule="1F1B").schedule
@@ -63,15 +50,13 @@ class PartitioningOptions(dict[str, Any]):
         for key, value in self.items():
             if key == _SCHEDULE:
                 schedule_name(value)
-            elif key in _WITHOUT_EFFECT:
+            elif key != _INFER_TRANSFERS:
                 raise ValueError(
-                    f"partitioning option {key} changes nothing here, so leave it out: transfers and sums over meshes "
+                    f"unknown partitioning option {key!r}.{known_names(key, (_SCHEDULE, _INFER_TRANSFERS))} Leave out "
+                    "the other switches of Shardy's compiler: they change nothing here. Transfers and sums over meshes "
                     "are always inferred, each user of a region recomputes it, a schedule splits the backward if it "
                     "needs that, and equal programs are compiled once."
                 )
-            elif key != _INFER_TRANSFERS:
-                known = known_names(key, (_SCHEDULE, _INFER_TRANSFERS))
-                raise ValueError(f"unknown partitioning option {key!r}.{known}")
             elif not isinstance(value, bool):
                 raise ValueError(f"partitioning option {key} must be True or False, got {value!r}.")
 

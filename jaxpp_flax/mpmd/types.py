@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 __all__ = [
     "FunctionIOMeshAssignment",
+    "FunctionNamedShardings",
     "MpmdJitShardingInfo",
     "NameToMeshAssignment",
-    "NamedShardings",
     "Topology",
     "mesh_names",
 ]
@@ -35,18 +35,24 @@ class FunctionIOMeshAssignment:
     output_meshes: Any
 
 
-class NamedShardings(Protocol):
-    """Trees of `NamedSharding`s, each over the mesh of its leaf."""
+class FunctionNamedShardings:
+    """`input_specs` and `output_specs`: trees of `NamedSharding`s, each over the mesh of its leaf.
+
+    If XLA chooses the partition of results, reading `output_specs` compiles the program.
+    """
+
+    def __init__(self, lowered: Any) -> None:
+        self._lowered = lowered
 
     @property
     def input_specs(self) -> Any:
         """The shardings of the arguments, as a tuple."""
-        ...
+        return self._lowered.input_shardings
 
     @property
     def output_specs(self) -> Any:
         """The shardings of the results."""
-        ...
+        return self._lowered.output_shardings
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class MpmdJitShardingInfo:
       (('m0',), True)
     """
 
-    named_shardings: NamedShardings
+    named_shardings: FunctionNamedShardings
     io_mesh_assignment: FunctionIOMeshAssignment
     topology: Topology
     name_to_mesh_map: Mapping[str, str | tuple[str, int]]

@@ -19,6 +19,7 @@ from tests.mpmd.programs import (
     in_runs,
     in_turn,
     loss,
+    model,
     runs_of,
     topology,
     train_step,
@@ -138,6 +139,40 @@ def test_compilations_do_not_grow_with_microbatches():
         step.lower(weights(4), batches(microbatches)).compile()
         counts.append((step._compiler.lowerings, step._compiler.compilations))
     assert counts[0] == counts[1]
+
+
+def test_one_program_for_all_microbatches_that_read_their_index():
+    tasks = []
+    for microbatches in (3, 6):
+        stacked = jnp.stack(batches(microbatches))
+
+        def fun(ws, stacked, microbatches=microbatches):
+            return mpmd.fori_loop(microbatches, lambda i, carry: carry + loss(ws, stacked[i]), jnp.zeros(()))
+
+        lowered = mpmd.jit(jax.value_and_grad(fun), config(topology(1, 1), in_runs(2, 2))).lower(weights(2), stacked)
+        tasks.append(len(lowered.built.program.tasks))
+    assert tasks == [8, 8]
+
+
+def test_unnamed_work_runs_with_the_named_work_around_it():
+    """What a later stage reads of the batch opens no program of its own; a sum waits alone if it must."""
+
+    def masked(ws, both):
+        x, targets = both
+        weight = jnp.tanh(targets).sum(axis=1, keepdims=True)
+        return jnp.mean((model(ws, x) * weight) ** 2)
+
+    def fun(ws, both):
+        return accumulate(ws, both, masked)
+
+    ws, xs = weights(3), batches(4)
+    both = list(zip(xs, batches(4), strict=True))
+    lowered = mpmd.jit(fun, config(topology(1, 1, 1), in_runs(3, 3), "GPIPE")).lower(ws, both)
+    assert [len(runs_of(lowered, mesh)) for mesh in range(3)] == [8, 8, 8]
+    tree_allclose(lowered.compile()(ws, both), jax.jit(fun)(ws, both))
+    reversed_ = config(topology(1, 1, 1), in_runs(3, 3), "CIRCULAR_WITH_REVERSED_BACKWARD")
+    lowered = mpmd.jit(accumulate, reversed_).lower(ws, xs)
+    assert [len(runs_of(lowered, mesh)) for mesh in range(3)] == [11, 11, 11]
 
 
 def test_a_schedule_object():

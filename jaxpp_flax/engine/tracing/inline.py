@@ -8,7 +8,7 @@ equations are labelled `late`, so that they run in the backward task that needs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -96,7 +96,7 @@ def _claim(originals: _Originals, counts: Counter[int], where: str) -> _Original
 
 
 class _Inliner:
-    def __init__(self, flatten: bool, remat: bool) -> None:
+    def __init__(self, flatten: bool, remat: Callable[[Equation], bool]) -> None:
         self.flatten, self.remat = flatten, remat
         self.equations: list[Equation] = []
         self.substitution: dict[Value, Atom] = {}
@@ -137,7 +137,7 @@ class _Inliner:
         # The differentiation rules of a custom call are useless by now. As opaque objects, they would hide that two
         # stages are alike.
         always = equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-        return facts.body is not None and (always or (self.remat if facts.recomputes else self.flatten))
+        return facts.body is not None and (always or (self.remat(equation) if facts.recomputes else self.flatten))
 
     def _append(self, equation: Equation) -> None:
         if equation.transposed:
@@ -173,7 +173,7 @@ class _Inliner:
             )
         recomputation = is_recomputation(equation)
         transposed = equation.transposed and not recomputation
-        graph = applied(body, equation.inputs, transposed=transposed, late=equation.late)
+        graph = applied(body, equation.inputs, transposed=transposed, late=equation.late, within=equation.source)
         if recomputation:
             counts: Counter[int] = Counter()
             _count_forward_markers(opened(body).eqns, counts)
@@ -185,19 +185,22 @@ class _Inliner:
             self.substitution[outer] = self.resolve(inner)
 
 
-def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph:
+def inline(graph: Graph, *, flatten: bool = False, remat: bool | Callable[[Equation], bool] = False) -> Graph:
     """Return the same function with every marker (and `treduce`) at the top level.
+
+    An inlined equation stands in the scopes of the calls that held it.
 
     Args:
       graph: the graph to inline.
       flatten: inline plain calls too, even without a marker, so that each equation can be placed.
-      remat: inline rematerialised regions too; recomputed equations are labelled `late` and stay recomputed.
+      remat: inline rematerialised regions too, all or those for which it returns True; recomputed equations are
+        labelled `late` and stay recomputed.
 
     Raises:
       MarkerPlacementError: if a marker stands at a place where it cannot cut (`cond`, `while`, `scan`, forward-mode
         differentiation), naming the construct and the user's line.
     """
-    inliner = _Inliner(flatten, remat)
+    inliner = _Inliner(flatten, remat if callable(remat) else lambda _: remat)
     inliner.walk(graph.equations, {}, None, False)
     outputs = tuple(inliner.resolve(atom) for atom in graph.outputs)
     return prune(Graph(graph.inputs, outputs, tuple(inliner.equations)))

@@ -205,12 +205,18 @@ def plain_literal(value: Any, aval: Any) -> Any:
 
 
 def from_jaxpr(
-    jaxpr: Any, operands: Sequence[Atom] | None = None, *, transposed: bool = False, late: bool = False
+    jaxpr: Any,
+    operands: Sequence[Atom] | None = None,
+    *,
+    transposed: bool = False,
+    late: bool = False,
+    within: Any = None,
 ) -> tuple[Graph, list[Any]]:
     """Convert a (closed) jaxpr; its captured constants become leading inputs, and are returned with the graph.
 
     If `operands` are given (constants' atoms first), they replace the jaxpr's variables: this is inlining.
-    `transposed` and `late` label every equation, in addition to the labels from the equations' own name stacks.
+    `transposed` and `late` label every equation, in addition to the labels from the equations' own name stacks. The
+    scopes of `within`, the source of a call, go around those of its equations.
     """
     consts = list(getattr(jaxpr, "consts", ()))
     inner = opened(jaxpr)
@@ -225,6 +231,7 @@ def from_jaxpr(
 
     equations: list[Equation] = []
     backward = cache(lambda stack: "transpose(" in str(stack))  # few stacks, and their text takes time
+    scopes = getattr(within, "name_stack", None)
     for eqn in inner.eqns:
         equation = Equation(
             primitive=eqn.primitive,
@@ -233,7 +240,9 @@ def from_jaxpr(
             outputs=tuple(Value(v.aval) for v in eqn.outvars),
             effects=frozenset(eqn.effects),
             context=eqn.ctx,
-            source=eqn.source_info,
+            source=eqn.source_info
+            if scopes is None
+            else eqn.source_info.replace(name_stack=scopes + eqn.source_info.name_stack),
             transposed=transposed or backward(eqn.source_info.name_stack),
             late=late,
         )
@@ -242,11 +251,13 @@ def from_jaxpr(
     return Graph(tuple(values(inputs)), tuple(map(read, inner.outvars)), tuple(equations)), consts
 
 
-def applied(jaxpr: Any, operands: Sequence[Atom], *, transposed: bool = False, late: bool = False) -> Graph:
+def applied(
+    jaxpr: Any, operands: Sequence[Atom], *, transposed: bool = False, late: bool = False, within: Any = None
+) -> Graph:
     """Apply a (closed) jaxpr to atoms; its captured arrays become literals. Labels are as in `from_jaxpr`."""
     captured = zip(getattr(jaxpr, "consts", ()), opened(jaxpr).constvars, strict=True)
     literals = [Constant(value, variable.aval) for value, variable in captured]
-    return from_jaxpr(jaxpr, [*literals, *operands], transposed=transposed, late=late)[0]
+    return from_jaxpr(jaxpr, [*literals, *operands], transposed=transposed, late=late, within=within)[0]
 
 
 def emit(

@@ -15,7 +15,6 @@ from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig, mesh_and_memory
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
-from jaxpp_flax.mpmd.partitioning.keys import Halves
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
@@ -53,16 +52,17 @@ def build(
     meshes = config.meshes
     refuse_ordered_effects(graph)
     step = nodes_of(graph)
-    fixed = _fixed(step.nodes, config)
+    _check_names(step.nodes, config)
+    stages = stages_of(step.nodes, config)
+    order = _order(step.nodes, stages, config)
+    if order is not None and order.split_stages:
+        step = replace(step, nodes=split_backward(step.nodes, stages, order))
+    fixed = {node: config.rank_of(min(node.names)) for node in step.nodes if node.names}
     constants = frozenset(step.inputs[:num_constants])
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
     first_mesh = 0 if config.partitioning_options.infers_transfers else None
     placement = infer(step, fixed, constants, given, result_ranks, mixed_results=first_mesh)
-    stages = stages_of(step.nodes, fixed, config.name_to_stage_assignment, meshes.names)
-    _number_calls(step.nodes)
-    order = _order(step.nodes, stages, config)
-    step, placement, halves = _split(step, placement, stages, order)
-    fragments = fragments_of(step, placement, stages, order, halves)
+    fragments = fragments_of(step, placement, stages, order)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
     unrolled = unroll(step, placement, fragments, rewrites, keep_unused=keep_unused)
     program = donate_and_free(unrolled, [False] * num_constants + list(donated))
@@ -72,51 +72,34 @@ def build(
     return Built(program, step, placement, tuple(fragments))
 
 
-def _split(step: Step, placement: Placement, stages: Stages, order: Order | None) -> tuple[Step, Placement, Halves]:
-    """Split the backward work of the stages for which the schedule asks for it."""
-    split = order.split_stages if order is not None else frozenset[int]()
-    if not split:
-        return step, placement, Halves()
-    nodes, halves, weights = split_backward(step.nodes, stages.of_name, split)
-    placed = {**placement.nodes, **{half: placement.nodes[whole] for half, whole in halves.items()}}
-    placement = replace(placement, nodes={node: placed[node] for node in nodes})
-    return replace(step, nodes=nodes), placement, Halves(split, weights)
-
-
-def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
-    """Return the ranks of named nodes, and of loops whose names all share one mesh."""
-    fixed: dict[Node, int] = {}
-    assigned = {name: config.mesh_of(name) for name in config.name_to_mesh_assignment}
-    stages = config.name_to_stage_assignment
+def _check_names(nodes: Sequence[Node], config: MpmdConfig) -> None:
+    """Refuse a name without a mesh, and names of several meshes or stages that must run as one program."""
+    meshes, stages = config.name_to_mesh_assignment, config.name_to_stage_assignment
     for node in nodes:
         for name in sorted(node.names):
-            if name not in assigned:
+            if name not in meshes:
                 raise ValueError(
-                    f"{name!r} at {node.where} is assigned to no mesh.{known_names(name, assigned)} Add it to "
+                    f"{name!r} at {node.where} is assigned to no mesh.{known_names(name, meshes)} Add it to "
                     "name_to_mesh_assignment."
                 )
-            _refuse_host_memory(name, config.name_to_mesh_assignment[name], node.where)
+            _refuse_host_memory(name, meshes[name], node.where)
         if node.origin is not None:
             name = node.origin.name
             for inner in sorted(node.names - {name}):
-                if (assigned[inner], stages.get(inner)) != (assigned[name], stages.get(name)):
+                if (config.rank_of(inner), stages.get(inner)) != (config.rank_of(name), stages.get(name)):
                     raise ValueError(
                         f"{inner!r} is inside of {name!r} at {node.where}, but assigned elsewhere: "
                         f"{_assignment(inner, config)}, not {_assignment(name, config)}. One computation runs on one "
                         "mesh: assign both alike, or call the inner one outside."
                     )
-            fixed[node] = config.meshes.rank(assigned[name])
-        elif node.names:
-            ranks = {assigned[name] for name in node.names}
-            if len(ranks) > 1:
-                raise ValueError(
-                    f"the names {', '.join(map(repr, sorted(node.names)))} stand inside of one "
-                    f"`{node.equations[0].name}` at {node.where}, but on several meshes ({', '.join(sorted(ranks))}): "
-                    "it runs as one program on one mesh. Use `mpmd.fori_loop` or `mpmd.enumerated_for`, which are "
-                    "unrolled, or assign these names to one mesh."
-                )
-            fixed[node] = config.meshes.rank(ranks.pop())
-    return fixed
+        elif len({config.rank_of(name) for name in node.names}) > 1:
+            raise ValueError(
+                f"the names {', '.join(map(repr, sorted(node.names)))} stand inside of one "
+                f"`{node.equations[0].name}` at {node.where}, but on several meshes "
+                f"({', '.join(sorted({meshes[name] for name in node.names}))}): "
+                "it runs as one program on one mesh. Use `mpmd.fori_loop` or `mpmd.enumerated_for`, which are "
+                "unrolled, or assign these names to one mesh."
+            )
 
 
 def _refuse_host_memory(name: str, mesh: str, where: str) -> None:
@@ -132,14 +115,6 @@ def _assignment(name: str, config: MpmdConfig) -> str:
     stage = config.name_to_stage_assignment.get(name)
     mesh = config.name_to_mesh_assignment[name]
     return f"{mesh!r}" if stage is None else f"{mesh!r} in stage {stage}"
-
-
-def _number_calls(nodes: Sequence[Node]) -> None:
-    """Renumber the program's call counters as microbatches from 0 on."""
-    calls = sorted({node.call for node in nodes if node.call is not None})
-    number = {call: k for k, call in enumerate(calls)}
-    for node in nodes:
-        node.call = None if node.call is None else number[node.call]
 
 
 def _order(nodes: Sequence[Node], stages: Stages, config: MpmdConfig) -> Order | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple
 
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.mpmd.partitioning.infer import Placement
-from jaxpp_flax.mpmd.partitioning.keys import Halves, Key, key_of
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin, Step
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -19,17 +16,43 @@ from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["Fragment", "fragments_of"]
 
-_F, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
-_START = -1.0  # work that waits for nothing
-_Barrier: TypeAlias = "tuple[list[int], list[int], str]"  # pieces that run before others, and why
+
+class Key(NamedTuple):
+    """The work that may share a fragment: one microbatch's work of one stage in one direction."""
+
+    rank: int
+    stage: int | None = None
+    kind: TaskKind | None = None
+    call: int | None = None
+
+    @property
+    def task(self) -> Task | None:
+        """The schedule's task for this work, if there is one."""
+        if self.kind is None or self.stage is None or self.call is None:
+            return None
+        return Task(self.kind, self.stage, self.call)
+
+
+class _Piece(NamedTuple):
+    """A node on one of its ranks."""
+
+    node: Node
+    rank: int
+    key: Key
 
 
 @dataclass(eq=False, slots=True)
 class Fragment:
-    """Nodes that one mesh runs as one program."""
+    """Nodes that one mesh runs as one program.
+
+    `reads` are the numbers of the fragments that make what it reads. `turn` is the position of the latest task on its
+    mesh that it waits for, itself included.
+    """
 
     key: Key
     nodes: list[Node] = field(default_factory=list)
+    reads: set[int] = field(default_factory=set)
+    turn: int = -1
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -43,219 +66,125 @@ class Fragment:
         if key.stage is None or key.kind is None:
             return "inferred"
         directions = dict.fromkeys("bwd" if node.backward else "fwd" for node in self.nodes)
-        kinds = {_I: "bwd_i", _W: "bwd_w"}
-        return f"{kinds.get(key.kind) or '_'.join(directions)}_{key.stage}"
+        halves = {TaskKind.BACKWARD_INPUT: "bwd_i", TaskKind.BACKWARD_WEIGHT: "bwd_w"}
+        return f"{halves.get(key.kind) or '_'.join(directions)}_{key.stage}"
 
 
-@dataclass(eq=False, slots=True)
-class _Piece:
-    """A node on one of its ranks."""
+def fragments_of(step: Step, placement: Placement, stages: Stages, order: Order | None) -> list[Fragment]:
+    """Return the fragments in an order in which they can run: program order, as far as the schedule allows it.
 
-    node: Node
-    rank: int
-    index: int
-    key: Key
-    position: float
-    before: list[int] = field(default_factory=list)
-
-
-def fragments_of(
-    step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves
-) -> list[Fragment]:
-    """Return the fragments in an order in which they can run: the schedule's, or program order if `order` is None.
+    A node joins the fragment of its key if all that it reads was begun before that fragment. So no data goes out of a
+    fragment and comes back. Unnamed work that waits for a later task of its mesh does not join an earlier one.
 
     Raises:
       ScheduleError: if the program's data cannot follow the schedule.
     """
-    pieces = _pieces(step, placement, stages, order, halves)
-    if order is None:
-        return _join(_sort(pieces, (), ""), frozenset())
-    return _join(_sort(pieces, _scheduled_edges(pieces, order), order.name), order.fused)
-
-
-def _pieces(step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves) -> list[_Piece]:
-    pieces: list[_Piece] = []
-    native: dict[Value, dict[int, int]] = {}
-    readers: list[list[int]] = []
-    for node in step.nodes:
-        for rank in placement.nodes[node]:
-            index = len(pieces)
-            before: list[int] = []
-            for value in node.inputs:
-                made = native.get(value)
-                if made:
-                    before.append(made[rank] if rank in made else made[min(made)])
-            key = key_of(node, rank, stages, halves)
-            pieces.append(_Piece(node, rank, index, key, _START, list(dict.fromkeys(before))))
-            readers.append([])
-            for p in pieces[-1].before:
-                readers[p].append(index)
-            for value in node.outputs:
-                native.setdefault(value, {})[rank] = index
-    _set_positions(pieces, readers, order)
-    return pieces
-
-
-def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], order: Order | None) -> None:
-    """Set the time at which each piece should run; a microbatch's unnamed work goes with the named work around it."""
-
-    placed: set[int] = set()
-    for piece in pieces:
-        if piece.key.kind is not None and (order is None or piece.key.call is not None):
-            task = piece.key.task
-            if order is None:
-                piece.position = float(piece.index)
-            elif task is not None:
-                piece.position = float(order.position.get(task, _START))
-            placed.add(piece.index)
-
-    def adopt(piece: _Piece, others: Sequence[int], choose: Callable[..., _Piece]) -> None:
-        if piece.key.kind is not None or piece.node.call is None:
-            return
-        around = (pieces[other] for other in others if other in placed)
-        alike = [
-            other
-            for other in around
-            if (other.rank, other.key.call) == (piece.rank, piece.node.call)
-            and (other.key.kind is not _F) == piece.node.backward
-        ]
-        if alike:
-            chosen = choose(alike, key=lambda other: (other.position, other.index))
-            piece.key, piece.position = chosen.key, chosen.position
-            placed.add(piece.index)
-
-    for piece in pieces:
-        adopt(piece, piece.before, max)
-    for piece in reversed(pieces):
-        adopt(piece, readers[piece.index], min)
-    for piece in pieces:
-        if piece.index in placed:
-            continue
-        if order is None:
-            piece.position = float(piece.index) if piece.before else _START
-        else:
-            piece.position = max((pieces[p].position for p in piece.before), default=_START)
-    for piece in reversed(pieces):
-        # A constant is made just before its first reader, but only once if microbatches read it (zeros, indices).
-        following = [pieces[r] for r in readers[piece.index]]
-        if following and not piece.node.inputs and all(r.node.call is None for r in following):
-            piece.position = min(r.position for r in following)
-
-
-def _scheduled_edges(pieces: Sequence[_Piece], order: Order) -> list[_Barrier]:
-    """Return the pieces that must run before others, by the schedule: each mesh runs its tasks one after another."""
-    of_task: dict[Task, list[int]] = {}
-    for piece in pieces:
-        if piece.node.computation is not None and piece.key.task is not None:
-            of_task.setdefault(piece.key.task, []).append(piece.index)
-    edges: list[_Barrier] = []
-    for tasks in order.tasks.values():
-        present = [task for task in tasks if task in of_task]
-        edges += [(of_task[a], of_task[b], f"{a!r} before {b!r}") for a, b in itertools.pairwise(present)]
-    return edges
-
-
-def _sort(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], schedule: str) -> list[_Piece]:
-    """Sort the pieces into one order that agrees with data and schedule; of those that are ready, the earliest goes."""
-    count = len(pieces)
-    after: list[list[int]] = [[] for _ in range(count + len(barriers))]
-    waiting = [0] * (count + len(barriers))
-    for piece in pieces:
-        for p in piece.before:
-            after[p].append(piece.index)
-            waiting[piece.index] += 1
-    for number, (first, second, _) in enumerate(barriers, count):
-        for p in first:
-            after[p].append(number)
-        for s in second:
-            after[number].append(s)
-            waiting[s] += 1
-        waiting[number] = len(first)
-    ready = [(piece.position, piece.index) for piece in pieces if not waiting[piece.index]]
-    heapq.heapify(ready)
-    sorted_pieces: list[_Piece] = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        if index < count:
-            sorted_pieces.append(pieces[index])
-        for reader in after[index]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                # A barrier opens before anything else runs.
-                heapq.heappush(ready, (pieces[reader].position if reader < count else -math.inf, reader))
-    if len(sorted_pieces) < count:
-        done = {p.index for p in sorted_pieces}
-        raise _stuck(pieces, done, barriers, schedule)
-    return sorted_pieces
-
-
-def _stuck(pieces: Sequence[_Piece], done: set[int], barriers: Sequence[_Barrier], schedule: str) -> ScheduleError:
-    blocked = [what for first, second, what in barriers if not done.issuperset(first) and not done.issuperset(second)]
-    names = [str(p.node.origin) for p in pieces if p.index not in done and p.node.origin is not None]
-    return ScheduleError(
-        f"the program cannot run by {schedule}: its computations wait for each other in a circle. Waiting: "
-        f"{', '.join(dict.fromkeys(names[:8]))}; wanted: {'; '.join(blocked[:4])}. "
-        "If a computation of an earlier stage reads what a later stage makes, assign both to one stage; else change "
-        "the schedule."
-    )
-
-
-def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
-    """Join pieces that follow each other on a mesh, as long as no data goes out and comes back in between."""
+    turns: Mapping[Task | None, int] = {} if order is None else order.turns
     fragments: list[Fragment] = []
-    ancestors: list[int] = []  # of each fragment, as bits
-    open_: dict[int, int] = {}
-    home: dict[int, int] = {}
-    for piece in order:
-        before = {home[p] for p in piece.before}
-        current = open_.get(piece.rank)
-        joins = current is not None and _compatible(fragments[current].key, piece.key, fused)
-        if current is not None and joins:
-            joins = not any(f != current and ancestors[f] >> current & 1 for f in before)
-        if current is None or not joins:
-            fragments.append(Fragment(piece.key))
-            ancestors.append(0 if current is None else ancestors[current] | 1 << current)
-            current = open_[piece.rank] = len(fragments) - 1
-        elif fragments[current].key.stage is None:
-            fragments[current].key = piece.key
-        fragments[current].nodes.append(piece.node)
-        home[piece.index] = current
-        _add_ancestors(ancestors, current, before)
-    return _sorted(fragments, ancestors)
+    begun: dict[Key, int] = {}
+    latest: dict[int, int] = {}
+    makers: dict[Value, dict[int, int]] = {}  # the fragment that makes each value, by rank
+    for node, rank, key in _pieces(step, placement, stages, order):
+        made = [makers[value] for value in node.inputs if value in makers]
+        reads = {by_rank.get(rank, by_rank[min(by_rank)]) for by_rank in made}
+        turn = max((fragments[number].turn for number in reads if fragments[number].key.rank == rank), default=-1)
+        if node.computation is None and turn > turns.get(key.task, turn):
+            key = Key(rank, call=node.call)
+        # Outside microbatches, all consecutive work of one mesh is one program.
+        group = key if key.call is not None else Key(rank)
+        number = begun.get(group, -1)
+        if number < max(reads, default=0) or (key.call is None and latest[rank] != number):
+            number = begun[group] = latest[rank] = len(fragments)
+            fragments.append(Fragment(key))
+        fragment = fragments[number]
+        if fragment.key.stage is None:
+            fragment.key = key
+        fragment.nodes.append(node)
+        fragment.reads |= reads - {number}
+        fragment.turn = max(fragment.turn, turn, turns.get(key.task, -1))
+        for value in node.outputs:
+            makers.setdefault(value, {})[rank] = number
+    return fragments if order is None else _scheduled(fragments, order)
 
 
-def _compatible(key: Key, other: Key, fused: frozenset[Task]) -> bool:
-    if key == other:
-        return True
-    if key.call is not None and (key.stage, key.call) == (other.stage, other.call):
-        return key.task in fused and other.task in fused
-    # Outside microbatches, all consecutive work of one mesh is one program.
-    return key.call is None and other.call is None
+def _pieces(step: Step, placement: Placement, stages: Stages, order: Order | None) -> list[_Piece]:
+    """Return each node on each of its ranks, in program order but for three kinds of unnamed work.
+
+    A microbatch's unnamed work goes with the named work of its rank that it reads; else with the named work that reads
+    it, just before that. Constants that microbatches read (zeros, indices) come first, since they are made once.
+    """
+    place: dict[tuple[Node, int], int] = {}
+    keys: dict[tuple[Node, int], Key] = {}
+    position = {node: number for number, node in enumerate(step.nodes)}
+    makers: dict[Value, Node] = {}
+    readers: dict[Node, list[Node]] = {node: [] for node in step.nodes}
+
+    def adopted(node: Node, rank: int, others: Iterable[Node]) -> Key | None:
+        """Return the key of the first of the others that is of the same microbatch and direction."""
+        alike = (o for o in others if (o, rank) in keys and (o.call, o.backward) == (node.call, node.backward))
+        return next((keys[other, rank] for other in alike), None)
+
+    for node in step.nodes:
+        makers.update(dict.fromkeys(node.outputs, node))
+        before = sorted({makers[v] for v in node.inputs if v in makers}, key=position.__getitem__, reverse=True)
+        for maker in before:
+            readers[maker].append(node)
+        for rank in placement.nodes[node]:
+            place[node, rank] = position[node]
+            if node.computation is not None:
+                keys[node, rank] = _key(node, rank, stages, order)
+            elif node.call is not None and (key := adopted(node, rank, before)) is not None:
+                keys[node, rank] = key
+    for node in reversed(step.nodes):
+        after = readers[node]
+        for rank in placement.nodes[node]:
+            if (node, rank) in keys:
+                continue
+            key = None if node.call is None else adopted(node, rank, after)
+            keys[node, rank] = key or Key(rank, call=node.call)
+            if key is not None:
+                place[node, rank] = min(place[other, there] for other in after for there in placement.nodes[other])
+            elif node.call is None and not node.inputs and any(other.call is not None for other in after):
+                place[node, rank] = -1
+    ordered = sorted(keys, key=lambda piece: (place[piece], position[piece[0]]))
+    return [_Piece(node, rank, keys[node, rank]) for node, rank in ordered]
 
 
-def _add_ancestors(ancestors: list[int], fragment: int, before: set[int]) -> None:
-    more = 0
-    for f in before:
-        if f != fragment:
-            more |= ancestors[f] | 1 << f
-    if more | ancestors[fragment] == ancestors[fragment]:
-        return
-    ancestors[fragment] |= more
-    for other in range(len(ancestors)):
-        if ancestors[other] >> fragment & 1:
-            ancestors[other] |= ancestors[fragment]
+def _key(node: Node, rank: int, stages: Stages, order: Order | None) -> Key:
+    key = Key(rank, stages.of_name.get(node.computation or ""), node.kind, node.call)
+    if order is not None and key.task in order.fused:
+        return key._replace(kind=TaskKind.FORWARD)  # both halves are one program
+    return key
 
 
-def _sorted(fragments: Sequence[Fragment], ancestors: Sequence[int]) -> list[Fragment]:
-    """Sort the fragments: each after all of its ancestors, else in the order in which they were begun."""
-    done = 0
-    found: list[Fragment] = []
+def _scheduled(fragments: Sequence[Fragment], order: Order) -> list[Fragment]:
+    """Sort the fragments: each mesh runs its tasks one after another; else they stay in order as far as data allows."""
+    before = [set(fragment.reads) for fragment in fragments]
+    of_task: dict[Task, list[int]] = {}
+    for number, fragment in enumerate(fragments):
+        if fragment.key.task is not None and fragment.origins:
+            of_task.setdefault(fragment.key.task, []).append(number)
+    for tasks in order.tasks.values():
+        for first, second in itertools.pairwise(task for task in tasks if task in of_task):
+            for number in of_task[second]:
+                before[number].update(of_task[first])
+    found: dict[int, None] = {}
     waiting = list(range(len(fragments)))
     while waiting:
-        ready = next((k for k, number in enumerate(waiting) if not ancestors[number] & ~done), None)
-        if ready is None:
-            raise ScheduleError("fragments wait for each other in a circle; please report this program.")
-        number = waiting.pop(ready)
-        done |= 1 << number
-        found.append(fragments[number])
-    return found
+        for number in waiting:
+            if before[number] <= found.keys():
+                found[number] = None
+        left = [number for number in waiting if number not in found]
+        if len(left) == len(waiting):
+            raise _stuck([fragments[number] for number in left], order.name)
+        waiting = left
+    return [fragments[number] for number in found]
+
+
+def _stuck(fragments: Sequence[Fragment], schedule: str) -> ScheduleError:
+    names = dict.fromkeys(f"{', '.join(map(str, f.origins))} ({f.key.task!r})" for f in fragments if f.origins)
+    return ScheduleError(
+        f"the program cannot run by {schedule}: its computations wait for each other in a circle: "
+        f"{'; '.join([*names][:8])}. If a computation of an earlier stage reads what a later stage makes, assign both "
+        "to one stage; else change the schedule."
+    )

@@ -2,16 +2,13 @@
 
 A value is sent once to each mesh that reads it and does not make it. To place the unnamed work with the fewest bytes
 is a multiway cut: no fast exact method is known for three meshes or more. So the search begins with a placement that
-follows the data. It moves single nodes, pairs and connected regions, until no move helps. Small regions are searched
-exhaustively, regions of middle size from several first placements.
+follows the data. It moves single nodes, and nodes with the work around them, until no move saves bytes.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.tracing.ir import Value, values
@@ -20,10 +17,8 @@ from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 __all__ = ["Placement", "infer"]
 
 _SCALAR_BYTES = 64  # step counters, learning rates, keys: cheaper to compute on each mesh than to send
-_EXHAUSTIVE = 4096  # assignments of one region that are all tried
+_MAX_GROUP = 16  # nodes that are moved together
 _MAX_SWEEPS = 20
-_RESTARTED = 100  # nodes of a region up to which other first placements are tried
-_RANDOM_STARTS = 20
 
 
 @dataclass(frozen=True)
@@ -203,84 +198,31 @@ def _follow_data(search: _Search, free: Sequence[Node]) -> None:
         put(node, search.reading(node))
 
 
-def _regions(search: _Search, free: Sequence[Node], *, same_rank: bool) -> list[list[Node]]:
-    """Find regions of free nodes connected by values, or by arguments without a given rank; on one rank or on any."""
-    members = set(free)
-    seen: set[Node] = set()
-    regions: list[list[Node]] = []
-    for start in free:
-        if start in seen:
-            continue
-        seen.add(start)
-        region, stack = [], [start]
-        while stack:
-            node = stack.pop()
-            region.append(node)
-            around = [search.producer[v] for v in node.inputs if v in search.producer]
-            shared = [v for v in node.inputs if v not in search.producer and v not in search.fixed_arguments]
-            around += [c for v in (*node.outputs, *shared) for c in search.consumers.get(v, ())]
-            for other in around:
-                apart = same_rank and search.rank[other] != search.rank[node] if other in members else True
-                if not apart and other not in seen:
-                    seen.add(other)
-                    stack.append(other)
-        regions.append(region)
-    return regions
-
-
 def _improve(search: _Search, free: Sequence[Node]) -> None:
-    _descend(search, free)
-    for _ in range(_MAX_SWEEPS):
-        before = search.cost_around(free)
-        for region in _regions(search, free, same_rank=False):
-            ranks = sorted(set[int]().union(*map(search.neighbours, region)))
-            if len(ranks) > 1 and len(ranks) ** len(region) <= _EXHAUSTIVE:
-                _try_all(search, region, itertools.product(ranks, repeat=len(region)))
-            elif len(ranks) > 1 and len(region) <= _RESTARTED:
-                _try_all(search, region, _other_starts(region, ranks), descend=True)
-        if search.cost_around(free) == before:  # regions share arguments
-            break
-
-
-def _descend(search: _Search, free: Sequence[Node]) -> None:
-    """Move single nodes, pairs and regions, until no move saves bytes."""
+    """Move nodes, alone or with what feeds them or what they feed on their rank, until no move saves bytes."""
     members = set(free)
     for _ in range(_MAX_SWEEPS):
         improved = False
         for node in free:
-            ranks = search.neighbours(node) - {search.rank[node]}
-            improved |= bool(ranks) and search.best_move([node], ranks)
-        for node in free:
-            for other in {c for v in node.outputs for c in search.consumers.get(v, ()) if c in members}:
-                ranks = search.neighbours(node) | search.neighbours(other)
-                improved |= search.best_move([node, other], ranks)
-        for region in _regions(search, free, same_rank=True):
-            ranks = set[int]().union(*map(search.neighbours, region)) - {search.rank[region[0]]}
-            improved |= len(region) > 2 and bool(ranks) and search.best_move(region, ranks)
+            ways = ((True, False), (False, True), (True, True))
+            for group in ([node], *(_connected(search, node, members, up=up, down=down) for up, down in ways)):
+                ranks = set[int]().union(*map(search.neighbours, group)) - {search.rank[node]}
+                improved |= bool(ranks) and search.best_move(group, ranks)
         if not improved:
             break
 
 
-def _other_starts(region: Sequence[Node], ranks: Sequence[int]) -> list[list[int]]:
-    """Return placements to descend from: all of a region on one rank, and some drawn at random (always the same)."""
-    draw = random.Random(0)
-    drawn = [[draw.choice(ranks) for _ in region] for _ in range(_RANDOM_STARTS)]
-    return [[rank] * len(region) for rank in ranks] + drawn
-
-
-def _try_all(
-    search: _Search, region: Sequence[Node], placements: Iterable[Sequence[int]], *, descend: bool = False
-) -> None:
-    """Take the cheapest of some placements of a region, or the present one if none is cheaper."""
-    best = [search.rank[node] for node in region]
-    cost = search.cost_around(region)
-    for placement in placements:
-        search.put_all(region, placement)
-        if descend:
-            _descend(search, region)
-        if (found := search.cost_around(region)) < cost:
-            best, cost = [search.rank[node] for node in region], found
-    search.put_all(region, best)
+def _connected(search: _Search, start: Node, members: Container[Node], *, up: bool, down: bool) -> list[Node]:
+    """Return a node with the free nodes on its rank that feed it (`up`) or that it feeds (`down`); none if too many."""
+    found = [start]
+    for node in found:
+        around = [search.producer[v] for v in node.inputs if v in search.producer] if up else []
+        around += [c for v in node.outputs for c in search.consumers.get(v, ())] if down else []
+        around = [o for o in around if o in members and search.rank[o] == search.rank[start] and o not in found]
+        found += dict.fromkeys(around)
+        if len(found) > _MAX_GROUP:
+            return []
+    return found
 
 
 def _finish(

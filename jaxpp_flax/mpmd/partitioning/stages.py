@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
+from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.schedules import (
     Circular,
@@ -23,7 +24,7 @@ from jaxpp_flax.schedules import (
     merge_order,
 )
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind, flatten
 
 __all__ = ["Order", "Stages", "order_of", "split_backward", "stages_of"]
 
@@ -52,12 +53,10 @@ class Stages:
         return f"stage {stage} ({listed(names, 3, str)}) on {self.meshes[self.ranks[stage]]!r}"
 
 
-def stages_of(
-    nodes: Sequence[Node], ranks: Mapping[Node, int], given: Mapping[str, int], meshes: Sequence[str]
-) -> Stages:
+def stages_of(nodes: Sequence[Node], config: MpmdConfig) -> Stages:
     """Find the stages: names of one mesh that follow each other, or that share a stage number.
 
-    Named computations of microbatches make stages; without these, all named computations. `given` holds stage numbers.
+    Named computations of microbatches make stages; without these, all named computations.
     """
     named = [n for n in nodes if n.computation is not None and not n.backward]
     members: dict[tuple[int, int], list[str]] = {}
@@ -69,35 +68,41 @@ def stages_of(
         if name is None or name in seen:
             continue
         seen.add(name)
-        number = given.get(name)
-        if last != (ranks[node], number):
+        rank, number = config.rank_of(name), config.name_to_stage_assignment.get(name)
+        if last != (rank, number):
             run += 1
-        last = ranks[node], number
-        members.setdefault((ranks[node], -run if number is None else number), []).append(name)
-    return Stages(tuple(rank for rank, _ in members), tuple(map(tuple, members.values())), tuple(meshes))
+        last = rank, number
+        members.setdefault((rank, -run if number is None else number), []).append(name)
+    return Stages(tuple(rank for rank, _ in members), tuple(map(tuple, members.values())), config.meshes.names)
 
 
 @dataclass(frozen=True)
 class Order:
-    """Each mesh's tasks in order, and each task's position in a global order that keeps no mesh waiting."""
+    """Each mesh's tasks in order; `fused` tasks run as one program with their other half."""
 
     tasks: Mapping[int, tuple[Task, ...]]
-    position: Mapping[Task, int]
     fused: frozenset[Task]
-    split_stages: frozenset[int]
     name: str
+
+    @cached_property
+    def turns(self) -> dict[Task | None, int]:
+        """The position of each task on its mesh."""
+        return {task: turn for listed in self.tasks.values() for turn, task in enumerate(listed)}
+
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose backward runs in two halves."""
+        tasks = (task for listed in self.tasks.values() for task in listed)
+        return frozenset(task.stage for task in tasks if task.kind is TaskKind.BACKWARD_INPUT)
 
 
 def _wraps_around(stages: Stages, num_microbatches: int) -> Order:
     """Make the order in which microbatch i enters at stage i; each stage first takes the nearest one before it."""
-    tasks: dict[int, list[Task]] = {}
+    tasks: dict[int, tuple[Task, ...]] = {}
     for stage, rank in enumerate(stages.ranks):
         calls = [*range(min(stage, num_microbatches - 1), -1, -1), *range(num_microbatches - 1, stage, -1)]
-        tasks.setdefault(rank, []).extend(Task(TaskKind.FORWARD, stage, m) for m in calls)
-    ordered = {rank: tuple(listed) for rank, listed in tasks.items()}
-    longest = max(map(len, ordered.values()))
-    flat = [listed[k] for k in range(longest) for listed in ordered.values() if k < len(listed)]
-    return Order(ordered, {t: k for k, t in enumerate(flat)}, frozenset(), frozenset(), _WRAP_AROUND)
+        tasks[rank] = (*tasks.get(rank, ()), *(Task(TaskKind.FORWARD, stage, m) for m in calls))
+    return Order(tasks, frozenset(), _WRAP_AROUND)
 
 
 _WRAP_AROUND = "PARALLEL_PIPELINES_WITH_WRAP_AROUND"
@@ -160,64 +165,41 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *,
                 "name_to_stage_assignment."
             )
     made.check(num_microbatches)
-    merged = merge_order(made.tasks(num_microbatches))
-    tasks: dict[int, list[Task]] = {}
-    fused: set[Task] = set()
-    flat: list[Task] = []
-    for rank, task in merged:
-        parts = (task.forward, task.backward) if isinstance(task, FusedTask) else (task,)
-        tasks.setdefault(used[rank], []).extend(parts)
-        fused.update(parts if isinstance(task, FusedTask) else ())
-        flat.extend(parts)
-    split = {t.stage for t in flat if t.kind is TaskKind.BACKWARD_INPUT}
+    listed = made.tasks(num_microbatches)
+    merge_order(listed)  # refuses a schedule that deadlocks by itself
+    pairs = [task for tasks in listed for task in tasks if isinstance(task, FusedTask)]
     return Order(
-        {rank: tuple(listed) for rank, listed in tasks.items()},
-        {task: k for k, task in enumerate(flat)},
-        frozenset(fused),
-        frozenset(split),
+        {rank: tuple(flatten(tasks)) for rank, tasks in zip(used, listed, strict=True)},
+        frozenset(task for pair in pairs for task in (pair.forward, pair.backward)),
         name,
     )
 
 
-def split_backward(
-    nodes: Sequence[Node], stage_of: Mapping[str, int], stages: Collection[int]
-) -> tuple[tuple[Node, ...], dict[Node, Node], frozenset[Node]]:
-    """Split the backward computations of some stages; `stage_of` gives the stage of each name.
-
-    Returns:
-      All nodes; the original node of each half; and the nodes that hold only weight gradients.
-    """
+def split_backward(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple[Node, ...]:
+    """Split the backward computations for which the order has two halves."""
     leads = _leads_to_backward(nodes)
     found: list[Node] = []
-    halves: dict[Node, Node] = {}
-    weights: set[Node] = set()
     for node in nodes:
-        name = node.computation
-        if name is None or not node.backward or node.call is None or stage_of.get(name) not in stages:
+        split = node.computation is not None and stages.of_name.get(node.computation) in order.split_stages
+        if not (split and node.backward and node.call is not None):
             found.append(node)
             continue
-        needed = makers_of(node.equations, leads.intersection(node.outputs))
-        for late in (False, True):
+        needed = makers_of(node.equations, [v for v in node.outputs if (v, node.call) in leads])
+        for kind in (TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT):
+            late = kind is TaskKind.BACKWARD_WEIGHT
             if equations := tuple(e for e in node.equations if (e not in needed) == late):
-                half = node.with_equations(equations)
-                halves[half] = node
-                found.append(half)
-                if late:
-                    weights.add(half)
-    return tuple(found), halves, frozenset(weights)
+                found.append(replace(node, equations=equations, kind=kind))
+    return tuple(found)
 
 
-def _leads_to_backward(nodes: Sequence[Node]) -> set[Value]:
-    """Find the values that lead, through unnamed work, to named backward work of the same microbatch."""
-    leads: dict[Value, set[int | None]] = {}
+def _leads_to_backward(nodes: Sequence[Node]) -> set[tuple[Value, int | None]]:
+    """Find the values that lead, through unnamed work, to named backward work of a microbatch, with the microbatch.
+
+    Accumulation takes a value into the next microbatch, which does not wait for it.
+    """
+    leads: set[tuple[Value, int | None]] = set()
     for node in reversed(nodes):
-        if node.computation is not None:
-            calls = {node.call} if node.backward else set[int | None]()
-        else:
-            calls = set[int | None]().union(*(leads.get(v, set()) for v in node.outputs))
-            # Accumulation takes a value into the next microbatch, which does not wait for it.
-            calls &= {node.call}
-        for value in node.inputs:
-            leads.setdefault(value, set()).update(calls)
-    maker = {v: node for node in nodes for v in node.outputs}
-    return {v for v, calls in leads.items() if v in maker and maker[v].call in calls}
+        unnamed = node.computation is None
+        if any((v, node.call) in leads for v in node.outputs) if unnamed else node.backward:
+            leads.update((value, node.call) for value in node.inputs)
+    return leads

@@ -75,6 +75,15 @@ def test_custom_derivatives(fun: Callable[..., Any]):
     assert not [n for n in names(inlined(lambda x: jax.nn.relu(x), X)) if n.startswith("custom")]
 
 
+def test_an_inlined_equation_stands_in_the_scopes_of_its_calls():
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer"):
+            return jax.jit(lambda x: jax.named_call(jnp.sin, name="inner")(x))(x)
+
+    (sine,) = inlined(fun, X, flatten=True).equations
+    assert str(sine.source.name_stack) == "outer/inner"
+
+
 def test_what_hides_nothing_stays_opaque():
     def fun(x: jax.Array) -> jax.Array:
         x = jax.jit(lambda y: jnp.sin(y) * 2)(x)
