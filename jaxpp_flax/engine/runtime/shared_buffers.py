@@ -7,7 +7,7 @@ for it; so no reader gives a buffer away while another one still reads it.
 
 from __future__ import annotations
 
-from jaxpp_flax.engine.program.program import Program, Transfer
+from jaxpp_flax.engine.program.program import Program, Run, Transfer
 
 __all__ = ["handed_over"]
 
@@ -33,12 +33,8 @@ def handed_over(program: Program, number: int) -> frozenset[int]:
 
 def _has_own_array(program: Program, value: int) -> bool:
     """Return whether a task makes the array of a value, and of no other value that may be there."""
-    if value not in program.makers:
-        return False
-    number, position = program.makers[value]
-    maker = program.instructions[number]
-    if isinstance(maker, Transfer):  # a copy, or an array that its source has handed over
-        return True
-    graph = program.tasks[maker.task].graph  # type: ignore[union-attr]
-    made = graph.outputs[position]
-    return made not in graph.inputs and graph.outputs.count(made) == 1
+    maker, position = program.maker(value)
+    if not isinstance(maker, Run):
+        return maker is not None  # a copy, or an array that its source has handed over
+    graph = program.tasks[maker.task].graph
+    return graph.outputs[position] not in graph.inputs and graph.outputs.count(graph.outputs[position]) == 1
