@@ -94,7 +94,7 @@ class _Builder:
     def bring(self, edges: Iterable[Value], rank: int) -> None:
         """Put arguments on the rank where they are read for the first time."""
         for edge in edges:
-            if (edge, rank) not in self.written.at:
+            if edge in self.written.arguments and (edge, rank) not in self.written.at:
                 self.written.argument(edge, [rank])
 
     def task(self, equation: Equation) -> None:

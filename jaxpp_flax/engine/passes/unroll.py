@@ -82,9 +82,9 @@ def loop_prefix(number: int) -> str:
 class _LoopUnroller:
     """Writes the runs and the transfers of a loop, in the order of its schedule.
 
-    A task reads edges of the whole loop (operands and accumulators), edges of its own microbatch, and copies of the
-    carry, which the microbatch before has written. `shared` and `own` (by microbatch) hold their values; a copy of the
-    carry has its number for an edge.
+    A task reads edges of the whole loop (operands and accumulators), edges of its own microbatch, and in place of the
+    carry's leaves what a task has made of them in the microbatch before. `shared` and `own` hold their values by rank;
+    `own[m + 1]` is of microbatch m, and `own[0]` holds the first carry.
     """
 
     def __init__(self, builder: ProgramBuilder, loop: Loop, number: int) -> None:
@@ -92,44 +92,44 @@ class _LoopUnroller:
         self.name = loop_prefix(number)
         self.rank = [loop.rank_of_task(i) for i in range(len(self.part.tasks))]
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
-        self.carried = {c.result: k for k, c in enumerate(self.part.carries)}
         self.of_the_loop = {*self.part.operands, *self.accumulated.values()}
         self.shared: dict[tuple[Value, int], int] = {}
-        self.own: list[dict[tuple[Value | int, int], int]] = [{} for _ in range(loop.length + 1)]
-        self.carries_read = [self._carries_read(task) for task in self.part.tasks]
+        self.own: list[dict[tuple[Value, int], int]] = [{} for _ in range(loop.length + 1)]
+        self.carries = [self._carries_read(task) for task in self.part.tasks]
+        self.carried: dict[Value, set[int]] = {  # the ranks that read each next value of the carry
+            c.result: {self.rank[i] for i, read in enumerate(self.carries) if c.result in read.values()}
+            for c in self.part.carries
+        }
         self.sends = cache(self._sends)
 
-    def _carries_read(self, task: LoopTask) -> dict[Value, int]:
-        """Return the copy of each carry leaf that a task reads: its own stage's, or the only one."""
-        found: dict[Value, int] = {}
-        for k, carry in enumerate(self.part.carries):
+    def _carries_read(self, task: LoopTask) -> dict[Value, Value]:
+        """Return the next value of each leaf of the carry that a task reads: its own stage's copy, or the only one."""
+        found: dict[Value, Value] = {}
+        for carry in self.part.carries:
             own = self.part.tasks[carry.task].stage == task.stage
             if carry.state in task.graph.inputs and (own or carry.state not in found):
-                found[carry.state] = k
+                found[carry.state] = carry.result
         return found
 
-    def _carry_readers(self, k: int) -> set[int]:
-        return {self.rank[i] for i, carries in enumerate(self.carries_read) if k in carries.values()}
-
     def run(self) -> None:
-        at, length = self.builder.at, self.loop.length
+        at = self.builder.at
         gathered = self._read_operands()
         self._initial_accumulators()
-        for k, carry in enumerate(self.part.carries):
-            for rank in {self.rank[carry.task], *self._carry_readers(k)}:
-                self.own[0][k, rank] = at[self.loop.carry_init[carry.leaf], rank]
+        for carry in self.part.carries:
+            for rank in {self.rank[carry.task], *self.carried[carry.result]}:
+                self.own[0][carry.result, rank] = at[self.loop.carry_init[carry.leaf], rank]
         numbers = [self.builder.task(self._program_task(i)) for i in range(len(self.part.tasks))]
         start = len(self.builder.instructions)
         for task, microbatch in _scheduled(self.loop):
             self._run_task(task, numbers[task], microbatch)
         if gathered:
             _insert_gathers(self.builder, start, gathered, self.name)
-        for value, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
+        for edge, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
-            at[value, rank] = self.shared[accumulator.state, rank]
-        for k, carry in enumerate(self.part.carries):
+            at[edge, rank] = self.shared[accumulator.state, rank]
+        for carry in self.part.carries:
             rank = self.rank[carry.task]
-            at[self.loop.carry_results[carry.leaf], rank] = self.own[length][k, rank]
+            at[self.loop.carry_results[carry.leaf], rank] = self.own[-1][carry.result, rank]
 
     def _read_operands(self) -> dict[int, Gather]:
         """Note the values of the operands on the ranks that read them; return those that must be gathered first."""
@@ -169,35 +169,36 @@ class _LoopUnroller:
         )
 
     def _run_task(self, index: int, number: int, microbatch: int) -> None:
-        graph, rank, carries = self.part.tasks[index].graph, self.rank[index], self.carries_read[index]
-        own, shared, edges = self.own[microbatch], self.shared, values(graph.outputs)
+        graph, rank, carries = self.part.tasks[index].graph, self.rank[index], self.carries[index]
+        before, own, edges = self.own[microbatch], self.own[microbatch + 1], values(graph.outputs)
         if self.part.index in graph.inputs:
             own[self.part.index, rank] = self.builder.index(rank, microbatch)
-        inputs = [shared[v, rank] if v in self.of_the_loop else own[carries.get(v, v), rank] for v in graph.inputs]
-        made = self.builder.run(number, inputs, microbatch)
-        self._keep(edges, made, rank, microbatch)
+
+        def value_of(edge: Value) -> int:
+            if edge in self.of_the_loop:
+                return self.shared[edge, rank]
+            return before[carries[edge], rank] if edge in carries else own[edge, rank]
+
+        made = self.builder.run(number, [value_of(edge) for edge in graph.inputs], microbatch)
+        self._keep(own, edges, made, rank)
         for target, positions in self.sends(index, microbatch + 1 == self.loop.length).items():
             received = self.builder.transfer(rank, target, [made[position] for position in positions])
-            self._keep([edges[position] for position in positions], received, target, microbatch)
+            self._keep(own, [edges[position] for position in positions], received, target)
 
-    def _keep(self, edges: Sequence[Value], made: Sequence[int], rank: int, microbatch: int) -> None:
-        """Note the values of a task's outputs on a rank."""
+    def _keep(self, own: dict[tuple[Value, int], int], edges: Sequence[Value], made: Sequence[int], rank: int) -> None:
         for edge, value in zip(edges, made, strict=True):
             if edge in self.accumulated:
                 self.shared[self.accumulated[edge], rank] = value
-            elif edge in self.carried:
-                self.own[microbatch + 1][self.carried[edge], rank] = value
             else:
-                self.own[microbatch][edge, rank] = value
+                own[edge, rank] = value
 
     def _sends(self, index: int, last: bool) -> dict[int, list[int]]:
         """Return the outputs of a task, by position, that other ranks read; the last microbatch passes no carry on."""
         found: dict[int, list[int]] = {}
         for position, edge in enumerate(values(self.part.tasks[index].graph.outputs)):
-            if edge in self.carried:
-                readers = set[int]() if last else self._carry_readers(self.carried[edge])
-            else:
-                readers = set[int]() if edge in self.accumulated else self.loop.readers.get(edge, set[int]())
+            if edge in self.accumulated or (last and edge in self.carried):
+                continue
+            readers = self.carried.get(edge) or self.loop.readers.get(edge, set[int]())
             for target in sorted(readers - {self.rank[index]}):
                 found.setdefault(target, []).append(position)
         return found

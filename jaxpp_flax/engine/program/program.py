@@ -191,15 +191,18 @@ class Program:
             found.update(dict.fromkeys(instruction.writes(), rank))
         return found
 
-    def origin(self, value: int) -> tuple[Run, int] | None:
-        """Return the run that computes a value, and its position there; None for an argument and for its copies."""
-        while value in self.makers:
-            number, position = self.makers[value]
-            maker = self.instructions[number]
-            if isinstance(maker, Run):
-                return maker, position
-            value = maker.reads()[position]
-        return None
+    def maker(self, value: int) -> tuple[Run | Transfer | None, int]:
+        """Return the instruction that makes a value, and its position there; no instruction for a preset value."""
+        number, position = self.makers.get(value, (-1, 0))
+        instruction = self.instructions[number] if number >= 0 else None
+        return (instruction, position) if isinstance(instruction, Run | Transfer) else (None, 0)
+
+    def origin(self, value: int) -> tuple[Run | None, int]:
+        """Return the run that computes a value, before any transfer; no run for an argument and for its copies."""
+        maker, position = self.maker(value)
+        while isinstance(maker, Transfer):
+            maker, position = self.maker(maker.sent[position])
+        return maker, position
 
     @cached_property
     def donated(self) -> frozenset[int]:

@@ -65,8 +65,7 @@ def initial_spec(
       spec_of: returns the spec of a value; None if the value is made later.
       wish: the parameter's spec, if the parameter is known.
     """
-    number, position = program.makers[value]
-    initial = program.instructions[number]
+    initial, position = program.maker(value)
     if not isinstance(initial, Run):
         return PartitionSpec()
     task = program.tasks[initial.task]
@@ -85,19 +84,15 @@ def specs_wanted(
     """Return the specs that results must have: of each returned value, and of the values that it is a copy of."""
     found: dict[int, PartitionSpec] = {}
     for result, spec in zip(program.results, result_specs, strict=True):
-        for value in result.values() if isinstance(result, dict) and spec is not None else ():
-            copied: int | None = value
-            while copied is not None and spec is not None:
-                found[copied] = spec
-                copied = _copied(program, copied, alike)
+        if spec is None or not isinstance(result, dict):
+            continue
+        for value in result.values():
+            found[value] = spec
+            maker, position = program.maker(value)
+            while isinstance(maker, Transfer) and alike(maker):
+                found[maker.sent[position]] = spec
+                maker, position = program.maker(maker.sent[position])
     return found
-
-
-def _copied(program: Program, value: int, alike: Callable[[Transfer], bool]) -> int | None:
-    """Return the value that a value is a copy of, on a mesh of the same shape; None if there is none."""
-    number, position = program.makers.get(value, (-1, 0))
-    transfer = program.instructions[number] if number >= 0 else None
-    return transfer.sent[position] if isinstance(transfer, Transfer) and alike(transfer) else None
 
 
 def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequence[tuple[int, int]]) -> Program:

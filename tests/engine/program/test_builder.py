@@ -40,5 +40,5 @@ def test_facts_of_a_program():
     assert (index, program.preset) == (2, {0: 0, 1: 1, 2: 0})
     assert (program.makers, program.readers) == ({3: (0, 0), 4: (1, 0)}, {0: [0], 3: [1]})
     assert program.ranks == {0: 0, 1: 1, 2: 0, 3: 0, 4: 1}
-    assert [program.origin(value) for value in (0, 3, 4)] == [None, *[(program.instructions[0], 0)] * 2]
+    assert [program.origin(value) for value in (0, 3, 4)] == [(None, 0), *[(program.instructions[0], 0)] * 2]
     assert program.donated == {0}

@@ -9,7 +9,6 @@ holds the device's values until then.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -100,8 +99,9 @@ def _scheduled(program: Program, number: int) -> Any:
 
 def _last_send(program: Program, run: int) -> int:
     """Return the number of the last of the transfers behind a run, which send its results."""
-    following = itertools.takewhile(lambda i: isinstance(i, Transfer), program.instructions[run + 1 :])
-    return run + sum(1 for _ in following)
+    while run + 1 < len(program.instructions) and isinstance(program.instructions[run + 1], Transfer):
+        run += 1
+    return run
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class _Kept:
 
         None for other values, and for what goes on to the next microbatch.
         """
-        program, origin = self.program, self.program.origin(value)
-        if origin is None or program.makers[value][0] > self.forward or value in program.returned:
+        program, (run, position) = self.program, self.program.origin(value)
+        if run is None or program.makers[value][0] > self.forward or value in program.returned:
             return None
-        (run, position), task = origin, program.tasks[origin[0].task]
+        task = program.tasks[run.task]
         if run.microbatch != self.copy.microbatch or position in {output for output, _ in task.pins}:
             return None
         if any(reader > self.sent and reader not in self.readers for reader in program.readers[value]):
