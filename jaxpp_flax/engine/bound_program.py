@@ -24,7 +24,6 @@ from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_values, start
-from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
 
@@ -67,22 +66,20 @@ class BoundProgram:
     `blocks` are the names of the user's blocks by task, for a profiler.
 
     With several processes, all of them make this object at the same point: they connect, wait until each of them has
-    compiled its tasks, and compare the constants. `distributed` is None if all ranks are of this process.
+    compiled its tasks, and compare the constants.
     """
 
     def __init__(
         self,
         executables: Executables,
-        mesh: RankMeshes,
         signature: Signature,
         constants: Sequence[Any],
         wanted: Sequence[Wanted],
         results: Sequence[Callable[[list[Any]], Any]],
-        distributed: DistributedProgram | None = None,
         blocks: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
-        program = executables.program
-        self.runtime = Runtime(program, executables, mesh, distributed, blocks)
+        program, distributed = executables.program, executables.distributed
+        self.runtime = Runtime(executables, blocks)
         self._signature, self._num_values, self._distributed = signature, program.num_values, distributed
         self._results = tuple(results)
         self._calls = 0

@@ -17,7 +17,6 @@ from jaxpp_flax.engine.bound_program import BoundProgram
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
-from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages, task_blocks
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -35,26 +34,19 @@ class Compiled:
         self._plan, self._compiler = plan, compiler
         self._built, self._signature = built, signature
         mesh = self.mpmd_mesh = compiler.mesh
-        program, specs = built.program, plan.in_specs
         # A result for all processes is whole on each device, because every process reads it.
         out_specs = [
             spec if spec is not None or not for_all else PartitionSpec()
             for spec, for_all in zip(plan.out_specs, built.placed.for_all, strict=True)
         ]
-        distributed, shared = compare_programs(mesh, program, specs, out_specs)
-        self._executables = compile_program(
-            program, compiler, specs, out_specs, plan.avals, mesh.local_ranks, shared=shared
-        )
+        self._executables = compile_program(built.program, compiler, plan.in_specs, out_specs, plan.avals)
         program = self.program = self._executables.program
-        self._distributed = distributed
         self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
         if not self._can_run:  # nothing can be put on devices that are only described
             return
         results = [self._result(i) for i in range(len(program.results))]
         blocks = task_blocks(built, program)
-        self._bound = BoundProgram(
-            self._executables, mesh, signature, consts, plan.wanted, results, distributed, blocks
-        )
+        self._bound = BoundProgram(self._executables, signature, consts, plan.wanted, results, blocks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -98,7 +90,7 @@ class Compiled:
             ranks = set(result)
         else:  # a constant costs no transfer, so every process gets it
             everywhere = range(self.mpmd_mesh.mpmd_dim)
-            ranks = self._built.settings.idle_ranks if self._distributed is None else everywhere
+            ranks = self._built.settings.idle_ranks if self._executables.distributed is None else everywhere
         spec = self._executables.out_specs[position] or PartitionSpec()
         return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
 

@@ -9,14 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import Device
 from jaxpp_flax.engine.bound_program import BoundProgram, array_result, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
-from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, sum_costs, walk_memory
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -178,16 +175,10 @@ class MpmdLowered:
 
     @cached_property
     def _compiled(self) -> MpmdCompiled:
-        distributed, executables, avals = (
-            self._connected[0],
-            self._executables,
-            [a.aval for a in self.built.step.outputs],
-        )
+        executables, avals = self._executables, [atom.aval for atom in self.built.step.outputs]
         found = zip(executables.program.results, self._result_shardings, avals, strict=True)
         results = [array_result(*each) for each in found]
-        bound = BoundProgram(
-            executables, self._meshes, self.signature, self._constants, self._wanted, results, distributed
-        )
+        bound = BoundProgram(executables, self.signature, self._constants, self._wanted, results)
         return MpmdCompiled(self, executables, bound)
 
     def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:
@@ -196,22 +187,9 @@ class MpmdLowered:
         return MpmdLowered(*parts, compiler, self.out_info)
 
     @cached_property
-    def _connected(self) -> tuple[DistributedProgram, SharedSpecs] | tuple[None, None]:
-        return compare_programs(self._meshes, self.built.program, self._specs, self._out_specs)
-
-    @cached_property
     def _executables(self) -> Executables:
-        inputs, shared = self.built.step.inputs, self._connected[1]
-        with context_mesh(None):  # as in `MpmdWrapped.lower`
-            return compile_program(
-                self.built.program,
-                self._compiler,
-                self._specs,
-                self._out_specs,
-                [value.aval for value in inputs],
-                self._meshes.local_ranks,
-                shared=shared,
-            )
+        avals = [value.aval for value in self.built.step.inputs]
+        return compile_program(self.built.program, self._compiler, self._specs, self._out_specs, avals)
 
     def as_text(self, dialect: str | None = None) -> str:
         """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"`.

@@ -9,12 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.bound_program import BoundProgram, array_result, wanted_inputs
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.executables import compile_program
-from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Graph
@@ -106,15 +104,11 @@ class CompiledMpmdFun:
         specs = signature.specs(len(constants))
         avals = [value.aval for value in lowered.graph.inputs]
         chosen: list[PartitionSpec | None] = [None] * len(program.results)
-        distributed, shared = compare_programs(mesh, program, specs, chosen)
-        compiler: TaskCompiler[MpmdMesh] = TaskCompiler(mesh)
-        with context_mesh(None):  # no mesh around the call may change what is compiled
-            executables = compile_program(program, compiler, specs, chosen, avals, mesh.local_ranks, shared=shared)
-        self._executables = executables
+        self._executables = compile_program(program, TaskCompiler(mesh), specs, chosen, avals)
         wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         out_avals = [atom.aval for atom in lowered.graph.outputs]
         results = list(map(array_result, program.results, lowered._out, out_avals))  # pyright: ignore[reportPrivateUsage]
-        self._bound = BoundProgram(executables, mesh, signature, constants, wanted, results, distributed)
+        self._bound = BoundProgram(self._executables, signature, constants, wanted, results)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function.

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, uses_host_memory, with_own_results
@@ -26,8 +27,9 @@ from jaxpp_flax.engine.runtime.held_values import (
     spec_in_type,
     spec_of,
 )
-from jaxpp_flax.engine.runtime.startup import SharedSpecs
+from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 
 __all__ = ["Executables", "compile_program"]
 
@@ -39,10 +41,12 @@ class Executables:
     `program` is the given program, with tasks added at its end for results that need another partition. `held` has the
     spec and the type of each value, and `nbytes` the bytes of each device's part; 0 for an argument, wherever it goes.
     `variants` maps an instruction to its executable, for runs whose inputs have another partition than in the task's
-    first run.
+    first run. `distributed` is None if all ranks of `mesh` are of this process.
     """
 
     program: Program
+    mesh: RankMeshes
+    distributed: DistributedProgram | None
     tasks: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec | None, ...]
@@ -57,27 +61,30 @@ def compile_program(
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
     argument_avals: Sequence[Any],
-    ranks: Sequence[int],
-    shared: SharedSpecs | None = None,
 ) -> Executables:
-    """Compile the tasks of `ranks` in program order, finding shardings on the way.
+    """Compile the tasks of this process's ranks in program order, finding shardings on the way.
+
+    With several processes, all of them call this at the same point; they compare their programs first.
 
     Args:
       program: with donations and frees.
       compiler: shared by all programs of one step function, so that identical tasks compile once.
       argument_specs, argument_avals: for each argument of the program.
       result_specs: for each result; `None` keeps the spec that XLA chose.
-      ranks: the ranks of this process.
-      shared: given if other processes own some ranks: tells how their tasks partition their results.
+
+    Raises:
+      ProgramMismatchError: if the processes have other programs or settings, and the errors of `compare_programs`.
     """
-    walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, set(ranks), shared)
-    for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run):
-            walk.run(number, instruction)
-        elif isinstance(instruction, Transfer):
-            walk.transfer(instruction)
-    walk.finish()
-    return walk.executables()
+    distributed = compare_programs(compiler.mesh, program, argument_specs, result_specs)
+    with context_mesh(None):  # no mesh around the call may change what is compiled
+        walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, distributed)
+        for number, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Run):
+                walk.run(number, instruction)
+            elif isinstance(instruction, Transfer):
+                walk.transfer(instruction)
+        walk.finish()
+        return walk.executables()
 
 
 # Of a run: its executable, None on another process's rank; and the contents of its outputs.
@@ -93,9 +100,7 @@ class _Walk:
     argument_specs: Sequence[PartitionSpec]
     result_specs: Sequence[PartitionSpec | None]
     argument_avals: Sequence[Any]
-    ranks: set[int]
-    shared: SharedSpecs | None
-    first: dict[int, _Result] = field(default_factory=dict)  # of each task's first run
+    distributed: DistributedProgram | None
     distinct: dict[int, list[tuple[AllHeld, _Result]]] = field(default_factory=dict)  # runs by task, with their inputs
     by_held: dict[tuple[int, AllHeld], _Result] = field(default_factory=dict)
     carried: dict[tuple[Held, int], Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
@@ -104,6 +109,8 @@ class _Walk:
     def __post_init__(self) -> None:
         program = self.program
         self.mesh: RankMeshes = self.compiler.mesh
+        # How the tasks of other processes partition their results.
+        self.shared = None if self.distributed is None else SharedSpecs(self.distributed, self.mesh)
         self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
         self.wanted = specs_wanted(program, self.result_specs, self._alike)
         self.held: dict[int, Held] = dict.fromkeys(program.indices.values(), Held(PartitionSpec()))
@@ -122,39 +129,31 @@ class _Walk:
         self.held.update(zip(run.outputs, made, strict=True))
 
     def _result(self, run: Run) -> _Result:
-        """Return the result of a run that is unlike all earlier ones."""
-        new = run.task not in self.first
-        if new:
-            self.first[run.task] = self._first_result(run)
-        first = self.first[run.task]
-        if first[0] is None:  # a task of other processes
-            return first
+        """Return the result of a run, which may be unlike all earlier ones."""
         # Within a loop all runs are alike; other programs may read values that were made elsewhere.
         inputs = tuple(self.held[value] for value in run.inputs)
         known = self.distinct.setdefault(run.task, [])
-        if new:
-            known.append((inputs, first))
-            return first
         for others, result in known:
-            if all(map(same_partition, inputs, others)):
+            if result[0] is None or all(map(same_partition, inputs, others)):
                 return result
-        if self.shared is None:
-            result = self._compile(run)
-        else:  # other processes know the partition of the first run's results only
-            result = self._compile(run, [held.spec for held in first[1]])[0], first[1]
+        result = self._new_result(run, known[0][1][1] if known else None)
         known.append((inputs, result))
         return result
 
-    def _first_result(self, run: Run) -> _Result:
-        program, task, shared = self.program, self.program.tasks[run.task], self.shared
-        if shared is not None and task.rank not in self.ranks:
-            of_other = partial(_spec_of_other, shared, program, run.task)
+    def _new_result(self, run: Run, first: AllHeld | None) -> _Result:
+        """Compile a run's task if its rank is of this process; `first` are the outputs of the task's first run."""
+        task, shared = self.program.tasks[run.task], self.shared
+        if shared is not None and task.rank not in self.mesh.local_ranks:
+            of_other = partial(_spec_of_other, shared, self.program, run.task)
             found = task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))]
             return None, held_after(task, found)
+        if first is not None:
+            # Other processes know the partition of the first run's results only.
+            return self._compile(run) if shared is None else (self._compile(run, [h.spec for h in first])[0], first)
         compiled, made = self._compile(run)
         self.compiled[run.task] = compiled
         if shared is not None and not task.out_specs:
-            shared.publish(program, run.task, [held.spec for held in made])
+            shared.publish(self.program, run.task, [held.spec for held in made])
         return compiled, made
 
     def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
@@ -186,9 +185,9 @@ class _Walk:
             ]
             # No PartitionSpec may say XLA's choice; a task with values in host memory donates if all specs are known.
             if None in out_specs or (task.donate and uses_host_memory(task)):
-                out_specs = [spec or PartitionSpec() for spec in out_specs]
+                out_specs = [PartitionSpec() if spec is None else spec for spec in out_specs]
                 waiting = self.compiler.start(task, in_specs, out_specs)
-        return waiting, held_after(task, [canonical(spec or PartitionSpec()) for spec in out_specs])
+        return waiting, held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
 
     def _spec_held(self, value: int) -> PartitionSpec | None:
         return self.held[value].spec if value in self.held else None
@@ -245,6 +244,8 @@ class _Walk:
         results = zip(self.program.results, self.result_specs, strict=True)
         return Executables(
             program=self.program,
+            mesh=self.mesh,
+            distributed=self.distributed,
             tasks=tuple(compiled and compiled() for compiled in self.compiled),
             in_specs=tuple(self.argument_specs),
             out_specs=tuple(

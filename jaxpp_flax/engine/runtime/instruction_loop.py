@@ -13,7 +13,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import copy_arrays
-from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
@@ -23,7 +22,6 @@ from jaxpp_flax.engine.runtime.measuring.gathered_times import StepClock
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming, collector, run_profiled, run_timed
 from jaxpp_flax.engine.runtime.measuring.trace_names import instruction_names, is_profiled, run_named
 from jaxpp_flax.engine.runtime.transport.base import Parcel
-from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
@@ -40,14 +38,8 @@ class Runtime:
     and list accesses. With several processes, only instructions of this process's ranks become functions.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        executables: Executables,
-        mesh: RankMeshes,
-        distributed: DistributedProgram | None = None,
-        blocks: Mapping[int, Sequence[str]] | None = None,
-    ) -> None:
+    def __init__(self, executables: Executables, blocks: Mapping[int, Sequence[str]] | None = None) -> None:
+        program, mesh, distributed = executables.program, executables.mesh, executables.distributed
         self.program = program
         self._blocks = blocks or {}
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step

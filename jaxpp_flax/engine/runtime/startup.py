@@ -31,8 +31,8 @@ def compare_programs(
     program: Program,
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
-) -> tuple[DistributedProgram, SharedSpecs] | tuple[None, None]:
-    """Compare the programs of all processes before any compilation; do nothing in a single process.
+) -> DistributedProgram | None:
+    """Compare the programs of all processes before any compilation; return None in a single process.
 
     Raises:
       ValueError: if the mesh has no device of this process.
@@ -42,7 +42,7 @@ def compare_programs(
     process = jax.process_index()
     owners = sorted(mesh.processes)
     if owners == [process]:
-        return None, None
+        return None
     if process not in owners:
         raise ValueError(
             f"{mesh!r} has no device of process {process}: all are of {owners} of {jax.process_count()} processes. "
@@ -54,8 +54,7 @@ def compare_programs(
     described = [*describe_ranks(mesh), *describe_program(program, argument_specs, result_specs)]
     lines = [*describe_environment(), *described]
     digest = compare_lines(connection.group, title, lines, connection.settings.start_timeout)
-    distributed = DistributedProgram(connection, title, f"{title.replace(' ', '-')}-{digest}")
-    return distributed, SharedSpecs(distributed, mesh)
+    return DistributedProgram(connection, title, f"{title.replace(' ', '-')}-{digest}")
 
 
 def start(distributed: DistributedProgram, parcels: Sequence[Parcel], constants: Mapping[str, Any]) -> None:

@@ -45,10 +45,6 @@ class Waiting:
     future: Future[Any]
     here: Callable[[], Any]
 
-    def is_done(self) -> bool:
-        """Return whether the thread has ended."""
-        return self.future.done()
-
     @cached_property
     def _made(self) -> Any:
         made = self.future.result()

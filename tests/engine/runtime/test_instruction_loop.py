@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_a_transfer_between_processes_is_planned_once_for_each_kind(monkeypatch:
         here: Any = OneRankHere(mesh_of(3))
         distributed: Any = SimpleNamespace(connection=connection)
         planned.clear()
-        instruction_loop.Runtime(compiled.program, compiled._executables, here, distributed)
+        instruction_loop.Runtime(replace(compiled._executables, mesh=here, distributed=distributed))
         transfers = [i for i in compiled.program.instructions if isinstance(i, Transfer) and 1 in (i.source, i.target)]
         counts.append((len(planned), len(transfers)))
     assert counts == [(4, 16), (4, 48)]  # activations to the next rank, gradients to the one before
