@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 
-__all__ = ["ancestors", "makers_of", "use_counts"]
+__all__ = ["Groups", "ancestors", "delayed", "makers_of", "use_counts"]
+
+
+class Groups:
+    """Groups of values, and of other things, that are joined one after another.
+
+    Example:
+      >>> groups = Groups("abc")
+      >>> groups.join("ac")
+      >>> groups.find("c") == groups.find("a") != groups.find("b"), "d" in groups
+      (True, False)
+    """
+
+    def __init__(self, members: Iterable[Hashable]) -> None:
+        self._parent = {member: member for member in members}
+
+    def __contains__(self, member: Hashable) -> bool:
+        return member in self._parent
+
+    def find(self, member: Hashable) -> Hashable:
+        """Return the member that stands for the whole group."""
+        while (parent := self._parent[member]) != member:
+            self._parent[member] = self._parent[parent]
+            member = parent
+        return member
+
+    def join(self, members: Iterable[Hashable]) -> None:
+        """Make one group of the groups of some members; a new one comes with a group of its own."""
+        first, *others = [self.find(self._parent.setdefault(member, member)) for member in members]
+        for other in others:
+            self._parent[other] = first
+
+    def join_results(self, equation: Equation) -> None:
+        """Join the known operands of an equation with its results, if it has any."""
+        if known := [value for value in values(equation.inputs) if value in self]:
+            self.join([*known, *equation.outputs])
 
 
 def ancestors(atoms: Iterable[Atom], producer: Mapping[Value, Equation]) -> Iterator[Value]:
@@ -38,3 +73,24 @@ def makers_of(
             found.append(equation)
             needed.update(v for v in values(equation.inputs) if v not in kept)
     return tuple(reversed(found))
+
+
+def delayed(times: Mapping[Equation, int], kept: Collection[Equation]) -> list[tuple[int, list[Equation]]]:
+    """Delay equations to the time of their first reader, so that no result is held before; return them by time.
+
+    Args:
+      times: the earliest time of each equation, in program order.
+      kept: the equations that keep their time; so does an equation without a reader.
+    """
+    late = dict(times)
+    first_use: dict[Value, int] = {}
+    for equation in reversed(times):
+        uses = [first_use[v] for v in equation.outputs if v in first_use]
+        if uses and equation not in kept:
+            late[equation] = min(uses)
+        for value in values(equation.inputs):
+            first_use[value] = min(late[equation], first_use.get(value, late[equation]))
+    found: dict[int, list[Equation]] = {}
+    for equation, time in late.items():
+        found.setdefault(time, []).append(equation)
+    return sorted(found.items())

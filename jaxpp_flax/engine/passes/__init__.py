@@ -6,8 +6,6 @@ Each pass is a pure function from one frozen structure to the next, in a file of
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import donate_and_free
@@ -15,15 +13,11 @@ from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
-from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.normalise_results import normalise_results
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
-from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
-from jaxpp_flax.engine.passes.updated_arguments import find_relatives
 from jaxpp_flax.engine.tracing.inline import inline
 
 __all__ = ["PASSES"]
@@ -40,12 +34,6 @@ PASSES: tuple[Pass, ...] = (
         lambda graph, _: normalise_results(graph),
         requires="loops at the top",
         ensures="every result of a loop is read; no two results are one array, arguments and host memory aside",
-    ),
-    Pass(
-        "split_conditions",
-        lambda graph, _: split_conditions(graph),
-        requires="conditions at the top",
-        ensures="no condition holds arrays that it could leave to another one",
     ),
     Pass(
         "open_loops",
@@ -89,19 +77,8 @@ PASSES: tuple[Pass, ...] = (
         "lower_loops",
         lambda step, _: lower_loops(step),
         requires="loops cut into tasks",
-        ensures="loops stand among the step's equations, sums of their partial results behind them",
-    ),
-    Pass(
-        "stage_sums",
-        lambda step, _: resolve_stage_sums(step),
-        requires="lowered loops",
-        ensures="sums by stage (norms of a step) are additions of scalars, each on its stage's rank",
-    ),
-    Pass(
-        "updated_arguments",
-        lambda step, _: replace(step, nodes=tuple(find_relatives(step.nodes, step.inputs, step.outputs))),
-        requires="lowered loops",
-        ensures="each accumulator knows the argument that it updates, and so its sharding",
+        ensures="loops stand among the step's equations, sums of their partial results behind them; each accumulator "
+        "knows the argument that it updates, and so its sharding",
     ),
     Pass(
         "scatter_gradients",
@@ -113,13 +90,8 @@ PASSES: tuple[Pass, ...] = (
         "place",
         lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks),
         requires="lowered loops",
-        ensures="every equation runs on the ranks that read its results; moves bring the rest",
-    ),
-    Pass(
-        "stream_updates",
-        lambda placed, _: stream_updates(placed),
-        requires="a step on ranks",
-        ensures="work outside loops fetches at most a window from host memory at once, or one array",
+        ensures="every equation runs on the ranks that read its results; moves bring the rest. No program outside "
+        "loops fetches more than a window from host memory, or one leaf",
     ),
     Pass(
         "unroll",

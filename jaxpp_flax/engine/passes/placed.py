@@ -119,7 +119,8 @@ class Loop:
         return homes
 
     def as_text(self) -> str:
-        return f"loop over {self.length} microbatches: {type(self.schedule).__name__}"
+        like = ", ".join("nothing" if at is None else f"argument {at}" for at in self.like)
+        return f"loop over {self.length} microbatches: {type(self.schedule).__name__}; its accumulators update {like}"
 
 
 @dataclass(frozen=True, eq=False)

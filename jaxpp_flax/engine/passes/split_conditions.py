@@ -1,4 +1,4 @@
-"""Split conditions over the arrays of several ranks, so that each rank has a condition for its own arrays.
+"""Split conditions over the arrays of several ranks, so that each rank has conditions for its own arrays.
 
 Optimizers that skip or delay updates (`optax.apply_if_finite`, `optax.MultiSteps`) put all parameters under one
 `cond`. Its outputs form groups that share no array. Each group becomes a condition of its own, with the same predicate.
@@ -15,24 +15,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_flax.engine.analyses.data_flow import ancestors
+from jaxpp_flax.engine.analyses.data_flow import Groups
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
     Constant,
     Equation,
     Graph,
-    Value,
     applied,
     emit,
     in_memory,
     memory_kind_of,
-    producers,
     prune,
     values,
 )
 
-__all__ = ["is_condition", "select_between_branches", "split_conditions"]
+__all__ = ["is_condition", "select_between_branches", "split_condition"]
 
 
 def is_condition(equation: Equation) -> bool:
@@ -40,46 +38,37 @@ def is_condition(equation: Equation) -> bool:
     return equation.name == "cond" and not equation.effects
 
 
-def split_conditions(graph: Graph) -> Graph:
-    """Return the same function with every condition at the top level split."""
-    equations = [part for e in graph.equations for part in (_split_condition(e) if is_condition(e) else [e])]
-    return replace(graph, equations=tuple(equations))
-
-
-def _split_condition(equation: Equation) -> list[Equation]:
-    """Make one condition for each group of outputs; two groups share no array, but may share scalars."""
+def split_condition(equation: Equation) -> list[Equation]:
+    """Return one condition for each group of outputs; two groups share no array, but may share scalars."""
     branches = _branches(equation)
-    groups = _groups(branches, len(equation.outputs))
-    if len(groups) == 1:
+    groups = Groups(v for v in values(equation.inputs[1:]) if v.aval.size > 1)
+    for branch in branches:
+        for each in branch.equations:
+            groups.join_results(each)
+        for position, atom in enumerate(branch.outputs):
+            groups.join([position, atom] if atom in groups else [position])
+    members: dict[Any, list[int]] = {}
+    for position in range(len(equation.outputs)):
+        members.setdefault(groups.find(position), []).append(position)
+    if len(members) == 1:
         return [equation]
-    parts: list[Equation] = []
-    for group in groups:
-        graphs = [prune(replace(b, outputs=tuple(b.outputs[k] for k in group))) for b in branches]
-        read = {a for g in graphs for atoms in (g.outputs, *(e.inputs for e in g.equations)) for a in values(atoms)}
-        operands = [v for v in dict.fromkeys(values(equation.inputs[1:])) if v in read]
-        parts.extend(_condition(equation, operands, graphs, [equation.outputs[k] for k in group]))
-    return parts
+    return [part for positions in members.values() for part in _condition(equation, branches, positions)]
 
 
 def select_between_branches(equation: Equation) -> list[Equation]:
     """Run all branches one after another, and select each output."""
-    branches = [inline(b, flatten=True) for b in _branches(equation)]
-    equations = [e for branch in branches for e in branch.equations]
-    for position, output in enumerate(equation.outputs):
-        cases = [branch.outputs[position] for branch in branches]
-        (select,), _ = emit(jax.lax.select_n, [equation.inputs[0], *cases], struct=_struct)
-        equations.append(replace(select, outputs=(output,), source=equation.source))
-    return equations
+    branches = _branches(equation)
+    selected = [
+        Equation(jax.lax.select_n_p, {}, (equation.inputs[0], *cases), (output,), source=equation.source)
+        for output, *cases in zip(equation.outputs, *(branch.outputs for branch in branches), strict=True)
+    ]
+    return [*(e for branch in branches for e in branch.equations), *selected]
 
 
 def _branches(equation: Equation) -> list[Graph]:
-    """Return the branches as graphs over the condition's own operands."""
-    graphs: list[Graph] = []
-    for branch in equation.params["branches"]:
-        graph = applied(branch, equation.inputs[1:])
-        outputs = tuple(_typed(a) for a in graph.outputs)
-        graphs.append(replace(graph, inputs=tuple(dict.fromkeys(graph.inputs)), outputs=outputs))
-    return graphs
+    """Return the branches as graphs over the condition's own operands, with plain calls inlined."""
+    graphs = [inline(applied(branch, equation.inputs[1:]), flatten=True) for branch in equation.params["branches"]]
+    return [replace(graph, outputs=tuple(map(_typed, graph.outputs))) for graph in graphs]
 
 
 def _typed(atom: Atom) -> Atom:
@@ -87,41 +76,18 @@ def _typed(atom: Atom) -> Atom:
     return Constant(np.asarray(atom.value, atom.aval.dtype), atom.aval) if isinstance(atom, Constant) else atom
 
 
-def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
-    """Group the positions of outputs that share an array, or the work that makes one."""
-    parent = list(range(count))
-
-    def find(k: int) -> int:
-        while parent[k] != k:
-            k = parent[k]
-        return k
-
-    for branch in branches:
-        producer = producers(branch.equations)
-        owner: dict[Value, int] = {}
-        for position in range(count):
-            for value in ancestors([branch.outputs[position]], producer):
-                if not _is_shared(value, producer):
-                    parent[find(position)] = find(owner.setdefault(value, position))
-    groups: dict[int, list[int]] = {}
-    for position in range(count):
-        groups.setdefault(find(position), []).append(position)
-    return list(groups.values())
-
-
-def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
-    """Return whether a value may be computed twice: a scalar that depends only on scalars."""
-    arrays = [v for v in ancestors([value], producer) if v.aval.size > 1]
-    return all(v in producer and not producer[v].inputs for v in arrays)
-
-
-def _condition(
-    equation: Equation, operands: Sequence[Value], graphs: Sequence[Graph], outputs: Sequence[Value]
-) -> list[Equation]:
-    """Make a condition over other branches, with given outputs."""
-    branches = [replace(graph, inputs=tuple(operands)).run for graph in graphs]
-    inputs = [equation.inputs[0], *operands]
-    equations, _ = emit(lambda index, *xs: jax.lax.switch(index, branches, *xs), inputs, outputs, struct=_struct)
+def _condition(equation: Equation, branches: Sequence[Graph], positions: Sequence[int]) -> list[Equation]:
+    """Return a condition that makes some of the outputs, and reads what these need."""
+    graphs = [prune(replace(b, outputs=tuple(b.outputs[k] for k in positions))) for b in branches]
+    read = {v for g in graphs for atoms in (g.outputs, *(e.inputs for e in g.equations)) for v in values(atoms)}
+    operands = [v for v in dict.fromkeys(values(equation.inputs[1:])) if v in read]
+    runs = [replace(graph, inputs=tuple(operands)).run for graph in graphs]
+    equations, _ = emit(
+        lambda index, *xs: jax.lax.switch(index, runs, *xs),
+        [equation.inputs[0], *operands],
+        [equation.outputs[k] for k in positions],
+        struct=_struct,
+    )
     return [replace(e, source=equation.source) for e in equations]
 
 

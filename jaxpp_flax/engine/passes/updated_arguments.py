@@ -1,78 +1,97 @@
-"""Find the argument that a loop's result updates: an accumulator takes the sharding of its gradient's parameter."""
+"""Which argument of a step a result updates, and which one an accumulator of a loop updates.
+
+A result is the new value of the nearest argument of its type that it is computed from: of `p - rate * m` that is `p`,
+not a moment `m`. Nearest means fewest equations, and only those count that keep the shape, or make a view of a single
+operand: a norm is no new value of anything.
+
+An accumulator updates the argument of the nearest such result of its shape that is computed from it. Arguments that its
+loop reads come first: a moment is not read by the loop, and a mask has no new value, so a gradient finds its parameter
+behind both.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.placed import Loop
+from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
+from jaxpp_flax.engine.tracing.primitives import facts_of
 
-__all__ = ["find_relatives"]
+__all__ = ["Position", "updated_arguments"]
 
-_SEARCH_DEPTH = 24  # equations between a gradient and its argument: clipping, scaling, moments
+Position: TypeAlias = "int | None"
+"""The position of an argument among the step's inputs."""
 
 
-def find_relatives(
-    nodes: Sequence[Equation | Loop], inputs: Sequence[Value], outputs: Sequence[Atom] = ()
-) -> list[Equation | Loop]:
-    """Return the same nodes; each loop now knows the argument that each accumulator updates.
+def updated_arguments(
+    nodes: Sequence[Equation | Loop], inputs: Sequence[Value], outputs: Sequence[Atom], sums: Collection[Equation]
+) -> tuple[tuple[Position, ...], dict[Loop, tuple[Position, ...]]]:
+    """Return the argument of each output, and for each loop those of its accumulators; None where there is none.
 
-    It is the first argument that is combined with the accumulator and has a new value among the step's `outputs`; if
-    none has, the first one of all. A mask of the gradient has no new value.
+    Args:
+      nodes: the step's equations and loops.
+      inputs: the step's arguments.
+      outputs: the step's results.
+      sums: the equations that add up the parts of an accumulated result.
     """
-    renewed = _renewed(nodes, inputs, outputs)
-    position = {v: i for i, v in enumerate(inputs)}
-    users: dict[Value, list[Equation]] = {}
-    for node in nodes:
-        if isinstance(node, Equation):
-            for value in values(node.inputs):
-                users.setdefault(value, []).append(node)
+    edges = list(_edges(nodes, sums))
+    arguments = _nearest(edges, [(0, k, value) for k, value in enumerate(inputs)])
+    of_outputs: list[Position] = []
+    for atom in outputs:
+        found = arguments[atom].get(_type(atom)) if isinstance(atom, Value) and atom in arguments else None
+        of_outputs.append(None if found is None else found[1])
 
-    def search(result: Value, batch_dim: BatchDim | None) -> int | None:
-        whole = tuple(result.aval.shape)
-        shape = whole if batch_dim is None else (*whole[: batch_dim[0]], *whole[batch_dim[0] + 1 :])
-        queue, seen, combined = deque([(result, 0)]), {result}, list[Value]()
-        while queue:
-            value, depth = queue.popleft()
-            for equation in users.get(value, ()):
-                read = [v for v in values(equation.inputs) if v in position and tuple(v.aval.shape) == shape]
-                combined += read
-                if not renewed.isdisjoint(read):
-                    return next(position[v] for v in read if v in renewed)
-                for output in equation.outputs:
-                    if tuple(output.aval.shape) in (shape, whole) and output not in seen and depth < _SEARCH_DEPTH:
-                        seen.add(output)
-                        queue.append((output, depth + 1))
-        return position[combined[0]] if combined else None
+    backwards = [(end, start) for start, end in reversed(edges)]
+    renewed = [(k, v) for k, v in zip(of_outputs, outputs, strict=True) if k is not None and isinstance(v, Value)]
 
-    found: list[Equation | Loop] = []
+    def of_loop(loop: Loop) -> tuple[Position, ...]:
+        read = {min(arguments[v].values())[1] for v in loop.operands if arguments.get(v)}
+        far = len(edges)  # further than any other
+        results = _nearest(backwards, [(0 if k in read else far, k, v) for k, v in renewed])
+        found: list[Position] = []
+        for value, batch_dim in zip(loop.accumulator_results, loop.batch_dims, strict=True):
+            shape = list(value.aval.shape)
+            if batch_dim is not None:
+                del shape[batch_dim[0]]
+            near = [at for (other, _), at in results.get(value, {}).items() if other == tuple(shape)]
+            found.append(min(near)[1] if near else None)
+        return tuple(found)
+
+    return tuple(of_outputs), {node: of_loop(node) for node in nodes if isinstance(node, Loop)}
+
+
+def _edges(nodes: Iterable[Equation | Loop], sums: Collection[Equation]) -> Iterator[tuple[Value, Value]]:
+    """Yield operands and results, in program order, where the result may be a new value of the operand."""
     for node in nodes:
         if isinstance(node, Loop):
-            node = replace(node, like=tuple(map(search, node.accumulator_results, node.batch_dims)))
-        found.append(node)
+            yield from zip(node.carry_init, node.carry_results, strict=True)
+        elif is_condition(node):
+            yield from _edges(select_between_branches(node), sums)
+        else:
+            read = values(node.inputs)
+            is_view = len(read) == 1 and (node in sums or not facts_of(node.primitive).is_reduction)
+            yield from ((a, b) for a in read for b in node.outputs if is_view or a.aval.shape == b.aval.shape)
+
+
+def _type(atom: Atom) -> tuple[Any, Any]:
+    return tuple(atom.aval.shape), atom.aval.dtype
+
+
+def _nearest(
+    edges: Iterable[tuple[Value, Value]], sources: Iterable[tuple[int, int, Value]]
+) -> Mapping[Value, dict[tuple[Any, Any], tuple[int, int]]]:
+    """Return for each value, of each type the nearest source from which edges lead to it: its distance and number.
+
+    `sources` have a distance to begin with, and a number.
+    """
+    found: defaultdict[Value, dict[tuple[Any, Any], tuple[int, int]]] = defaultdict(dict)
+    for distance, number, value in sources:
+        found[value].setdefault(_type(value), (distance, number))
+    for start, end in edges:
+        for kind, (distance, number) in found.get(start, {}).items():
+            if kind not in found[end] or distance + 1 < found[end][kind][0]:
+                found[end][kind] = (distance + 1, number)
     return found
-
-
-def _renewed(nodes: Sequence[Equation | Loop], inputs: Sequence[Value], outputs: Sequence[Atom]) -> set[Value]:
-    """Return the arguments with a new value among the outputs: of each output, the nearest argument of its type."""
-    producer = {v: node for node in nodes if isinstance(node, Equation) for v in node.outputs}
-    arguments = set(inputs)
-
-    def nearest(output: Value) -> Value | None:
-        queue, seen = deque([(output, 0)]), {output}
-        while queue:
-            value, depth = queue.popleft()
-            if value in arguments and (value.aval.shape, value.aval.dtype) == (output.aval.shape, output.aval.dtype):
-                return value
-            equation = producer.get(value)
-            for read in values(equation.inputs) if equation is not None and depth < _SEARCH_DEPTH else ():
-                if read not in seen:
-                    seen.add(read)
-                    queue.append((read, depth + 1))
-        return None
-
-    made = [atom for atom in outputs if isinstance(atom, Value) and atom not in arguments]
-    return {found for atom in made if (found := nearest(atom)) is not None}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches, split_conditions
+from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches, split_condition
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 
 A, B = np.arange(4, dtype=np.float32), np.arange(6, dtype=np.float32) - 2
@@ -50,10 +50,23 @@ def conditions(graph: Graph) -> list[Any]:
     return [e for e in graph.equations if is_condition(e)]
 
 
-@pytest.mark.parametrize(("fun", "count"), [(apart, 3), (together, 1), (passed_on, 1), (switched, 2)])
+def changed(graph: Graph, change: Any) -> Graph:
+    """The graph with other equations for its condition."""
+    parts = [part for e in graph.equations for part in (change(e) if is_condition(e) else [e])]
+    return replace(graph, equations=tuple(parts))
+
+
+def through_scalars(flag: Any, a: jax.Array, b: jax.Array) -> Any:
+    """Two arrays that meet in a number, which scales one of them; a third output stays apart."""
+    return jax.lax.cond(flag, lambda: (a * jnp.sum(b), b + 1, 3), lambda: (a, b, 4))
+
+
+@pytest.mark.parametrize(
+    ("fun", "count"), [(apart, 3), (together, 1), (passed_on, 1), (switched, 2), (through_scalars, 2)]
+)
 def test_split(fun: Any, count: int):
     graph = graph_of(fun, 1, A, B)
-    split = split_conditions(graph)
+    split = changed(graph, split_condition)
     split.verify()
     assert len(conditions(split)) == count
     for flag in range(3 if fun is switched else 2):
@@ -65,7 +78,7 @@ def test_split(fun: Any, count: int):
 def test_each_part_reads_its_own_operands_alone():
     graph = graph_of(apart, True, A, B)
     _, a, b = graph.inputs
-    read = [{v for v in e.inputs[1:] if v in (a, b)} for e in conditions(split_conditions(graph))]
+    read = [{v for v in e.inputs[1:] if v in (a, b)} for e in conditions(changed(graph, split_condition))]
     assert sorted(map(len, read)) == [0, 1, 1]
 
 
@@ -73,12 +86,7 @@ def test_each_part_reads_its_own_operands_alone():
 def test_selection(fun: Any):
     """No condition is left; both branches are computed and one is taken, by the very same operations."""
     graph = graph_of(fun, 1, A, B)
-    flat = replace(
-        graph,
-        equations=tuple(
-            part for e in graph.equations for part in (select_between_branches(e) if is_condition(e) else [e])
-        ),
-    )
+    flat = changed(graph, select_between_branches)
     flat.verify()
     assert not conditions(flat)
     for flag in range(3 if fun is switched else 2):
@@ -93,4 +101,3 @@ def test_a_condition_with_side_effects_is_left_alone():
     graph = graph_of(printing, True, A)
     assert [e.name for e in graph.equations if e.name == "cond"] == ["cond"]
     assert not conditions(graph)
-    assert split_conditions(graph).equations == graph.equations

@@ -1,4 +1,7 @@
-"""Replace each `treduce` equation by its loop of tasks, followed by the sums of its partial results."""
+"""Replace each `treduce` equation by its loop of tasks, followed by the sums of its partial results.
+
+Sums by stage are resolved here too, and each accumulator and each output is paired with the argument that it updates.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,26 @@ import jax
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.placed import Loop
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit, values
+from jaxpp_flax.engine.passes.updated_arguments import Position, updated_arguments
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, emit, graph_of, values
 
 __all__ = ["Lowered", "lower_loops"]
 
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A step of equations and loops in program order; `sums` add up partial results and mix ranks by design."""
+    """A step of equations and loops in program order; `sums` add up partial results and mix ranks by design.
+
+    `updated` gives for each output the position of the argument whose new value it is, or None.
+    """
 
     nodes: tuple[Equation | Loop, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     sums: frozenset[Equation]
+    updated: tuple[Position, ...]
 
     def verify(self) -> None:
         """Check that every value is defined once, before its first use."""
@@ -41,26 +50,17 @@ class Lowered:
 
     def as_text(self) -> str:
         """Return the equations between the loops as graphs, and a line for each loop and its accumulators."""
+        results = set(values(self.outputs))
         texts: list[str] = []
-        run: list[Equation] = []
+        equations: list[Equation] = []
         for node in (*self.nodes, None):
             if isinstance(node, Equation):
-                run.append(node)
+                equations.append(node)
                 continue
-            if run:
-                texts.append(_listing(run, node is None, self.outputs))
-                run = []
-            if node is not None:
-                like = [f"argument {at}" if at is not None else "nothing" for at in node.like]
-                texts.append(node.as_text() + (f"; its accumulators update {', '.join(like)}" if like else ""))
+            texts += [graph_of(equations, results).as_text()] if equations else []
+            texts += [node.as_text()] if node is not None else []
+            equations = []
         return "\n".join(texts)
-
-
-def _listing(equations: Sequence[Equation], last: bool, results: Sequence[Atom]) -> str:
-    made = [v for e in equations for v in e.outputs]
-    own = set(made)
-    read = dict.fromkeys(v for e in equations for v in values(e.inputs) if v not in own)
-    return Graph(tuple(read), tuple(results if last else made), tuple(equations)).as_text()
 
 
 def lower_loops(step: Opened) -> Lowered:
@@ -75,7 +75,11 @@ def lower_loops(step: Opened) -> Lowered:
         loop = lowering.loop()
         nodes += [*lowering.before, loop, *lowering.after]
         sums.update(lowering.after)
-    return Lowered(tuple(nodes), step.graph.inputs, step.graph.outputs, frozenset(sums))
+    nodes = list(resolve_stage_sums(nodes))
+    inputs, outputs = step.graph.inputs, step.graph.outputs
+    updated, by_loop = updated_arguments(nodes, inputs, outputs, sums)
+    nodes = [replace(node, like=by_loop[node]) if isinstance(node, Loop) else node for node in nodes]
+    return Lowered(tuple(nodes), inputs, outputs, frozenset(sums), updated)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit, values
 
@@ -52,48 +50,40 @@ _sum_by_stage_p.def_abstract_eval(lambda first, *_, num_stages: [first] * num_st
 mlir.register_lowering(_sum_by_stage_p, mlir.lower_fun(_all_in_first, multiple_results=True))
 
 
-def resolve_stage_sums(step: Lowered) -> Lowered:
+def resolve_stage_sums(nodes: Sequence[Equation | Loop]) -> Iterator[Equation | Loop]:
     """Replace each `sum_by_stage` by the additions of its stages: each stage adds up what lies on its rank."""
-    if not any(isinstance(node, Equation) and node.primitive is _sum_by_stage_p for node in step.nodes):
-        return step
-    stages = _first_stages(step)
-    nodes: list[Equation | Loop] = []
-    for node in step.nodes:
+    stages: dict[Value, int] | None = None
+    for node in nodes:
         if isinstance(node, Equation) and node.primitive is _sum_by_stage_p:
-            nodes += _additions(node, stages)
+            stages = _first_stages(nodes) if stages is None else stages
+            yield from _additions(node, stages)
         else:
-            nodes.append(node)
-    return replace(step, nodes=tuple(nodes))
+            yield node
 
 
-def _first_stages(step: Lowered) -> dict[Value, int]:
+def _first_stages(nodes: Sequence[Equation | Loop]) -> dict[Value, int]:
     """Return the first stage whose tasks read a value, or a value computed from it before the loop."""
     first: dict[Value, int] = {}
-
-    def note(value: Value, stage: int) -> None:
-        first[value] = min(stage, first.get(value, stage))
-
-    for node in reversed(step.nodes):
+    for node in reversed(nodes):
         if isinstance(node, Loop):
             outer = dict(zip(node.partition.operands, node.operands, strict=True))
-            for task in node.partition.tasks:
-                for value in outer.keys() & set(task.graph.inputs):
-                    note(outer[value], task.stage)
+            reads = [(outer[v], task.stage) for task in node.partition.tasks for v in task.graph.inputs if v in outer]
         else:
-            found = [first[v] for v in node.outputs if v in first]
-            for value in values(node.inputs) if found else ():
-                note(value, min(found))
+            reads = [(v, first[made]) for made in node.outputs if made in first for v in values(node.inputs)]
+        for value, stage in reads:
+            first[value] = min(stage, first.get(value, stage))
     return first
 
 
-def _additions(equation: Equation, stages: dict[Value, int]) -> list[Equation]:
+def _additions(equation: Equation, stages: Mapping[Value, int]) -> Iterator[Equation]:
     half = len(equation.inputs) // 2
     groups: list[list[Atom]] = [[] for _ in equation.outputs]
     for scalar, parameter in zip(equation.inputs[:half], equation.inputs[half:], strict=True):
         groups[stages.get(parameter, 0) if isinstance(parameter, Value) else 0].append(scalar)
 
-    def total(*group: Any) -> list[Any]:
-        return [sum(group[1:], start=group[0]) if group else jnp.zeros((), equation.outputs[0].aval.dtype)]
+    def total(*scalars: Any) -> list[Any]:
+        first, *others = scalars or [jnp.zeros((), equation.outputs[0].aval.dtype)]
+        return [sum(others, start=first)]
 
-    emitted = [emit(total, group, [out], like=equation)[0] for group, out in zip(groups, equation.outputs, strict=True)]
-    return [addition for additions in emitted for addition in additions]
+    for group, output in zip(groups, equation.outputs, strict=True):
+        yield from emit(total, group, [output], like=equation)[0]

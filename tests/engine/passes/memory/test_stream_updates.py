@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.placed import Segment
-from jaxpp_flax.engine.tracing.ir import memory_kind_of
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, memory_kind_of
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, tree_allclose
@@ -77,8 +78,31 @@ def test_each_program_fetches_a_window(monkeypatch: pytest.MonkeyPatch):
         tree_allclose(found, jax.tree.map(np.asarray, expected), rtol=1e-6)
 
 
-def test_a_step_within_the_window_stays_as_it_is():
+def test_work_within_the_window_stays_one_program():
     pipelined, arguments = compiled_step()
-    placed = pipelined.compile(*arguments)._plan.built.placed
-    assert stream_updates.stream_updates(placed) is placed
-    assert any(isinstance(each, Segment) for each in placed.steps)
+    segments = [x for x in pipelined.compile(*arguments)._plan.built.placed.steps if isinstance(x, Segment)]
+    fetching = [x.graph.equations for x in segments if any(map(stream_updates._fetched_bytes, x.graph.equations))]
+    assert len(fetching) == 2
+    for equations in fetching:
+        assert stream_updates.stream_updates(equations) == [list(equations)]
+
+
+def test_shared_work_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch):
+    """A gradient is scaled in the program that reads it: no scaled gradient lies between two programs."""
+
+    def update(moments: Any, grads: Any) -> Any:
+        grads = [g * 2 for g in grads]
+        moments = [jax.device_put(m, DEVICE) + g for m, g in zip(moments, grads, strict=True)]
+        norm = jnp.sqrt(sum(jnp.sum(m) for m in moments))
+        return [jax.device_put(m, HOST) for m in moments], [m / norm for m in moments]
+
+    moments = jax.device_put(
+        [np.ones(8, np.float32)] * 3, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    )
+    graph, _ = from_jaxpr(jax.jit(update).trace(moments, [np.ones(8, np.float32)] * 3).jaxpr)
+    monkeypatch.setattr(stream_updates, "WINDOW_BYTES", 1)
+    programs = stream_updates.stream_updates(graph.equations)
+    assert [sum(e.name == "device_put" for e in program) for program in programs] == [2, 2, 2]
+    assert [sum(e.name == "mul" for e in program) for program in programs] == [1, 1, 1]
+    assert [sum(e.name == "div" for e in program) for program in programs] == [0, 0, 3]
+    replace(graph, equations=tuple(e for program in programs for e in program)).verify()
