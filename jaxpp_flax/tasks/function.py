@@ -196,9 +196,9 @@ def mpmd(
       ...     return task(lambda w, x: x @ w, out_shardings=on[1], name="second")(w[1], x)
       >>> lowered = model.lower([jnp.ones((3, 3))] * 2, jnp.zeros((2, 3)))
       >>> print(lowered.as_text(rank=1))
-      rank 0 -> rank 1: send s3 receive s4
-      rank 1: s5 = second(s1, s4)
-      rank 1: free s4
+      rank 0 -> rank 1: send v2 receive v3
+      rank 1: v5 = second(v4, v3)
+      rank 1: free v3
       >>> model([jnp.ones((3, 3))] * 2, jnp.zeros((2, 3))).shape
       (2, 3)
 
