@@ -33,6 +33,7 @@ class Ranks:
       >>> import numpy as np
       >>> from jax.sharding import Mesh
       >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> import jax.numpy as jnp
       >>> params = {name: jnp.ones(4) for name in "abcd"}
       >>> state = TrainState(step=jnp.int32(0), params=params, opt_state={"mu": params}, model_state={})
       >>> found = Ranks(mesh=mesh).preliminary(state)
@@ -165,6 +166,7 @@ def balanced_order(leaves: Sequence[Any], targets: Sequence[MpmdSharding]) -> li
     """Return the order of moves in which a rank that has given bytes away is the next to get some.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import numpy as np
       >>> from jax.sharding import Mesh
       >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
