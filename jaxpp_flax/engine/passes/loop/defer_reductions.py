@@ -7,7 +7,7 @@ the loop, is the only reduction. A gradient qualifies if it is linear in contrac
 `analyses/batch_flow.py`). Other gradients stay unchanged, which is slower but equally correct.
 
 On an Explicit mesh JAX has a type for such a gradient, `unreduced`. It does not decide this question: JAX 0.10 to 0.12
-let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to reshape them.
+let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to divide them.
 """
 
 from __future__ import annotations
