@@ -72,9 +72,7 @@ def run_by_table(lists, num_stages, table, delay):
 
 
 @given(st.data(), schedules(max_ranks=4, max_per_rank=2), st.integers(1, 5), st.integers(0, 12))
-def test_the_simulator_keeps_to_the_table_with_and_without_a_processor_for_each_rank(
-    data, schedule, microbatches, exchanges
-):
+def test_the_simulator_keeps_to_the_table(data, schedule, microbatches, exchanges):
     num_stages = schedule.num_stages
     table = data.draw(costs_for(num_stages)).table(num_stages)
     lists = shuffled(data, schedule.tasks(microbatches), exchanges)
@@ -83,22 +81,20 @@ def test_the_simulator_keeps_to_the_table_with_and_without_a_processor_for_each_
         return 0.5 + table.sent_bytes(result)
 
     times, stuck, made = run_by_table(lists, num_stages, table, delay)
-    for processors in (None, len(lists)):
-        got = {}
-        blocked = advance(
-            lists,
-            num_stages,
-            lambda rank, task, start, end, got=got: got.update({task: (start, end)}),
-            table=table,
-            delay=delay,
-            processors=processors,
-        )
-        assert got == times, processors
-        assert {b.rank: b.position for b in blocked} == stuck, processors
-        for b in blocked:
-            assert b.task == lists[b.rank][b.position]
-            assert b.awaits in needs(b.task, num_stages), processors
-            assert b.awaits not in made, processors
+    got = {}
+    blocked = advance(
+        lists,
+        num_stages,
+        lambda rank, task, start, end: got.update({task: (start, end)}),
+        table=table,
+        delay=delay,
+    )
+    assert got == times
+    assert {b.rank: b.position for b in blocked} == stuck
+    for b in blocked:
+        assert b.task == lists[b.rank][b.position]
+        assert b.awaits in needs(b.task, num_stages)
+        assert b.awaits not in made
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.integers(0, 12))
