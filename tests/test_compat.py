@@ -186,7 +186,7 @@ def test_without_the_private_copy_the_public_one_runs(monkeypatch: pytest.Monkey
 @pytest.mark.processes
 def test_the_switch_leaves_private_names_alone():
     script = (
-        "from jaxpp_flax import _compat\nfrom jaxpp_flax.engine.arrays import reshard\n"
+        "from jaxpp_flax import _compat\nfrom jaxpp_flax.engine.runtime import reshard\n"
         "import jax, jax.numpy as jnp, numpy as np\n"
         "from jax.sharding import Mesh, PartitionSpec as P\n"
         "from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding\n"

@@ -65,7 +65,9 @@ def build(
     fragments = fragments_of(step, placement, stages, order)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
     unrolled = unroll(step, placement, fragments, rewrites, keep_unused=keep_unused)
-    program = donate_and_free(unrolled, [False] * num_constants + list(donated))
+    # Between processes, the runtime watches a received value to see its arrival.
+    several = len(meshes.processes) > 1
+    program = donate_and_free(unrolled, [False] * num_constants + list(donated), keep_received=several)
     if wants_verification():
         unrolled.verify()
         program.verify()
