@@ -15,7 +15,7 @@ from typing import Any, overload
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import makers_of
-from jaxpp_flax.engine.analyses.work import count_flops, work_of
+from jaxpp_flax.engine.analyses.work import work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.carries import CarryError
 from jaxpp_flax.engine.passes.loop.label import Labels, label
@@ -34,10 +34,8 @@ __all__ = [
     "Holding",
     "Marks",
     "Work",
-    "count_flops",
     "cut_at_every_mark",
     "residuals_of",
-    "work_of_blocks",
 ]
 
 
@@ -113,6 +111,18 @@ class Blocks:
           ValueError: if the body cannot be cut at some mark.
         """
         return partition(self.labels, fuse_last=False, split_backward=self.split_backward)
+
+    def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
+        """Estimate the work of each block; the last block is the work after the last mark.
+
+        `flops_per_byte` gives the FLOPs in the time of moving one byte; 0 counts only operations.
+        """
+        last = len(self.body.marks)
+        forward, backward = [0.0] * (last + 1), [0.0] * (last + 1)
+        for equation, phase in self.labels.phase.items():
+            of_block, block = (forward, phase) if phase <= last else (backward, 2 * last + 1 - phase)
+            of_block[block] += work_of(equation, flops_per_byte)
+        return tuple(map(Work, forward, backward))
 
     def can_cut(self, cuts: Sequence[int]) -> bool:
         """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""
@@ -273,8 +283,8 @@ class Marks(Sequence[Mark]):
         return len(self._marks)
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
-        """Estimate the work of each block; there is one block more than marks. See `work_of_blocks`."""
-        return work_of_blocks(self.blocks.body, flops_per_byte)
+        """Estimate the work of each block; there is one block more than marks. See `Blocks.work`."""
+        return self.blocks.work(flops_per_byte)
 
     @property
     def sent(self) -> tuple[float, ...]:
@@ -303,19 +313,3 @@ def cut_at_every_mark(marks: Sequence[Mark], num_stages: int) -> Sequence[int]:
         f"a pipeline of {num_stages} stages needs {need}, but the loop's body holds {len(marks)}: {listing}{more}. "
         f"{remedy}, or change the number of stages."
     )
-
-
-def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
-    """Estimate the work of each block of an inlined body; the last block is the work after the last mark.
-
-    `flops_per_byte` gives the FLOPs in the time of moving one byte; 0 counts only operations.
-    """
-    labels = label(body, range(len(body.marks)))
-    blocks = len(body.marks) + 1
-    forward, backward = [0.0] * blocks, [0.0] * blocks
-    for equation, phase in labels.phase.items():
-        if phase < blocks:
-            forward[phase] += work_of(equation, flops_per_byte)
-        else:
-            backward[2 * blocks - 1 - phase] += work_of(equation, flops_per_byte)
-    return tuple(map(Work, forward, backward))

@@ -9,8 +9,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
-from jaxpp_flax.engine.blocks import count_flops, residuals_of
+from jaxpp_flax.engine.blocks import residuals_of
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.passes.unroll import loop_prefix

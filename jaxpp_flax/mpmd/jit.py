@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -21,7 +20,6 @@ from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_arra
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
-from jaxpp_flax.mpmd.options import PartitioningOptions
 from jaxpp_flax.mpmd.partitioning.build import build
 from jaxpp_flax.mpmd.shardings import (
     assigned_memories,
@@ -195,7 +193,6 @@ def jit(
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] | None = None,
     keep_unused: bool = False,
-    partitioning_options: Mapping[str, Any] | None = None,
     override_func_name: str | None = None,
 ) -> MpmdWrapped:
     """Partition a function over the meshes of a topology, by the names in it.
@@ -209,7 +206,6 @@ def jit(
       donate_argnums: as in `jax.jit`.
       keep_unused: as in `jax.jit`: False leaves an argument that the function does not read where it is; True copies
         it to its mesh.
-      partitioning_options: replaces the options of the config.
       override_func_name: the program's name in text and messages.
 
     Returns:
@@ -243,7 +239,5 @@ def jit(
     """
     if not isinstance(mpmd_config, MpmdConfig):
         raise TypeError(f"mpmd_config must come from `mpmd.make_config`, got {type(mpmd_config).__name__}.")
-    if partitioning_options is not None:
-        mpmd_config = replace(mpmd_config, partitioning_options=PartitioningOptions(partitioning_options))
     name = override_func_name or getattr(func, "__name__", "func")
     return MpmdWrapped(func, mpmd_config, in_shardings, out_shardings, donate_argnums, keep_unused, name)

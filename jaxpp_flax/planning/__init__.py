@@ -11,6 +11,7 @@ from jaxpp_flax.planning.choice import (
     describe,
     why_chosen,
 )
+from jaxpp_flax.planning.measured import measured_costs
 from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StageUse, StepModel
 from jaxpp_flax.planning.schedule_search.search import Found, search
 
@@ -26,6 +27,7 @@ __all__ = [
     "best_mixture",
     "choose_residuals",
     "describe",
+    "measured_costs",
     "search",
     "why_chosen",
 ]

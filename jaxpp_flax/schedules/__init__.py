@@ -27,7 +27,6 @@ from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
-from jaxpp_flax.schedules.simulation.measured import measured_costs
 from jaxpp_flax.schedules.simulation.simulate import Event, Summary, Timeline, replay, simulate, summarize
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.tools.drawing import draw
@@ -64,7 +63,6 @@ __all__ = [
     "ZeroBubbleH2",
     "by_name",
     "draw",
-    "measured_costs",
     "merge_order",
     "names",
     "normalize",
@@ -78,6 +76,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    moved = {"Found", "planning", "search"}
+    moved = {"Found", "measured_costs", "planning", "search"}
     remedies = dict.fromkeys(moved, "what plans stands in `jaxpp_flax.planning`")
     raise AttributeError(missing_name(__name__, name, remedies, __all__))

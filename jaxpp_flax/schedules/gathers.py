@@ -6,20 +6,18 @@ The engine and the planners share these rules. They know names and bytes, no arr
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
-__all__ = ["Fsdp", "GatheredParameter", "Gathers", "check_fsdp", "first_reads"]
+__all__ = ["Fsdp", "GatheredParameter", "Gathers", "check_fsdp"]
 
 Fsdp: TypeAlias = Literal["step", "microbatch"]
 """How often parameters are gathered."""
-
-_Name = TypeVar("_Name", bound=Hashable)
 
 
 def check_fsdp(fsdp: Any) -> Fsdp:
@@ -38,21 +36,6 @@ def check_fsdp(fsdp: Any) -> Fsdp:
         f'fsdp={fsdp!r} is no known setting. Use "step" (gather parameters once in a step) or "microbatch" (in every '
         "task)."
     )
-
-
-def first_reads(reads: Sequence[Collection[_Name]]) -> list[tuple[_Name, ...]]:
-    """Return the gathered parameters that a rank reads for the first time in each of its tasks.
-
-    Example:
-      >>> first_reads(["a", "b", "b", "a"])
-      [('a',), ('b',), (), ()]
-    """
-    held: set[_Name] = set()
-    found: list[tuple[_Name, ...]] = []
-    for read in reads:
-        found.append(tuple(name for name in read if name not in held))
-        held.update(read)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +121,13 @@ class Gathers:
 @lru_cache(maxsize=256)
 def _held(stages: tuple[_Sizes, ...], tasks: tuple[AnyTask, ...]) -> tuple[GatheredParameter, ...]:
     sizes = {name: nbytes for stage in {task.stage for task in tasks} for name, nbytes in stages[stage]}
-    names = [tuple(name for name, _ in of) for of in stages]
-    reads = [() if _is_weight_gradient(task) else names[task.stage] for task in tasks]
-    last = {name: position for position, read in enumerate(reads) for name in read}
-    return tuple(
-        GatheredParameter(name, sizes[name], position, last[name])
-        for position, new in enumerate(first_reads(reads))
-        for name in new
-    )
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for position, task in enumerate(tasks):
+        for name, _ in () if _is_weight_gradient(task) else stages[task.stage]:
+            first.setdefault(name, position)
+            last[name] = position
+    return tuple(GatheredParameter(name, sizes[name], first[name], last[name]) for name in first)
 
 
 def _is_weight_gradient(task: AnyTask) -> bool:

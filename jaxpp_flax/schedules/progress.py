@@ -6,8 +6,7 @@ the number of tasks, and it holds only the results that another task will still 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
@@ -56,13 +55,7 @@ class _Run:
     """The results and the ranks of one call of :func:`advance`."""
 
     def __init__(
-        self,
-        num_stages: int,
-        emit: Emit | None,
-        table: CostTable,
-        delay: Delay | None,
-        hold: Hold | None,
-        processors: int | None,
+        self, num_stages: int, emit: Emit | None, table: CostTable, delay: Delay | None, hold: Hold | None
     ) -> None:
         self.keys = num_stages * len(_DEPENDENCIES)  # of one microbatch
         self.rows = {
@@ -75,17 +68,12 @@ class _Run:
         self.made: dict[int, tuple[float, int]] = {}  # when and on which rank, until the result is read
         self.waiting: dict[int, int] = {}  # the rank that waits for a result
         self.ready: list[int] = []  # the ranks whose result is there
-        self.free = None if processors is None else [0.0] * processors  # when each processor is free
-        self.queue: list[tuple[float, int]] = []  # when each rank that waits for a processor became ready
 
-    def rank(self, rank: int, tasks: Iterable[AnyTask]) -> Generator[tuple[int, AnyTask, Task] | None, float, None]:
-        """Run one rank's tasks; yield the position, the task and what it waits for, or None.
-
-        None means that the rank is in the queue for a processor, and is sent its start; or that it has ended.
-        """
+    def rank(self, rank: int, tasks: Iterable[AnyTask]) -> Iterator[tuple[int, AnyTask, Task] | None]:
+        """Run one rank's tasks; yield the position, the task and what it waits for; at the end, yield None."""
         # Schedules may have tens of millions of tasks, and attribute look-ups would take much of the time.
         keys, rows, fused_rows, emit, delay = self.keys, self.rows, self.fused_rows, self.emit, self.delay
-        made, waiting, ready, free, hold = self.made, self.waiting, self.ready, self.free, self.hold
+        made, waiting, ready, hold = self.made, self.waiting, self.ready, self.hold
         now = 0.0
         for position, task in enumerate(tasks):
             kind_rows = fused_rows if isinstance(task, FusedTask) else rows[task.kind]
@@ -105,10 +93,6 @@ class _Run:
                     start = arrived
             if hold is not None:
                 start = hold(rank, position, now, start)
-            if free is not None:
-                heapq.heappush(self.queue, (start, rank))
-                start = yield None
-                heapq.heappush(free, start + time)
             now = start + time
             result = now, rank
             for key in writes:
@@ -129,7 +113,6 @@ def advance(
     table: CostTable | None = None,
     delay: Delay | None = None,
     hold: Hold | None = None,
-    processors: int | None = None,
 ) -> list[Blocked]:
     """Run every rank as far as possible, and return the blocked ranks.
 
@@ -143,18 +126,11 @@ def advance(
             rank to rank. Not called within a rank. None: no time.
         hold: ``hold(rank, position, free, start)``, the time when a task can start whose rank is free, and whose
             inputs have arrived, at these times. None: at ``start``.
-        processors: the number of tasks that run at once: virtual devices on one machine's cores. The
-            task that has been ready longest gets the next free processor (Graham's list scheduling), as
-            in a thread pool with one queue. By default every rank has a processor of its own.
     """
-    run = _Run(num_stages, emit, Costs().table(num_stages) if table is None else table, delay, hold, processors)
+    run = _Run(num_stages, emit, Costs().table(num_stages) if table is None else table, delay, hold)
     steps = [run.rank(rank, tasks) for rank, tasks in enumerate(ranks)]
     waits = [next(step) for step in steps]
-    while run.ready or run.queue:
-        if run.ready or run.free is None:
-            rank = run.ready.pop()
-            waits[rank] = next(steps[rank])
-        else:
-            since, rank = heapq.heappop(run.queue)
-            waits[rank] = steps[rank].send(max(since, heapq.heappop(run.free)))
+    while run.ready:
+        rank = run.ready.pop()
+        waits[rank] = next(steps[rank])
     return [Blocked(rank, *wait) for rank, wait in enumerate(waits) if wait is not None]

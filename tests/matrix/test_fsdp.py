@@ -194,6 +194,27 @@ def test_explicit_axes(axes: dict[str, int]):
     assert set(executed(compiled, in_loop=True)) == {"all-reduce"}  # of the loss
 
 
+def tied(params: Any, x: jax.Array) -> jax.Array:
+    return explicit([{**p, "up": params[0]["up"]} for p in params], x)
+
+
+def decayed(params: Any, x: jax.Array) -> jax.Array:
+    """A gradient has a term that is no sum over examples, and lies as the parameter does."""
+    p = params[0]["up"]
+    return explicit(params, x) + jax.sharding.reshard((p * p).sum(), P())
+
+
+def test_explicit_tied_weights():
+    compiled = check(explicit_mesh(2, fsdp=2), FSDP, "fsdp", Std1F1B(2), apply=tied)
+    after = executed(compiled, in_loop=False)
+    assert after["all-gather"] == after["reduce-scatter"] == 2 * LEAVES
+
+
+def test_explicit_gradients_with_a_term_of_their_own():
+    with pytest.warns(FsdpWarning, match=r"\['up'\]"):
+        check(explicit_mesh(2, fsdp=2), FSDP, "fsdp", Std1F1B(2), apply=decayed)
+
+
 def constrained(params: Any, x: jax.Array) -> jax.Array:
     """Weights that the model itself keeps sharded; and one of them in two stages."""
     for i, p in enumerate(params):

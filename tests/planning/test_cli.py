@@ -25,7 +25,7 @@ def test_every_flag_is_explained():
         assert action.help, action.option_strings or action.dest
 
 
-@pytest.mark.parametrize("name", ["search", "Found", "planning"])
+@pytest.mark.parametrize("name", ["search", "Found", "measured_costs", "planning"])
 def test_the_old_names_say_where_the_new_ones_stand(name):
     from jaxpp_flax import schedules
 

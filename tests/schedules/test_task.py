@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.assignment.memory import live_counts
 from jaxpp_flax.planning.schedule_search.greedy import construct, rules
 from jaxpp_flax.planning.schedule_search.problem import Problem, evaluate, in_dependency_order
-from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, simulate
-from jaxpp_flax.schedules.memory import most_microbatches
+from jaxpp_flax.schedules import ScheduleError, Transfer, simulate
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.task import Task, TaskKind, needs, results
 from tests.schedules.helpers import costs_for, schedules
@@ -72,9 +70,7 @@ def run_by_table(lists, num_stages, table, delay):
 
 
 @given(st.data(), schedules(max_ranks=4, max_per_rank=2), st.integers(1, 5), st.integers(0, 12))
-def test_the_simulator_keeps_to_the_table_with_and_without_a_processor_for_each_rank(
-    data, schedule, microbatches, exchanges
-):
+def test_the_simulator_keeps_to_the_table(data, schedule, microbatches, exchanges):
     num_stages = schedule.num_stages
     table = data.draw(costs_for(num_stages)).table(num_stages)
     lists = shuffled(data, schedule.tasks(microbatches), exchanges)
@@ -83,22 +79,20 @@ def test_the_simulator_keeps_to_the_table_with_and_without_a_processor_for_each_
         return 0.5 + table.sent_bytes(result)
 
     times, stuck, made = run_by_table(lists, num_stages, table, delay)
-    for processors in (None, len(lists)):
-        got = {}
-        blocked = advance(
-            lists,
-            num_stages,
-            lambda rank, task, start, end, got=got: got.update({task: (start, end)}),
-            table=table,
-            delay=delay,
-            processors=processors,
-        )
-        assert got == times, processors
-        assert {b.rank: b.position for b in blocked} == stuck, processors
-        for b in blocked:
-            assert b.task == lists[b.rank][b.position]
-            assert b.awaits in needs(b.task, num_stages), processors
-            assert b.awaits not in made, processors
+    got = {}
+    blocked = advance(
+        lists,
+        num_stages,
+        lambda rank, task, start, end: got.update({task: (start, end)}),
+        table=table,
+        delay=delay,
+    )
+    assert got == times
+    assert {b.rank: b.position for b in blocked} == stuck
+    for b in blocked:
+        assert b.task == lists[b.rank][b.position]
+        assert b.awaits in needs(b.task, num_stages)
+        assert b.awaits not in made
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.integers(0, 12))
@@ -127,23 +121,3 @@ def test_the_search_evaluates_words_as_the_table_says(data, ranks, per_rank, mic
     number = {(p.kind, p.stage): n for n, p in enumerate(problem.passes)}
     assert all(found[1][number[kind, stage]][m] == end for rank in got for kind, stage, m, end in rank)
     assert [problem.peak(rank, word) for rank, word in enumerate(words)] == pytest.approx(list(step.peak_memory))
-
-
-@given(st.data(), schedules(max_ranks=4), st.integers(1, 6))
-def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, microbatches):
-    costs = data.draw(costs_for(schedule.num_stages))
-    table = costs.table(schedule.num_stages)
-    step = simulate(schedule, costs, num_microbatches=microbatches)
-    counted = simulate(schedule, Costs(), num_microbatches=microbatches)
-    moments = live_counts(schedule, microbatches)
-    for rank, tasks in enumerate(schedule.tasks(microbatches)):
-        held = peak = 0.0
-        for task in tasks:
-            added, removed = table.stages[task.stage].changes(task)
-            peak = max(peak, held + added)
-            held += added + removed
-        assert step.peak_memory[rank] == peak
-        # One unit for each microbatch of each stage.
-        assert counted.peak_memory[rank] == max((sum(moment) for moment in moments[rank]), default=0)
-        for i, stage in enumerate(schedule.stages_of(rank)):
-            assert most_microbatches(iter(tasks), stage) == max((moment[i] for moment in moments[rank]), default=0)

@@ -8,19 +8,20 @@ shard_maps: what they themselves sum over the batch's axes at last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ways_of
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, last_sum, open_scan
 from jaxpp_flax.engine.analyses.linearity import accumulates, kept_after, summed_in
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, struct_of, values
 from jaxpp_flax.engine.tracing.primitives import Batch, Operands, Parts, facts_of
 
 __all__ = ["BatchFlow", "Sum", "propagate"]
@@ -56,10 +57,13 @@ class BatchFlow:
     Args:
       known: the batch dimensions of the graph's inputs.
       size: returns the number of shards over given mesh axes.
+      later: the mesh axes over which sums are placed later: an equation that places a sum over them leaves it in parts.
     """
 
-    def __init__(self, known: Mapping[Value, BatchDim], size: Callable[[Any], int]) -> None:
-        self.size = size
+    def __init__(
+        self, known: Mapping[Value, BatchDim], size: Callable[[Any], int], later: Collection[str] = ()
+    ) -> None:
+        self.size, self.later = size, later
         self.states: dict[Value, BatchDim | Sum] = dict(known)
         self.whole: set[Value] = set()
         self.scans: dict[Equation, Scan] = {}
@@ -146,8 +150,11 @@ class BatchFlow:
 
     def _linear(self, equation: Equation, states: Sequence[State]) -> Sum | None:
         """Return the state of the result of a linear operation on sums, or on zero."""
-        rule = facts_of(equation.primitive).linear
-        sums = {i: state for i, state in enumerate(states) if isinstance(state, Sum)}
+        facts = facts_of(equation.primitive)
+        rule, sums = facts.linear, {i: state for i, state in enumerate(states) if isinstance(state, Sum)}
+        placing = facts.placing_in(equation.params)
+        if isinstance(placing, NamedSharding) and not set(axes_in(placing.spec)).isdisjoint(self.later):
+            return sums.get(0)
         if rule is None or not sums:
             return None
         parted = [i for i, state in sums.items() if not _is_zero(state)]
@@ -163,8 +170,13 @@ class BatchFlow:
         if not axes:
             moves = rule.parts in (Parts.MOVED, Parts.CONVERTED)
             return Sum(None, equation.outputs[0].aval.dtype) if moves else None
+        over = axes.pop()
+        # On an Explicit mesh, the parts have another type than their sum: an array of that type does not fit them.
+        whole = [atom for i, atom in enumerate(equation.inputs) if i not in parted]
+        if any(map(_typed_over(over), whole if facts.batch is Batch.ELEMENTWISE else (*whole, *equation.outputs))):
+            return None
         dtype = kept_after(equation, rule.parts, sums[parted[0]].dtype)
-        return None if dtype is None else Sum(axes.pop(), dtype)
+        return None if dtype is None else Sum(over, dtype)
 
     def _scan(self, equation: Equation, states: Sequence[State]) -> list[State]:
         """Follow a scan: what its carry is must hold before and after each step.
@@ -236,6 +248,17 @@ class BatchFlow:
         self._need_before(scan.body.equations)
         inner = zip(equation.inputs, scan.body.inputs, strict=True)
         self._need(atom for atom, value in inner if self.parts_over(value) is None)
+
+
+def _typed_over(axes: Any) -> Callable[[Atom], bool]:
+    """Return a function that tells whether a type on an Explicit mesh is sharded over some of the axes."""
+    names = set(axes_in((axes,)))
+
+    def is_typed(atom: Atom) -> bool:
+        typed = struct_of(atom.aval).sharding
+        return typed is not None and not names.isdisjoint(axes_in(typed.spec))
+
+    return is_typed
 
 
 def _dim(state: State) -> BatchDim | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 
-__all__ = ["Groups", "ancestors", "delayed", "makers_of", "use_counts"]
+__all__ = ["Groups", "ancestors", "delayed", "makers_of"]
 
 
 class Groups:
@@ -55,11 +53,6 @@ def ancestors(atoms: Iterable[Atom], producer: Mapping[Value, Equation]) -> Iter
             seen.add(value)
             yield value
             stack.extend(values(producer[value].inputs) if value in producer else ())
-
-
-def use_counts(equations: Iterable[Equation], outputs: Iterable[Atom]) -> Counter[Value]:
-    """Count the reads of each value, by equations and as an output."""
-    return Counter(values(chain(*(equation.inputs for equation in equations), outputs)))
 
 
 def makers_of(

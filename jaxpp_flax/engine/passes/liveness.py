@@ -37,9 +37,12 @@ def donate_and_free(
     given: set[int] = set()
     for ranks, donated in zip(program.arguments, donated_arguments, strict=True):
         (given if donated else kept).update(ranks.values())
-    ends = {value: readers[-1] for value, readers in program.readers.items() if value not in kept}
+    ends = {value: readers[-1] for value, readers in program.readers.items()}
+    ends.update((value, number) for value, (number, _) in program.makers.items() if value not in ends)
+    for value in kept:
+        ends.pop(value, None)
     pairs = _donations(program, ends, _never_donated(program, keep_received), donatable)
-    return _with_frees(_in_order(program, pairs), ends, given)
+    return _with_frees(_in_order(program, pairs), program.ranks, ends, given)
 
 
 def _never_donated(program: Program, keep_received: bool) -> set[int]:
@@ -108,23 +111,22 @@ def _in_order(program: Program, pairs: Mapping[int, Mapping[int, int]]) -> Progr
     return replace(program, tasks=tasks, instructions=tuple(map(instruction_of, program.instructions)))
 
 
-def _with_frees(program: Program, ends: Mapping[int, int], given: set[int]) -> Program:
-    """Free each value after its last use, unless that is a donation, and each value that nobody reads where it is made.
+def _with_frees(program: Program, ranks: Mapping[int, int], ends: Mapping[int, int], given: set[int]) -> Program:
+    """Free each value behind the instruction with which it ends, unless this one takes over its memory.
 
-    `ends` has the last reader of each value that ends; `given` are the values of donated arguments.
+    `ranks` are those of the values; `given` are the values of donated arguments.
     """
     ending: defaultdict[int, list[int]] = defaultdict(list)
-    for value, reader in ends.items():
+    for value, number in ends.items():
         if value not in program.donated:
-            ending[reader].append(value)
+            ending[number].append(value)
 
     def instructions() -> Iterator[Instruction]:
         for number, instruction in enumerate(program.instructions):
             yield instruction
-            if freed := ending.get(number):
-                yield Free(program.ranks[freed[0]], tuple(freed), tuple(value for value in freed if value in given))
-            unread = [v for v in instruction.writes() if v not in program.readers and v not in program.returned]
-            if unread:
-                yield Free(program.ranks[unread[0]], tuple(unread))
+            dying = ending.get(number, ())
+            for rank in dict.fromkeys([ranks[value] for value in dying]):  # of a transfer, both ends
+                freed = tuple([value for value in dying if ranks[value] == rank])
+                yield Free(rank, freed, tuple([value for value in freed if value in given]))
 
     return replace(program, instructions=tuple(instructions()))

@@ -126,7 +126,8 @@ def _node(equation: Equation, known: dict[int, frozenset[str]]) -> Node:
         if origin is None:
             origin, tensor = Origin(equation.params["name"], int(equation.transposed)), True
     kind = TaskKind.BACKWARD if backward else TaskKind.FORWARD
-    is_index = equation.primitive is jax.lax.copy_p and not values(equation.inputs)  # each microbatch's own: see `call`
+    # `call` makes the index of a microbatch so. Inside the microbatch's work, it would make that work's program unique.
+    is_index = equation.primitive is jax.lax.copy_p and not values(equation.inputs)
     return Node((equation,), origin, tensor, None if is_index else scopes.call, kind, names)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import sys
 from collections.abc import Iterator
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -26,29 +27,6 @@ class OneStagePerRank(StreamedSchedule):
                 f"{type(self).__name__} runs one stage on each rank, got num_stages={num_stages} and "
                 f"mpmd_dim={mpmd_dim}. Use {mpmd_dim} stages, or Interleaved1F1B"
             )
-
-
-class GPipe(OneStagePerRank):
-    """All forwards, then all backwards: simple, and every activation is held.
-
-    With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
-    idle ``(p - 1)(f + b)`` on each rank, ``m`` microbatches held by each stage.
-
-    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-    2019, https://arxiv.org/abs/1811.06965.
-
-    >>> GPipe(2).tasks(2)[1]
-    [fwd_1__0, fwd_1__1, bwd_1__0, bwd_1__1]
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
-    >>> print(sketch(GPipe(3), 4))
-    rank 0 |F0-F1-F2-F3-..................B0====B1====B2====B3====
-    rank 1 |...F0-F1-F2-F3-.........B0====B1====B2====B3====......
-    rank 2 |......F0-F1-F2-F3-B0====B1====B2====B3====............
-    """
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        yield from (forward(rank, m) for m in range(num_microbatches))
-        yield from (backward(rank, m) for m in range(num_microbatches))
 
 
 class WarmedUp(OneStagePerRank):
@@ -80,6 +58,28 @@ class WarmedUp(OneStagePerRank):
                 yield backward_weight(rank, m - lag)
         if splits:
             yield from (backward_weight(rank, m) for m in range(max(0, num_microbatches - lag), num_microbatches))
+
+
+class GPipe(WarmedUp):
+    """All forwards, then all backwards: simple, and every activation is held.
+
+    With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
+    idle ``(p - 1)(f + b)`` on each rank, ``m`` microbatches held by each stage.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+    2019, https://arxiv.org/abs/1811.06965.
+
+    >>> GPipe(2).tasks(2)[1]
+    [fwd_1__0, fwd_1__1, bwd_1__0, bwd_1__1]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(GPipe(3), 4))
+    rank 0 |F0-F1-F2-F3-..................B0====B1====B2====B3====
+    rank 1 |...F0-F1-F2-F3-.........B0====B1====B2====B3====......
+    rank 2 |......F0-F1-F2-F3-B0====B1====B2====B3====............
+    """
+
+    def warmup(self, stage: int) -> int:
+        return sys.maxsize  # as many as there are microbatches
 
 
 class WarmedUpForLatency(WarmedUp):

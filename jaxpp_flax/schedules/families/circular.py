@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jaxpp_flax.schedules.families.basic import GPipe
 from jaxpp_flax.schedules.families.interleaved import InterleavedGPipe
-from jaxpp_flax.schedules.task import AnyTask, fused
 
 
 class Circular(InterleavedGPipe):
@@ -75,8 +72,3 @@ class GPipe1F1BLast(GPipe):
     """
 
     fuses_last_stage = True
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        if rank < self.num_stages - 1:
-            return super().rank_tasks(rank, num_microbatches)
-        return (fused(rank, m) for m in range(num_microbatches))

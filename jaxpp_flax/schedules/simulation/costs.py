@@ -43,9 +43,8 @@ class Costs:
             a stage without values here offloads a part of any size.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
-    >>> from jaxpp_flax.schedules.task import backward
-    >>> costs.duration(backward(2, 0))
-    2.5
+    >>> costs.table(3).times[TaskKind.BACKWARD]
+    [2.0, 2.0, 2.5]
     """
 
     forward: PerStage = 1.0
@@ -131,13 +130,6 @@ class Costs:
         if entry.recompute or entry.offload_values == 1 or not sizes:
             return saved * entry.offload_values
         return sum(sizes[i] for i in largest_share(sizes, entry.offload_values))
-
-    def duration(self, task: AnyTask) -> float:
-        """The time of one task."""
-        return self.table(self._stages() or task.stage + 1).duration(task)
-
-    def _stages(self) -> int:
-        return max((len(v) for v in vars(self).values() if isinstance(v, Sequence)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Gathers
 from jaxpp_flax.schedules.memory import Memory, StageBytes
-from jaxpp_flax.schedules.progress import Emit, advance
+from jaxpp_flax.schedules.progress import Emit, Hold, advance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
+from jaxpp_flax.schedules.simulation.between_tasks import BetweenTasks, GatherEvent, HostEvent, with_gathers_inside
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
-from jaxpp_flax.schedules.simulation.gather_times import GatherEvent, GatherTimes, with_gathers_inside
-from jaxpp_flax.schedules.simulation.host_link import HostEvent, HostLinks
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, needs, results
 from jaxpp_flax.schedules.validate import deadlock_error
 
@@ -221,7 +219,6 @@ def simulate(
     transfer: Transfer | float | None = None,
     *,
     num_microbatches: int | None = None,
-    processors: int | None = None,
     residuals: ResidualPlan | None = None,
     host_link: Link | None = None,
     gathers: Gathers | None = None,
@@ -233,8 +230,6 @@ def simulate(
         costs: times and memory; by default 1 for ``F``, ``I`` and ``W``, 2 for ``B``.
         transfer: the links, or one latency for all of them; by default instant.
         num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
-        processors: the number of tasks that can run at once, over all ranks: the cores of a machine
-            with virtual devices as ranks. By default every rank has its own processor.
         residuals: what each stage does with its residuals; by default it keeps them on the devices.
         host_link: the link between each rank's devices and its host, for offloaded residuals; by default instant. Each
             direction carries one copy at a time, beside the tasks. An offload starts when its forward ends, a fetch
@@ -242,61 +237,49 @@ def simulate(
         gathers: the parameters that stages gather (FSDP), and how often; by default nothing is gathered.
 
     Raises:
-        ScheduleError: if ``schedule`` deadlocks, ``processors`` is below 1, or ``residuals`` has entries for another
-            number of stages.
+        ScheduleError: if ``schedule`` deadlocks, or ``residuals`` has entries for another number of stages.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> step = simulate(Std1F1B(4), num_microbatches=8)
     >>> step.makespan, round(step.bubble, 3), step.peak_memory
     (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
-    >>> simulate(Std1F1B(4), num_microbatches=8, processors=1).makespan  # 4 ranks x 8 x (1 + 2)
-    96.0
     >>> from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
     >>> plan = ResidualPlan([StageResiduals(offload=1.0), KEEP, KEEP, KEEP])
     >>> moved = simulate(Std1F1B(4), num_microbatches=8, residuals=plan, host_link=Link(bandwidth=1.0))
     >>> moved.makespan, moved.peak_memory, moved.peak_host_memory
     (33.0, (3.0, 3.0, 2.0, 1.0), (3.0, 0.0, 0.0, 0.0))
     """
-    if processors is not None and processors < 1:
-        raise ScheduleError(f"processors must be at least 1, got {processors}")
     costs, links = Costs() if costs is None else costs, Transfer.of(transfer)
     ranks, num_stages = streams(schedule, num_microbatches)
     table = costs.table(num_stages, residuals)
     if gathers is None and (residuals is None or residuals.is_kept):
         recorder = _Recorder(len(ranks), table.stages, keep=True)
-        _advance(schedule, num_microbatches, ranks, recorder, table, links, processors=processors)
+        _advance(schedule, num_microbatches, ranks, recorder, table, links)
         return recorder.timeline(costs, links, num_stages=num_stages)
     lists = [list(tasks) for tasks in ranks]
-    plan, link = residuals or ResidualPlan.keep(num_stages), host_link or Link()
-    table = with_gathers_inside(table, gathers)
-    recorder, copies = _Recorder(len(lists), table.stages, keep=True), HostLinks(lists, plan, table, link)
-    gathered = GatherTimes(lists, gathers)
-
-    def hold(rank: int, position: int, free: float, start: float) -> float:
-        free = gathered.hold(rank, position, copies.left(rank, position, free))
-        return copies.hold(rank, position, free, start)
+    plan, table = residuals or ResidualPlan.keep(num_stages), with_gathers_inside(table, gathers)
+    recorder = _Recorder(len(lists), table.stages, keep=True)
+    between = [BetweenTasks(tasks, table, plan, host_link or Link(), gathers) for tasks in lists]
 
     def record(rank: int, task: AnyTask, start: float, end: float) -> None:
+        between[rank].ended(len(recorder.events[rank]), end)
         recorder(rank, task, start, end)
-        copies.ended(rank, end)
-        gathered.ended(rank, end)
 
-    _advance(lists, None, lists, record, table, links, hold=hold, processors=processors)
-    recorder.first = [(first or 0.0) - gathered.seconds(rank, 0) for rank, first in enumerate(recorder.first)]
-    recorder.last = [end + after for end, after in zip(recorder.last, gathered.after_loop, strict=True)]
+    _advance(lists, None, lists, record, table, links, hold=lambda rank, *times: between[rank].start(*times))
+    recorder.first = [(first or 0.0) - each.first for first, each in zip(recorder.first, between, strict=True)]
+    recorder.last = [end + each.after_loop for end, each in zip(recorder.last, between, strict=True)]
     step = recorder.timeline(
         costs,
         links,
         num_stages=num_stages,
         residuals=plan,
-        host_events=copies.events,
-        gather_events=tuple(map(tuple, gathered.events)),
+        host_events=tuple(tuple(each.copies) for each in between),
+        gather_events=tuple(tuple(each.gathered) for each in between),
     )
-    peaks = (
+    devices, hosts = (
         tuple(max((live for _, live in steps(rank)), default=0.0) for rank in range(len(lists)))
         for steps in (step.memory, step.host_memory)
     )
-    devices, hosts = peaks
     return replace(step, peak_memory=devices, peak_host_memory=hosts)
 
 
@@ -307,10 +290,10 @@ def _advance(
     emit: Emit,
     table: CostTable,
     transfer: Transfer,
-    **options: Any,
+    hold: Hold | None = None,
 ) -> None:
     """Run the ranks of a schedule; refuse a deadlock."""
-    blocked = advance(ranks, len(table.stages), emit, table=table, delay=_delay(transfer, table), **options)
+    blocked = advance(ranks, len(table.stages), emit, table=table, delay=_delay(transfer, table), hold=hold)
     if blocked:
         raise deadlock_error([list(tasks) for tasks in streams(schedule, num_microbatches)[0]], blocked)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.blocks import count_flops
+from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce_i
 from jaxpp_flax.layers.remat import policy_of

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.summary import StageSummary
+from jaxpp_flax.planning import measured_costs
 from jaxpp_flax.schedules import (
     Costs,
     Event,
@@ -22,7 +23,6 @@ from jaxpp_flax.schedules import (
     TaskKind,
     Timeline,
     draw,
-    measured_costs,
     replay,
     simulate,
 )

@@ -3,7 +3,7 @@
 A parameter qualifies if every microbatch reads it whole, and it is sharded over axes that also shard the examples of a
 microbatch. The loop's tasks then need no collective for it: `unroll` gathers it in a task of its own. On an Explicit
 mesh the gathered parameter has another type than its shards. The body's own `reshard` reads the gathered one, and the
-`reshard` of the gradient to the parameter's partition waits until after the loop.
+`reshard` of the gradient to the parameter's partition waits until after the loop (see `defer_reductions`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
-from jaxpp_flax.engine.tracing.treduce import AddOp
 
 __all__ = ["gather_parameters"]
 
@@ -95,8 +94,7 @@ def _gather_in_loop(
         return loop
     body = _reading(body, twins, axes)
     _warn_of_shards(body, twins, operands, rule)
-    body, tails = _without_last_placing(body, axes)
-    return replace(loop, body=body, gathered=gathered, tails=tails)
+    return replace(loop, body=body, gathered=gathered)
 
 
 def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: FsdpRule) -> Gather:
@@ -163,48 +161,6 @@ def _placed_without(equation: Equation, axes: set[str]) -> Equation:
         return equation
     spec = keep_axes(sharding.spec, lambda axis: axis not in axes)
     return replace(equation, params={**equation.params, facts.placing: NamedSharding(sharding.mesh, spec)})
-
-
-def _without_last_placing(body: LoopBody, axes: set[str]) -> tuple[LoopBody, tuple[Equation | None, ...]]:
-    """Take the placing of a gradient over the batch's axes out of the body; return it for each result, or None."""
-    pulling = _Pulling(body, axes)
-    found = [
-        pulling.last(a) if type(op) is AddOp else None for a, op in zip(body.results, body.operations, strict=True)
-    ]
-    results = tuple(a if one is None else one[0] for a, one in zip(body.results, found, strict=True))
-    equations = [made for e in body.equations for made in (e, *pulling.added.get(e, ()))]
-    graph = prune(Graph(body.inputs, (*body.next_carry, *results), tuple(equations)))
-    return body.rewritten(graph), tuple(one and one[1] for one in found)
-
-
-class _Pulling:
-    """Exchanges the placing of a gradient with the elementwise operations behind it; `added` follow an equation."""
-
-    def __init__(self, body: LoopBody, axes: set[str]) -> None:
-        self.graph, self.axes = body.graph, axes
-        self.added: dict[Equation, list[Equation]] = {}
-
-    def last(self, atom: Atom) -> tuple[Atom, Equation] | None:
-        """Return the value before its placing, and the equation that places it; None if nothing places it."""
-        equation = self.graph.producer.get(atom) if isinstance(atom, Value) else None
-        if equation is None or self.graph.reads[atom] != 1:  # type: ignore[arg-type]
-            return None
-        facts = facts_of(equation.primitive)
-        if facts.placing:
-            sharding = equation.params[facts.placing]
-            named = isinstance(sharding, NamedSharding) and not self.axes.isdisjoint(axes_in(sharding.spec))
-            return (equation.inputs[0], equation) if named else None
-        if not facts.is_linear_elementwise:
-            return None
-        before = [self.last(a) for a in equation.inputs]
-        tails = [one[1] for one in before if one is not None]
-        if len(tails) < len(before) or any(dict(tail.params) != dict(tails[0].params) for tail in tails):
-            return None
-        made, (result,) = emit(
-            lambda *xs: equation.bind(*xs)[0], [one[0] for one in before if one is not None], like=equation
-        )
-        self.added.setdefault(equation, []).extend(made)
-        return result, tails[0]
 
 
 def _nothing_to_gather(step: Opened, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:

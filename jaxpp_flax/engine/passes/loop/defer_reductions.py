@@ -7,13 +7,13 @@ the loop, is the only reduction. A gradient qualifies if it is linear in contrac
 `analyses/batch_flow.py`). Other gradients stay unchanged, which is slower but equally correct.
 
 On an Explicit mesh JAX has a type for such a gradient, `unreduced`. It does not decide this question: JAX 0.10 to 0.12
-let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to reshape them.
+let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to divide them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
 from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, propagate
 from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
-from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
@@ -67,28 +67,13 @@ def _defer_in_loop(
     }
 
     def may_defer(gradient: Value, axes: Any) -> bool:
-        typed = struct_of(gradient.aval).sharding
-        taken = axes_in(typed.spec) if typed is not None else ()
-        return all((gradient.aval.shape, name) not in sharded and name not in taken for name in axes_in((axes,)))
+        return all((gradient.aval.shape, name) not in sharded for name in axes_in((axes,)))
 
-    body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer)
-    body, tails = _with_tails(body, loop.tails, axes)
-    parts = math.prod(shards(entry) for entry in {entry for _, entry in batch.values()})
-    return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts, tails=tails)
-
-
-def _with_tails(
-    body: LoopBody, tails: Sequence[Equation | None], axes: Sequence[Any]
-) -> tuple[LoopBody, tuple[Equation | None, ...]]:
-    """Let the body itself place a result that is not deferred, so that its accumulator stays sharded."""
-    results, equations = list(body.results), list(body.equations)
-    left = list(tails)
-    for k, tail in enumerate(tails):
-        if tail is not None and axes[k] is None:
-            placed = Value(tail.outputs[0].aval.update(dtype=results[k].aval.dtype))
-            equations.append(replace(tail, inputs=(results[k],), outputs=(placed,)))
-            results[k], left[k] = placed, None
-    return body.rewritten(Graph(body.inputs, (*body.next_carry, *results), tuple(equations))), tuple(left)
+    over = {entry for _, entry in batch.values()}
+    later = axes_in(over) if loop.gathered else ()  # a gradient is placed like its parameter after the loop
+    body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer, later)
+    parts = math.prod(map(shards, over))
+    return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts)
 
 
 class Deferred(NamedTuple):
@@ -109,6 +94,7 @@ def defer_reductions(
     known: Mapping[Value, BatchDim],
     size: Callable[[Any], int],
     may_defer: Callable[[Value, Any], bool] = lambda value, axes: True,
+    later: Collection[str] = (),
 ) -> Deferred:
     """Rewrite the gradients of an inlined body that can be summed over the data axis after the loop.
 
@@ -118,8 +104,9 @@ def defer_reductions(
       size: returns the number of shards over given mesh axes.
       may_defer: returns whether a gradient may be kept as one partial sum per shard; not if the parameter itself is
         sharded over the same axes (FSDP): the partial sums would undo the sharding.
+      later: the mesh axes over which gradients are placed after the loop.
     """
-    flow = BatchFlow(known, size)
+    flow = BatchFlow(known, size, later)
 
     def may_wait(position: int, value: Value, axes: Any) -> bool:
         k = position - len(body.carry)
@@ -180,6 +167,8 @@ class _InParts:
             return self._scan(equation, operands)
         if batch is Batch.SHARD_MAP:
             return shard_map_without_sums(equation, self.flow.mapped[equation], sums)(*operands)
+        if batch is Batch.PLACED:
+            return [_placed_in_parts(equation, operands[0], sums[0])]
         if equation.primitive is primitives.reshape_p:  # its result has a sharded dimension now, so JAX must be told
             typed = struct_of(equation.outputs[0].aval).sharding
             equation = replace(equation, params={**equation.params, "sharding": typed})
@@ -214,6 +203,16 @@ class _InParts:
         )  # fmt: skip
         found = zip(equation.outputs[scan.num_carry :], stacked, strict=True)
         return [*carry, *(x if self.flow.parts_over(v) is None else jax.numpy.moveaxis(x, 1, 0) for v, x in found)]
+
+
+def _placed_in_parts(equation: Equation, x: Any, axes: Any) -> Any:
+    """Place the parts of a sum over `axes` as an equation places their sum over other axes, where types say so."""
+    typed = struct_of(equation.outputs[0].aval).sharding
+    if typed is None:
+        return x
+    names = axes_in((axes,))
+    spec = keep_axes(typed.spec, lambda name: name not in names)
+    return jax.sharding.reshard(x, NamedSharding(typed.mesh, PartitionSpec(axes, *spec.partitions)))
 
 
 def _split(x: Any, dim: int, shards: int) -> Any:

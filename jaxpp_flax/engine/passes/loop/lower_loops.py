@@ -17,7 +17,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.passes.updated_arguments import Position, updated_arguments
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, emit, graph_of, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, emit, graph_of, struct_of, values
 
 __all__ = ["Lowered", "lower_loops"]
 
@@ -98,10 +98,9 @@ class _Lowering:
         parts: list[list[Accumulator]] = [[] for _ in opened.results]
         for accumulator in part.accumulators:
             parts[accumulator.part_of].append(accumulator)
-        tails = opened.tails or [None] * len(parts)
         results: dict[Accumulator, Value] = {}
-        for members, axes, tail, target in zip(parts, opened.data_axes, tails, opened.results, strict=True):
-            results.update(self._add_up(members, axes, tail, target))
+        for members, axes, target in zip(parts, opened.data_axes, opened.results, strict=True):
+            results.update(self._add_up(members, axes, target))
         return Loop(
             partition=part,
             schedule=opened.schedule,
@@ -127,18 +126,20 @@ class _Lowering:
             found.append(atom)
         return tuple(found)
 
-    def _add_up(
-        self, parts: Sequence[Accumulator], axes: Any, tail: Equation | None, target: Value
-    ) -> dict[Accumulator, Value]:
-        """Let `target` be the sum of the parts, each summed over the shards before, and placed by `tail`."""
+    def _add_up(self, parts: Sequence[Accumulator], axes: Any, target: Value) -> dict[Accumulator, Value]:
+        """Let `target` be the sum of the parts, each summed over the shards before."""
         if axes is None and len(parts) == 1:
             return {parts[0]: target}
         results = {part: Value(part.result.aval) for part in parts}
+        typed = struct_of(target.aval).sharding
+
+        def over_shards(state: Any) -> Any:
+            """Make the one reduction over the data axis: the sum of the shards' partial gradients."""
+            total = jax.lax.reduce_sum(state, (0,))
+            return total if typed in (None, jax.typeof(total).sharding) else jax.sharding.reshard(total, typed)
 
         def total(*states: Any) -> Any:
-            # The one reduction over the data axis: the sum of the shards' partial gradients.
-            sums = states if axes is None else [jax.lax.reduce_sum(state, (0,)) for state in states]
-            return reduce(jax.lax.add, sums if axes is None or tail is None else [tail.bind(x)[0] for x in sums])
+            return reduce(jax.lax.add, states if axes is None else map(over_shards, states))
 
         equations, _ = emit(total, list(results.values()), [target])
         self.after.extend(replace(equation, source=self.opened.equation.source) for equation in equations)

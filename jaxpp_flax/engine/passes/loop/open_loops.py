@@ -59,7 +59,6 @@ class OpenLoop:
         that dimension; or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       gathered: the constants of the body that are parameters gathered from their shards (see `gather_parameters`).
-      tails: for each result, the equation that places the sum over the microbatches, or None.
       cuts: the indices of the marks that cut, once they are chosen.
       labels: the phase of each equation, once the body is labelled.
       partition: the tasks, once the body is cut.
@@ -72,7 +71,6 @@ class OpenLoop:
     batch_dims: tuple[BatchDim | None, ...]
     batch_shards: int = 1
     gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
-    tails: tuple[Equation | None, ...] = ()
     cuts: tuple[int, ...] = ()
     labels: Labels | None = None
     partition: Partition | None = None

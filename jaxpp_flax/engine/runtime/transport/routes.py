@@ -15,11 +15,10 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp_flax._compat import copy_arrays
-from jaxpp_flax.engine.arrays.placing import key_impl
+from jaxpp_flax.engine.arrays.placing import key_impl, place
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.connection import Connection
 from jaxpp_flax.engine.runtime.transport.pieces import Region, cut, join, overlap, region, relative, size_of
@@ -186,7 +185,7 @@ def _hops(number: int, leaf: Leaf) -> list[_Hop]:
     chosen: dict[tuple[Device, int, Region], list[Device]] = {}
     first: dict[tuple[Region, int], Device] = {}
     cuts: dict[Region, Region | None] = {}
-    for place, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
+    for position, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
         process, wanted = device.process_index, region(index, leaf.shape)
         for part, holders in sources.items():
             piece = overlap(part, wanted)
@@ -195,7 +194,7 @@ def _hops(number: int, leaf: Leaf) -> list[_Hop]:
             cuts[piece] = None if piece == part else relative(piece, part)
             near = [source for source in holders if source.process_index == process]
             # The devices that hold this part take turns as the sender.
-            turn = holders[place % len(holders)]
+            turn = holders[position % len(holders)]
             nearest = device if device in near else near[0] if near else None
             source = nearest or first.setdefault((piece, process), turn)
             chosen.setdefault((source, process, piece), []).append(device)
@@ -236,14 +235,8 @@ def _joined(leaf: Leaf, parts: _Pieces, process: int, count: Callable[[], None])
 
 def empty(leaf: Leaf) -> jax.Array:
     """Make an array without elements at its target: there is nothing to move."""
-    if is_key(leaf.dtype):
-        aval = key_data_type(leaf.shape, leaf.dtype)
-        data = jnp.zeros(aval.shape, aval.dtype)
-        return jax.device_put(jax.random.wrap_key_data(data, impl=key_impl(leaf.dtype)), leaf.target)
-    shape = leaf.target.shard_shape(leaf.shape)
-    devices = [d for d in leaf.target.devices_indices_map(leaf.shape) if d.process_index == jax.process_index()]
-    shards = [jax.device_put(np.zeros(shape, leaf.dtype), device) for device in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shards, dtype=leaf.dtype)
+    data = key_data_type(leaf.shape, leaf.dtype) if is_key(leaf.dtype) else leaf
+    return place(from_wire(jnp.zeros(data.shape, data.dtype), leaf.dtype), leaf.target)
 
 
 # PRNG keys are sent as their integers.

@@ -1,132 +1,123 @@
-"""The content of a picture of a timeline, for all formats: bars in rows, and their colours."""
+"""The content of a picture of a timeline, for all formats: bars in rows, and the style of each kind of bar."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxpp_flax.schedules.simulation.simulate import Event, Timeline
-from jaxpp_flax.schedules.task import FusedTask, TaskKind
+from jaxpp_flax.schedules.task import MEANING, FusedTask, TaskKind
 
 Panels = Sequence[tuple[str, Timeline]]
 """Titled timelines, drawn one under the other on one scale of time."""
 
-OFFLOAD, FETCH = "to the host", "from the host"
 
-COPY_COLOURS = {OFFLOAD: "#b8a1d9", FETCH: "#8fcfc9"}
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How bars of one kind look.
+
+    Attributes:
+        name: the kind, in words.
+        letter: before the microbatch, in text.
+        fill: the rest of a bar in text.
+        terminal: the colour in a terminal.
+        colour: in a picture; told apart by readers with colour blindness, light enough for black figures.
+    """
+
+    name: str
+    letter: str
+    fill: str
+    terminal: int | None
+    colour: tuple[int, int, int]
+
+
+TASKS = {
+    kind: Style(MEANING[kind].name, kind.value, *look)
+    for kind, look in {
+        TaskKind.FORWARD: ("-", 111, (120, 170, 235)),
+        TaskKind.BACKWARD: ("=", 215, (240, 160, 90)),
+        TaskKind.BACKWARD_INPUT: ("~", 223, (245, 190, 130)),
+        TaskKind.BACKWARD_WEIGHT: (":", 150, (150, 205, 150)),
+    }.items()
+}
+OFFLOAD = Style("to the host", ">", ">", None, (184, 161, 217))
+FETCH = Style("from the host", "<", "<", None, (143, 207, 201))
+STYLES = (*TASKS.values(), OFFLOAD, FETCH)
 
 DARKER = "darker: a rank's later stage"
-
-# A hue for each kind, light enough for black figures; told apart by readers with colour blindness.
-_HUES = {
-    TaskKind.FORWARD: (120, 170, 235),
-    TaskKind.BACKWARD: (240, 160, 90),
-    TaskKind.BACKWARD_INPUT: (245, 190, 130),
-    TaskKind.BACKWARD_WEIGHT: (150, 205, 150),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One pass in a picture. A fused task is two bars, the second without a number."""
+    """One task, or one copy on a rank's host link. A fused task is two bars.
+
+    Attributes:
+        copies: for a copy, its direction; None for a task.
+        colour: as in SVG; later stages of a rank are darker.
+    """
 
     rank: int
+    copies: Style | None
+    style: Style
     start: float
     end: float
-    kind: TaskKind
     stage: int
     microbatch: int
-    label: str
     colour: str
 
-
-@dataclass(frozen=True, slots=True)
-class CopyBar:
-    """One copy of a microbatch's residuals on a rank's host link; `kind` is its direction."""
-
-    rank: int
-    start: float
-    end: float
-    kind: str
-    stage: int
-    microbatch: int
-
     @property
-    def label(self) -> str:
-        return str(self.microbatch)
-
-    @property
-    def colour(self) -> str:
-        return COPY_COLOURS[self.kind]
+    def row(self) -> tuple[int, Style | None]:
+        return self.rank, self.copies
 
 
-def copy_bars(timeline: Timeline) -> list[CopyBar]:
-    """The copies between the ranks and their hosts; copies that take no time are left out."""
-    out: list[CopyBar] = []
+def bars(timeline: Timeline) -> list[Bar]:
+    """Everything to be drawn of ``timeline``; copies that take no time are left out."""
+    table = timeline.costs.table(timeline.num_stages, timeline.residuals)
+    out: list[Bar] = []
+    for rank, events in enumerate(timeline.events):
+        stages = sorted({event.task.stage for event in events})
+        for event in events:
+            task, later = event.task, stages.index(event.task.stage) / max(1, len(stages) - 1)
+            for kind, start, end in _pieces(event, table.times[TaskKind.FORWARD], table.fused):
+                style = TASKS[kind]
+                out.append(Bar(rank, None, style, start, end, task.stage, task.microbatch, colour(style, later)))
     for rank, copies in enumerate(timeline.host_events):
         for copy in copies:
-            for kind, start, end in (
+            for style, start, end in (
                 (OFFLOAD, copy.offload_start, copy.offload_end),
                 (FETCH, copy.fetch_start, copy.fetch_end),
             ):
                 if end > start:
-                    out.append(CopyBar(rank, start, end, kind, copy.stage, copy.microbatch))
+                    out.append(Bar(rank, style, style, start, end, copy.stage, copy.microbatch, colour(style)))
     return out
 
 
-def rows(timeline: Timeline) -> list[tuple[int, str | None]]:
-    """The rows of a picture from top to bottom, as (rank, direction): tasks have None, then come the rank's copies."""
-    used = {(bar.rank, bar.kind) for bar in copy_bars(timeline)}
-    out: list[tuple[int, str | None]] = []
-    for rank in range(len(timeline.events)):
-        out += [(rank, None), *((rank, kind) for kind in (OFFLOAD, FETCH) if (rank, kind) in used)]
-    return out
-
-
-def copies_of(panels: Panels) -> list[str]:
-    """The directions of copies that occur, for the legend."""
-    seen = {bar.kind for _, timeline in panels for bar in copy_bars(timeline)}
-    return [kind for kind in (OFFLOAD, FETCH) if kind in seen]
-
-
-def colour(kind: TaskKind, chunk: int, chunks: int) -> str:
-    """The colour of a pass; later stages of a rank are darker."""
-    shade = 1.0 - 0.2 * (chunk / (chunks - 1) if chunks > 1 else 0.0)
-    return "#" + "".join(f"{round(channel * shade):02x}" for channel in _HUES[kind])
-
-
-def bars(timeline: Timeline) -> list[Bar]:
-    """Everything to be drawn of ``timeline``."""
-    table = timeline.costs.table(timeline.num_stages, timeline.residuals)
-    out: list[Bar] = []
-    for events in timeline.events:
-        stages = sorted({event.task.stage for event in events})
-        for event in events:
-            task = event.task
-            chunk = stages.index(task.stage)
-            for kind, start, end, label in _pieces(
-                event, table.times[TaskKind.FORWARD][task.stage], table.fused[task.stage]
-            ):
-                shade = colour(kind, chunk, len(stages))
-                out.append(Bar(event.rank, start, end, kind, task.stage, task.microbatch, label, shade))
-    return out
-
-
-def _pieces(event: Event, forward: float, fused: float) -> list[tuple[TaskKind, float, float, str]]:
+def _pieces(event: Event, forward: Sequence[float], fused: Sequence[float]) -> list[tuple[TaskKind, float, float]]:
     task = event.task
-    number = str(task.microbatch)
     if not isinstance(task, FusedTask):
-        return [(task.kind, event.start, event.end, number)]
+        return [(task.kind, event.start, event.end)]
     # A measured fused task has one length: it is shared out as the costs say.
-    share = forward / fused if fused else 0.5
+    share = forward[task.stage] / fused[task.stage] if fused[task.stage] else 0.5
     middle = event.start + share * (event.end - event.start)
-    return [(TaskKind.FORWARD, event.start, middle, number), (TaskKind.BACKWARD, middle, event.end, number)]
+    return [(TaskKind.FORWARD, event.start, middle), (TaskKind.BACKWARD, middle, event.end)]
 
 
-def kinds_of(panels: Panels) -> list[TaskKind]:
-    """The kinds that occur, for the legend."""
-    seen = {bar.kind for _, timeline in panels for bar in bars(timeline)}
-    return [kind for kind in TaskKind if kind in seen]
+def colour(style: Style, later: float = 0.0) -> str:
+    """The colour of a style; darker for a later stage of a rank, from 0 for the first one to 1 for the last one."""
+    return "#" + "".join(f"{round(channel * (1.0 - 0.2 * later)):02x}" for channel in style.colour)
+
+
+def rows(timeline: Timeline) -> list[tuple[int, Style | None]]:
+    """The rows of a picture from top to bottom, as (rank, direction): tasks have None, then come the rank's copies."""
+    used = {bar.row for bar in bars(timeline)}
+    every = ((rank, copies) for rank in range(len(timeline.events)) for copies in (None, OFFLOAD, FETCH))
+    return [row for row in every if row[1] is None or row in used]
+
+
+def styles_of(panels: Panels) -> list[Style]:
+    """The styles that occur, for the legend."""
+    seen = {bar.style for _, timeline in panels for bar in bars(timeline)}
+    return [style for style in STYLES if style in seen]
 
 
 def several_stages(panels: Panels) -> bool:
@@ -134,9 +125,25 @@ def several_stages(panels: Panels) -> bool:
     return any(len({event.task.stage for event in events}) > 1 for _, timeline in panels for events in timeline.events)
 
 
+def labels(timeline: Timeline) -> Callable[[Bar], str]:
+    """Return the labels of bars in text: long enough to distinguish a rank's stages."""
+    stages = [sorted({event.task.stage for event in events}) for events in timeline.events]
+    many = max(map(len, stages), default=1) > 2
+
+    def label(bar: Bar) -> str:
+        letter = bar.style.letter
+        if bar.copies is not None:
+            return f"{letter}{bar.microbatch}"
+        if many:
+            return f"{bar.stage}{letter}{bar.microbatch}"
+        return f"{letter.lower() if bar.stage != stages[bar.rank][0] else letter}{bar.microbatch}"
+
+    return label
+
+
 def shortest(timeline: Timeline) -> float:
-    """The shortest pass that gets its own label."""
-    lengths = sorted(bar.end - bar.start for bar in bars(timeline) if bar.end > bar.start)
+    """The shortest task that gets its own label."""
+    lengths = sorted(bar.end - bar.start for bar in bars(timeline) if bar.copies is None and bar.end > bar.start)
     return lengths[len(lengths) // 10] if lengths else 1.0
 
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from html import escape
 
-from jaxpp_flax.schedules.task import MEANING
 from jaxpp_flax.schedules.tools.drawing.scene import (
-    COPY_COLOURS,
     DARKER,
     Bar,
-    CopyBar,
     Panels,
     bars,
     caption,
     colour,
-    copies_of,
-    copy_bars,
-    kinds_of,
     rows,
     several_stages,
     shortest,
+    styles_of,
 )
 
 _ROW, _GAP, _LEFT, _TOP = 22, 4, 62, 34
@@ -37,13 +32,10 @@ def svg(panels: Panels) -> str:
         out.append(_text(_LEFT, y + 16, caption(title, timeline), 14, weight="bold"))
         y += _TOP
         tops = {row: y + i * (_ROW + _GAP) for i, row in enumerate(rows(timeline))}
-        for (rank, kind), top in tops.items():
-            out.append(_text(4, top + 15, f"rank {rank}" if kind is None else kind, 12 if kind is None else 9))
+        for (rank, copies), top in tops.items():
+            out.append(_text(4, top + 15, *((f"rank {rank}", 12) if copies is None else (copies.name, 9))))
             out.append(f'<rect x="{_LEFT}" y="{top:g}" width="{width:.1f}" height="{_ROW}" fill="#eeeeee"/>')
-        for bar in bars(timeline):
-            out.append(_bar(bar, f"{bar.kind.value} of stage {bar.stage}", tops[bar.rank, None], scale))
-        for copy in copy_bars(timeline):
-            out.append(_bar(copy, f"copy {copy.kind} for stage {copy.stage}", tops[copy.rank, copy.kind], scale))
+        out += [_bar(bar, tops[bar.row], scale) for bar in bars(timeline)]
         y += len(tops) * (_ROW + _GAP)
         step = _round_step(longest / 10)
         for i in range(int(longest / step + 1e-9) + 1):
@@ -52,11 +44,10 @@ def svg(panels: Panels) -> str:
             out.append(_text(x, y + 17, f"{i * step:g}", 11, anchor="middle"))
         y += 34
     x = float(_LEFT)
-    legend = [(MEANING[kind].name, colour(kind, 0, 1)) for kind in kinds_of(panels)]
-    for name, fill in [*legend, *((kind, COPY_COLOURS[kind]) for kind in copies_of(panels))]:
-        out.append(f'<rect x="{x:g}" y="{y:g}" width="16" height="14" fill="{fill}"/>')
-        out.append(_text(x + 21, y + 12, name, 12))
-        x += 46 + 7 * len(name)
+    for style in styles_of(panels):
+        out.append(f'<rect x="{x:g}" y="{y:g}" width="16" height="14" fill="{colour(style)}"/>')
+        out.append(_text(x + 21, y + 12, style.name, 12))
+        x += 46 + 7 * len(style.name)
     if several_stages(panels):
         out.append(_text(x, y + 12, DARKER, 12))
     size = f'width="{_LEFT + width + 20:.0f}" height="{y + 26:.0f}"'
@@ -66,10 +57,11 @@ def svg(panels: Panels) -> str:
     )
 
 
-def _bar(bar: Bar | CopyBar, tip: str, top: float, scale: float) -> str:
-    x, long = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
-    tip = f"{tip}, microbatch {bar.microbatch}: {bar.start:g} to {bar.end:g}"
-    text = _text(x + long / 2, top + 15, bar.label, 11, anchor="middle") if long >= 6.5 * len(bar.label) else ""
+def _bar(bar: Bar, top: float, scale: float) -> str:
+    x, long, label = _LEFT + bar.start * scale, (bar.end - bar.start) * scale, str(bar.microbatch)
+    what = f"{bar.style.letter} of" if bar.copies is None else f"copy {bar.copies.name} for"
+    tip = f"{what} stage {bar.stage}, microbatch {bar.microbatch}: {bar.start:g} to {bar.end:g}"
+    text = _text(x + long / 2, top + 15, label, 11, anchor="middle") if long >= 6.5 * len(label) else ""
     return (
         f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top:g}" width="{max(long - 0.6, 0.3):.2f}" '
         f'height="{_ROW}" fill="{bar.colour}"/>{text}</g>'

@@ -27,7 +27,7 @@ def measured_costs(
         activation: memory held per microbatch, by stage, as in :class:`Costs`.
         sent: bytes sent, by stage, as in :class:`Costs`.
 
-    >>> from jaxpp_flax.schedules import Std1F1B, simulate
+    >>> from jaxpp_flax.schedules import Costs, Std1F1B, simulate
     >>> step = simulate(Std1F1B(2), Costs(forward=[1.0, 3.0], backward=[2.0, 6.0]), num_microbatches=3)
     >>> costs = measured_costs(step)
     >>> costs.forward, costs.backward

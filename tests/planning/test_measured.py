@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpp_flax.planning import search
-from jaxpp_flax.schedules import Costs, Event, ScheduleError, Std1F1B, ZeroBubble, measured_costs, simulate
+from jaxpp_flax.planning import measured_costs, search
+from jaxpp_flax.schedules import Costs, Event, ScheduleError, Std1F1B, ZeroBubble, simulate
 from jaxpp_flax.schedules.task import forward
 
 
