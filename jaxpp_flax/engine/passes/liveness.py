@@ -22,7 +22,7 @@ def donate_and_free(
     program: Program,
     donated_arguments: Sequence[bool],
     *,
-    keep_received: bool = False,
+    keep_received: bool,
     donatable: Sequence[frozenset[int]] | None = None,
 ) -> Program:
     """Add the donations and the frees to a program that has none.

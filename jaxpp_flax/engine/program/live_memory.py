@@ -28,7 +28,7 @@ class LiveMemory:
     """
 
     def __init__(self, program: Program) -> None:
-        self.tasks = program.tasks
+        self._program = program
         self.devices = [Memory() for _ in range(program.num_ranks)]
         self.hosts = [Memory() for _ in range(program.num_ranks)]
         self.microbatches = defaultdict[int, Memory](Memory)
@@ -36,7 +36,7 @@ class LiveMemory:
         self._activations: dict[int, _Microbatch] = {}  # the values of a forward's results
         self._counts = Counter[_Microbatch]()  # of them, those on the devices
         # Of each task, whether its results lie in host memory: found once, and read for every run.
-        self._results_on_host = [[memory_kind_of(a.aval) is not None for a in t.graph.outputs] for t in self.tasks]
+        self._results_on_host = [[memory_kind_of(a.aval) is not None for a in t.graph.outputs] for t in program.tasks]
 
     def hold(self, value: int, rank: int, size: int, on_host: bool) -> None:
         """Note an argument: its bytes are not counted as live, but its donation frees them."""
@@ -47,7 +47,7 @@ class LiveMemory:
         if isinstance(instruction, Free):
             self._drop(instruction.values)
         elif isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
-            self._drop(instruction.inputs[position] for position in self.tasks[instruction.task].donate)
+            self._drop(self._program.taken_over(instruction))
             on_host, activations = self._results_on_host[instruction.task], self._activations_of(instruction)
             self._make(instruction.rank, instruction.outputs, written, on_host, activations)
         elif not isinstance(instruction, Wait):
@@ -82,7 +82,7 @@ class LiveMemory:
 
     def _activations_of(self, run: Run) -> list[_Microbatch | None]:
         """Return for each result of a run its stage and microbatch, if it is an activation of a forward."""
-        task = self.tasks[run.task]
+        task = self._program.tasks[run.task]
         if task.stage is None or task.kind is not TaskKind.FORWARD:
             return [None] * len(run.outputs)
         going_round = {output for output, _ in task.pins}

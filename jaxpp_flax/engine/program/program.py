@@ -7,7 +7,7 @@ it, and each transfer another one.) So who makes a value and who reads it are fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -208,7 +208,7 @@ class Program:
     def donated(self) -> frozenset[int]:
         """The values whose memory a run takes over."""
         runs = (i for i in self.instructions if isinstance(i, Run))
-        return frozenset(run.inputs[position] for run in runs for position in self.tasks[run.task].donate)
+        return frozenset(value for run in runs for value in self.taken_over(run))
 
     def verify(self) -> None:
         """Check all tasks; and that each value is made once, on its rank, before it is read, and not read once it ends.
@@ -220,35 +220,43 @@ class Program:
             task.graph.verify()
         there, made = dict(self.preset), set(self.preset)
         for number, instruction in enumerate(self.instructions):
-            where = f"instruction {number} ({self._line(instruction)})"
-            rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
-            ended = self._ended(instruction)
-            for value in (*instruction.reads(), *ended):
-                if there.get(value) != rank:
-                    raise VerificationError(f"{where} reads value {value}, which rank {rank} does not hold")
-            self._verify_memory(instruction, where)
-            if isinstance(instruction, Run) and self.tasks[instruction.task].rank != rank:
-                other = self.tasks[instruction.task].rank
-                raise VerificationError(f"{where} runs a task of rank {other} on rank {rank}")
-            for value in ended:
+            if (fault := self._fault(instruction, there, made)) is not None:
+                raise VerificationError(f"instruction {number} ({self._line(instruction)}) {fault}")
+            for value in self._ended(instruction):
                 del there[value]
-            for value in instruction.writes():
-                if value in made:
-                    raise VerificationError(f"{where} makes value {value} again")
-                made.add(value)
-                there[value] = instruction.target if isinstance(instruction, Transfer) else rank
+            made.update(instruction.writes())
+            rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
+            there.update(dict.fromkeys(instruction.writes(), rank))
         for position, result in enumerate(self.results):
             for rank, value in result.items() if isinstance(result, dict) else ():
                 if there.get(value) != rank:
                     raise VerificationError(f"result {position} is missing on rank {rank}")
 
+    def _fault(self, instruction: Instruction, there: Mapping[int, int], made: Set[int]) -> str | None:
+        """Return what is wrong with an instruction, if anything is.
+
+        `there` has the ranks of the values that are there before it, and `made` are those that have been there.
+        """
+        rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
+        for value in (*instruction.reads(), *self._ended(instruction)):
+            if there.get(value) != rank:
+                return f"reads value {value}, which rank {rank} does not hold"
+        if (fault := self._fault_of_memory(instruction)) is not None:
+            return fault
+        if isinstance(instruction, Run) and (other := self.tasks[instruction.task].rank) != rank:
+            return f"runs a task of rank {other} on rank {rank}"
+        again = next((value for value in instruction.writes() if value in made), None)
+        return None if again is None else f"makes value {again} again"
+
+    def taken_over(self, run: Run) -> tuple[int, ...]:
+        """Return the values whose memory a run takes over, in the order of its inputs."""
+        return tuple([run.inputs[position] for position in sorted(self.tasks[run.task].donate)])
+
     def _ended(self, instruction: Instruction) -> tuple[int, ...]:
         """Return the values that end with an instruction: those that it forgets, or whose memory it takes over."""
         if isinstance(instruction, Free):
             return instruction.values
-        if isinstance(instruction, Run):
-            return tuple([instruction.inputs[position] for position in self.tasks[instruction.task].donate])
-        return ()
+        return self.taken_over(instruction) if isinstance(instruction, Run) else ()
 
     @cached_property
     def _on_host(self) -> set[int]:
@@ -256,24 +264,23 @@ class Program:
         moves = (i for i in self.instructions if isinstance(i, Transfer) and i.memory == HOST_MEMORY)
         return {value for move in moves for value in move.received}
 
-    def _verify_memory(self, instruction: Instruction, where: str) -> None:
+    def _fault_of_memory(self, instruction: Instruction) -> str | None:
         """Check that nothing but a fetch reads an offloaded value, and that transfers have both of their ends."""
         if isinstance(instruction, Wait):
-            for value in instruction.copies:
-                if value not in self._on_host:
-                    raise VerificationError(f"{where} waits for value {value}, which was not offloaded")
-            return
+            early = next((value for value in instruction.copies if value not in self._on_host), None)
+            return None if early is None else f"waits for value {early}, which was not offloaded"
         memory = None
         if isinstance(instruction, Transfer):
             memory, sent, received = instruction.memory, len(instruction.sent), len(instruction.received)
             if sent != received:
-                raise VerificationError(f"{where} sends {sent} values and receives {received}")
+                return f"sends {sent} values and receives {received}"
             if memory is not None and instruction.source != instruction.target:
-                raise VerificationError(f"{where} moves values of rank {instruction.source}: a rank offloads its own")
+                return f"moves values of rank {instruction.source}: a rank offloads its own"
         for value in instruction.reads():
             if (value in self._on_host) != (memory is not None and memory != HOST_MEMORY):
                 state = "is in host memory" if value in self._on_host else "was not offloaded"
-                raise VerificationError(f"{where} reads value {value}, which {state}")
+                return f"reads value {value}, which {state}"
+        return None
 
     def as_text(self) -> str:
         """Return one line of text for each instruction."""
@@ -290,7 +297,7 @@ class Program:
             return f"{here} wait for {_names(instruction.copies)}"
         if isinstance(instruction, Free):
             return f"{here} free {_names(instruction.values)}"
-        donated = [instruction.inputs[position] for position in sorted(self.tasks[instruction.task].donate)]
+        donated = self.taken_over(instruction)
         note = f" donating {_names(donated)}" if donated else ""
         inputs, outputs = _names(instruction.inputs), _names(instruction.outputs)
         microbatch = f"__{instruction.microbatch}" if instruction.microbatch >= 0 else ""

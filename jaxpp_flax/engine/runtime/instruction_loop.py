@@ -85,8 +85,7 @@ class Runtime:
             return None
         if isinstance(instruction, Run):
             executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
-            donate = self.program.tasks[instruction.task].donate
-            donated = tuple([instruction.inputs[position] for position in sorted(donate)])
+            donated = self.program.taken_over(instruction)
             return partial(_run, executable, instruction.inputs, instruction.outputs, donated)
         if isinstance(instruction, Wait):
             return partial(_wait, instruction.copies)

@@ -130,12 +130,6 @@ class Facts:
         """True if the result has fewer elements, each made of many."""
         return self.batch is Batch.REDUCED and self.along == "axes"
 
-    @property
-    def is_linear_elementwise(self) -> bool:
-        """True if a sum of parts may be taken before or after it, element by element."""
-        whole = self.linear is not None and self.linear.operands in (Operands.FIRST, Operands.EVERY)
-        return whole and self.batch is Batch.ELEMENTWISE
-
 
 _UNKNOWN = Facts()
 

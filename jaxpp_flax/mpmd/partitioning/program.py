@@ -9,7 +9,7 @@ from dataclasses import replace
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
-from jaxpp_flax.engine.tracing.ir import Graph, Value, values
+from jaxpp_flax.engine.tracing.ir import Graph, Value, graph_of, values
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment
 from jaxpp_flax.mpmd.partitioning.infer import Placement
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
@@ -157,7 +157,5 @@ def _graph(
             for r, reader in readers.get(value, ())
         )
 
-    inside = {v for node in fragment.nodes for v in node.outputs}
-    inputs = dict.fromkeys(v for node in fragment.nodes for v in node.inputs if v not in inside)
-    outputs = tuple(v for node in fragment.nodes for v in node.outputs if leaves(v))
-    return Graph(tuple(inputs), outputs, tuple(e for node in fragment.nodes for e in node.equations))
+    equations = [equation for node in fragment.nodes for equation in node.equations]
+    return graph_of(equations, {v for node in fragment.nodes for v in node.outputs if leaves(v)})

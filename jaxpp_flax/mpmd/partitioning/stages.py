@@ -184,7 +184,7 @@ def split_backward(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple
         if not (split and node.backward and node.call is not None):
             found.append(node)
             continue
-        needed = makers_of(node.equations, [v for v in node.outputs if (v, node.call) in leads])
+        needed = set(makers_of(node.equations, [v for v in node.outputs if (v, node.call) in leads]))
         for kind in (TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT):
             late = kind is TaskKind.BACKWARD_WEIGHT
             if equations := tuple(e for e in node.equations if (e not in needed) == late):

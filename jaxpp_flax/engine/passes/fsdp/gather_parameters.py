@@ -23,8 +23,6 @@ from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import follow, warn_of_derived
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
-from jaxpp_flax.engine.tracing.hints import without_hints
-from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
@@ -74,7 +72,7 @@ def _gather_in_loop(
     shards: ShardCounts,
     rule: FsdpRule,
 ) -> OpenLoop:
-    body = loop.body.rewritten(without_hints(inline(loop.body.graph, flatten=True, remat=True)))
+    body = loop.flat_body()
     sliced = sliced_by_index(body.equations, body.index)
     operands = {v: a for v, a in zip(body.constants, loop.constants, strict=True) if isinstance(a, Value)}
     axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}

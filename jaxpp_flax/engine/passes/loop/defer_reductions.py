@@ -28,8 +28,6 @@ from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
-from jaxpp_flax.engine.tracing.hints import without_hints
-from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
@@ -56,7 +54,7 @@ def _defer_in_loop(
     batch = {v: dims[a] for v, a in operands.items() if isinstance(a, Value) and a in dims}
     if not batch:
         return loop
-    body = loop.body.rewritten(without_hints(inline(loop.body.graph, flatten=True, remat=True)))
+    body = loop.flat_body()
     sliced = sliced_by_index(body.equations, body.index)
     batch = {v: dim for v, dim in batch.items() if v in sliced}
     sharded = {

@@ -75,6 +75,10 @@ class OpenLoop:
     labels: Labels | None = None
     partition: Partition | None = None
 
+    def flat_body(self) -> LoopBody:
+        """Return the body with plain calls and regions of `jax.checkpoint` inlined, and without hints."""
+        return self.body.rewritten(without_hints(inline(self.body.graph, flatten=True, remat=True)))
+
     def labelled(self) -> OpenLoop:
         """Return the loop with labels; its cuts are chosen."""
         return replace(self, labels=label(self.body, self.cuts))
