@@ -30,7 +30,6 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
-from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan
@@ -148,8 +147,7 @@ class MpmdFunction:
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
         fun = with_memories(fun, self._out_specs)
         nums, names = self._parameters.static_argnums, self._parameters.static_argnames
-        static = bool(nums or names)
-        self._jitted = jax.jit(unwrapping(fun), static_argnums=nums, static_argnames=names) if static else jax.jit(fun)
+        self._jitted = jax.jit(fun, static_argnums=nums, static_argnames=names)
         self._plans: dict[_Key, Plan] = {}
         self._compiled: dict[Plan, Compiled] = {}
         self._cache: dict[_Key, Compiled] = {}

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.tracing.static_arguments import StaticArgument, unhashable
 
 __all__ = ["Call", "Leaf", "Parameters", "Signature", "not_an_array", "type_of"]
 
@@ -28,13 +27,13 @@ class Call(NamedTuple):
 
     leaves: list[Any]
     tree: Any
-    positional: tuple[tuple[int, StaticArgument], ...] = ()
-    named: tuple[tuple[str, StaticArgument], ...] = ()
+    positional: tuple[tuple[int, Any], ...] = ()
+    named: tuple[tuple[str, Any], ...] = ()
 
     @property
     def statics(self) -> Hashable:
-        """The static arguments, as a part of a compilation's key."""
-        return self.positional, self.named
+        """The static arguments, as a part of a compilation's key: as for `jax.jit`, 2 and 2.0 are different."""
+        return tuple((where, type(value), value) for where, value in (*self.positional, *self.named))
 
     def paths(self) -> tuple[str, ...]:
         """Return the name of each leaf, as messages write it after "argument"."""
@@ -74,12 +73,10 @@ class Parameters:
         if not self.static_argnums and not self.static_argnames:
             return Call(*jax.tree_util.tree_flatten((tuple(args), kwargs)))
         static, names = _positions(self.static_argnums, len(args)), self.static_argnames
-        positional = tuple((i, StaticArgument.of(args[i])) for i in sorted(static))
-        named = tuple((name, StaticArgument.of(kwargs[name])) for name in sorted(kwargs) if name in names)
-        try:
-            hash((positional, named))
-        except TypeError as error:
-            raise unhashable(fun, (*positional, *named)) from error
+        positional = tuple((i, args[i]) for i in sorted(static))
+        named = tuple((name, kwargs[name]) for name in sorted(kwargs) if name in names)
+        for where, value in (*positional, *named):
+            _check_hashable(fun, where, value)
         traced = tuple(argument for i, argument in enumerate(args) if i not in static)
         rest = {name: argument for name, argument in kwargs.items() if name not in names}
         return Call(*jax.tree_util.tree_flatten((traced, rest)), positional, named)
@@ -92,6 +89,20 @@ class Parameters:
         given = [(i, argument, i in donated) for i, argument in enumerate(args)]
         given += [(name, kwargs[name], name in self.donate_argnames) for name in sorted(kwargs)]
         return tuple(flag for where, tree, flag in given if where not in static for _ in jax.tree.leaves(tree))
+
+
+def _check_hashable(fun: Callable[..., Any], where: int | str, value: Any) -> None:
+    """Refuse a static argument, by position or name, that cannot be hashed."""
+    try:
+        hash(value)
+    except TypeError as error:
+        names = list(inspect.signature(fun).parameters)
+        name = where if isinstance(where, str) else names[where] if where < len(names) else f"number {where}"
+        raise TypeError(
+            f"the static argument {name!r} is a {type(value).__name__}, which cannot be hashed, so the step "
+            "compiled for it could not be found again. Pass a hashable value (a tuple, a frozen dataclass), or "
+            "an array that is not static."
+        ) from error
 
 
 def _positions(numbers: Iterable[int], count: int) -> set[int]:

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, named_memory
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr, memory_kind_of
-from jaxpp_flax.engine.tracing.static_arguments import types_within
 from jaxpp_flax.tasks.ranks import placed, rank_of
 from jaxpp_flax.tasks.recording import Recording, not_recording
 
@@ -148,7 +147,7 @@ def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[An
 def _key(fun: Any, tree: Any, leaves: Sequence[Any], rank: int, out_shardings: Any) -> Hashable:
     """Return a key for the trace of a function for arguments of these types; None if a part has no hash."""
     nodes, out_tree = jax.tree.flatten(out_shardings, is_leaf=lambda x: isinstance(x, (PartitionSpec, Sharding)))
-    types = types_within(fun), tuple(jax.typeof(leaf) for leaf in leaves)
+    types = tuple(jax.typeof(leaf) for leaf in leaves)
     key = (_identity(fun), types, tree, rank, tuple(nodes), out_tree)
     try:
         hash(key)
@@ -158,9 +157,13 @@ def _key(fun: Any, tree: Any, leaves: Sequence[Any], rank: int, out_shardings: A
 
 
 def _identity(fun: Any) -> Hashable:
-    """Return a value that is equal for equal functions: two partials of one function with equal arguments are equal."""
+    """Return a value that is equal for equal functions: two partials of one function with the same arguments are equal.
+
+    The arguments count by identity, because 2 and 2.0 are equal; the cache keeps them alive.
+    """
     if isinstance(fun, functools.partial):
-        return _identity(fun.func), fun.args, tuple(sorted(fun.keywords.items()))
+        named = tuple((name, id(value)) for name, value in sorted(fun.keywords.items()))
+        return _identity(fun.func), tuple(map(id, fun.args)), named
     return fun
 
 

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.signature import Parameters, Signature
+from tests.engine.toys import mesh_of
 
 
 def function(params: Any, batch: Any, power: Any = 1, *, scale: Any = 1.0) -> Any:
@@ -27,7 +29,7 @@ def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[st
     assert list(call.paths()) == paths
     assert parameters.donated(call) == (False, False, True, False)
     args, named = call.with_leaves(call.leaves)
-    assert (args[2], [n.value for n in named.values()]) == (3, list(kwargs.values()))
+    assert (args[2], named) == (3, kwargs)
     assert jax.tree.structure(args[:2]) == jax.tree.structure([PARAMS, BATCH])
 
 
@@ -37,7 +39,24 @@ def test_static_arguments_are_no_leaves():
     assert call.paths() == ("[0]['a']", "[0]['b']", "[1][0]", "['scale']")
     assert parameters.donated(call) == (True, True, False, False)
     args, named = call.with_leaves(call.leaves)
-    assert (args[2].value, named) == (3, {"scale": 2.0})
+    assert (args[2], named) == (3, {"scale": 2.0})
+
+
+@pytest.mark.parametrize("passed", ["position", "name"])
+def test_every_type_of_a_static_argument_runs_its_own_program(passed: str):
+    """As under `jax.jit`: 2, 2.0 and True are equal for Python, and give results of other types."""
+    statics = [2, 2.0, True, 1, 0.0, False, 2]
+
+    def step(x: jax.Array, static: Any) -> Any:
+        return x + 1, jnp.asarray(static)
+
+    x = jnp.ones(4)
+    pipelined, plain = mpmd_jit(step, mesh_of(1), static_argnums=1), jax.jit(step, static_argnums=1)
+    for static in statics:
+        _, actual = pipelined(x, static=static) if passed == "name" else pipelined(x, static)
+        _, expected = plain(x, static)
+        assert (actual.dtype, float(actual)) == (expected.dtype, float(expected)), static
+    assert len(pipelined._cache) == len(statics) - 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import numpy as np
 from jaxpp_flax.engine.tracing.ir import Equation
 from jaxpp_flax.engine.tracing.primitives import Parts, facts_of
 
-__all__ = ["accumulates", "holds", "kept_after", "parts_add_up", "summed_in"]
+__all__ = ["accumulates", "holds", "kept_after", "summed_in"]
 
 # A dtype of JAX: one of NumPy, one of ml_dtypes, or an extended dtype such as the dtype of PRNG keys.
 DType = Any
@@ -41,20 +41,6 @@ def summed_in(equation: Equation) -> DType | None:
     dtype = equation.outputs[0].aval.dtype
     exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in facts_of(equation.primitive).summed)
     return dtype if exact and (accumulates(dtype) or dtype == np.float16) else None
-
-
-def parts_add_up(operand: DType, result: DType) -> bool:
-    """Return whether a product may sum each shard's part, and then these parts, in the dtype of its result.
-
-    Sums in the operand's own dtype stay as they are, float16 too: the user asked for this rounding and range.
-    """
-    if holds(operand, result):
-        return True
-    if not jnp.issubdtype(operand, jnp.inexact):  # integers wrap around alike everywhere, or are rounded like floats
-        return jnp.issubdtype(result, jnp.integer) or accumulates(result)
-    if jnp.issubdtype(operand, jnp.complexfloating) and jnp.issubdtype(result, jnp.floating):
-        return holds(jnp.finfo(operand).dtype, result)  # the real part of a sum is the sum of the real parts
-    return False
 
 
 def holds(narrow: DType, wide: DType) -> bool:

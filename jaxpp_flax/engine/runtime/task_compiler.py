@@ -22,7 +22,6 @@ from jaxpp_flax._compat import needs_devices, trace_context
 from jaxpp_flax._compat_executables import Original, compile_original, compile_settings
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
-from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
@@ -167,9 +166,8 @@ class TaskCompiler(Generic[MeshT]):
             return NamedSharding(mesh, spec, memory_kind=kind)
 
         with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
-            graph = task.graph if mesh.size == 1 else with_wide_sums(task.graph)
             jitted = jax.jit(
-                _named(graph, task.name),
+                _named(task.graph, task.name),
                 in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
                 out_shardings=tuple(
                     None if spec is None else sharding(atom, spec)

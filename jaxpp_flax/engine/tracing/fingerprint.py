@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxpp_flax.engine.tracing.graph_text import GraphText
 from jaxpp_flax.engine.tracing.ir import Equation, Graph
-from jaxpp_flax.engine.tracing.static_arguments import types_within
 
 __all__ = ["Fingerprinter"]
 
@@ -87,4 +86,4 @@ def _comparable(value: Any) -> Hashable:
         hash(value)
     except TypeError:
         return _Same(value)
-    return value, types_within(value)
+    return type(value), value

@@ -95,7 +95,6 @@ class Facts:
       body: the parameter that holds a body which may replace the call without changing a value.
       recomputes: the body is one of `jax.checkpoint`.
       placing: the parameter with the sharding that the operation gives its operand.
-      by_device: each device runs it by itself; XLA partitions nothing inside.
       unread: parameters that change no result.
     """
 
@@ -109,7 +108,6 @@ class Facts:
     body: str | None = None
     recomputes: bool = False
     placing: str | None = None
-    by_device: bool = False
     unread: tuple[str, ...] = ()
 
     def body_in(self, params: Mapping[str, Any]) -> Any:
@@ -150,9 +148,9 @@ _LIGHT = """
 """
 _KERNELS = """
     all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k cholesky cholesky_update
-    composite cond cudnn_fusion custom_linear_solve custom_partitioning eig eigh ffi_call fft geqp3 geqrf hessenberg
-    householder_product linear_call lu lu_pivots_to_permutation ormqr philox2x32 philox4x32 pmax pmin ppermute qr
-    ragged_all_to_all random_bits random_gamma reduce reduce_scatter reduce_window reduce_window_max reduce_window_min
+    composite cond core_map cudnn_fusion custom_linear_solve custom_partitioning eig eigh ffi_call fft geqp3 geqrf
+    hessenberg householder_product linear_call lu lu_pivots_to_permutation ormqr pallas_call philox2x32 philox4x32 pmax
+    pmin ppermute qr ragged_all_to_all random_bits random_gamma reduce reduce_scatter reduce_window reduce_window_max reduce_window_min
     reduce_window_sum rng_bit_generator rng_uniform schur select_and_gather_add select_and_scatter
     select_and_scatter_add svd symmetric_product threefry2x32 threefry4x32 triangular_solve tridiagonal
     tridiagonal_solve unreduced_psum unreduced_reduce_scatter
@@ -230,7 +228,6 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("scan", loop, Batch.SCAN)
     yield from rows("while", loop)
     yield from rows("shard_map", kernel, Batch.SHARD_MAP)
-    yield from rows("core_map pallas_call", kernel, by_device=True)
     yield from rows(_KERNELS, kernel)
 
 
