@@ -10,7 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
@@ -238,7 +237,6 @@ class MpmdFunction:
         check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
         traced = self._trace(call, structs, layouts)
         graph, consts = from_jaxpr(traced.jaxpr)
-        check_memory_requests(graph, mesh.jax_mesh.devices.flat)
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import with_memories
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
@@ -137,7 +136,6 @@ class MpmdWrapped:
     def _partition(self, call: Call, structs: list[jax.ShapeDtypeStruct], traced: Any) -> MpmdLowered:
         config, shapes, out_info = self.mpmd_config, _arguments(call, structs), traced.out_info
         graph, constants = from_jaxpr(traced.jaxpr)
-        check_memory_requests(graph, (device for mesh in config.meshes.unstack for device in mesh.devices.flat))
         asked = specs_of(self._in_shardings, shapes, config, "in_shardings")
         out_specs = specs_of(self._out_shardings, out_info, config, "out_shardings")
         in_ranks = mesh_ranks(config.input_mesh_assignment, shapes, config.meshes, "input_mesh_assignment")

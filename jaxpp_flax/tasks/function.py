@@ -10,7 +10,6 @@ import jax
 import jax.core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
@@ -102,7 +101,6 @@ class MpmdFunction:
 
         jaxpr = jax.make_jaxpr(flat)(*typed)
         graph, constants = from_jaxpr(jaxpr)
-        check_memory_requests(graph, self.mpmd_mesh.jax_mesh.devices.flat)
         donated = self._parameters.donated(call)
         program = build(
             graph,

@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint import restore, save
-from jaxpp_flax.engine.arrays import memory_kinds
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
@@ -208,52 +207,3 @@ def test_an_argument_in_another_memory_is_not_what_the_step_wants():
     )
     assert Wanted(mesh, (1,), P("x"), "", "pinned_host").is_met_by(on_host)
     assert not Wanted(mesh, (1,), P("x"), "").is_met_by(on_host)
-
-
-def in_the_loop(put: Any) -> Any:
-    def loss(params: Any, batch: Any) -> Any:
-        x = jnp.tanh(batch["x"] @ params[0]["w"])
-        x = mark_stage_end(x + jax.device_put(put(jax.lax.stop_gradient(x)), DEVICE))
-        return jnp.mean((x @ params[1]["w"] - batch["y"]) ** 2)
-
-    return gradients(Std1F1B(2), loss)
-
-
-def outside(put: Any) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        losses, grads = gradients(Std1F1B(2))(params, batch)
-        return losses, jax.tree.map(put, grads)
-
-    return step
-
-
-@pytest.mark.parametrize("around", [in_the_loop, outside, lambda put: outside(jax.jit(put))])
-def test_requests_inside_a_step_that_would_be_lost_are_refused(around: Any):
-    whole = stages().jax_mesh
-    host, elsewhere = (NamedSharding(whole, P(), memory_kind=kind) for kind in ("pinned_host", "unpinned_host"))
-    alone = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    put, constrain = jax.device_put, jax.lax.with_sharding_constraint
-    for request, text in (
-        (
-            lambda x: constrain(x, host),
-            r"constraint at .*test_memory_kinds.py.* 'pinned_host', but the value lies in 'd",
-        ),
-        (lambda x: constrain(x, elsewhere), r"the constraint at .* has the memory kind 'unpinned_host'"),
-        (
-            lambda x: put(x, elsewhere),
-            r"the `jax.device_put` at .*test_memory_kinds.py.* has the memory kind 'unpinned",
-        ),
-        (lambda x: put(x, alone), r"names the 'pinned_host' memory of one device, .*Space.Host"),
-    ):
-        refused(text, around(request), chain(2), batch_of(2))
-
-
-def test_host_memory_that_the_platform_lacks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_kinds, "kinds_of", lambda device: {"device", "vmem"})
-    lacks = r"asks for the memory kind 'pinned_host', which .* lacks: it has 'device', 'vmem'"
-    refused(rf"the `device_put` at .*test_memory_kinds.py.* {lacks}", outside(lambda x: jax.device_put(x, HOST)),
-            chain(2), batch_of(2))  # fmt: skip
-    momentum = jax.device_put(
-        jax.tree.map(np.zeros_like, chain(2)), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    )
-    refused(f"an argument, float32.*{lacks}", momentum_step, chain(2), momentum, batch_of(2))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ways_of
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, last_sum, open_scan
-from jaxpp_flax.engine.analyses.linearity import accumulates, kept_after, summed_in
+from jaxpp_flax.engine.analyses.linearity import accumulates, passes_parts, sums_in_parts
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, struct_of, values
@@ -29,13 +29,9 @@ __all__ = ["BatchFlow", "Sum", "propagate"]
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over the examples; `dtype` holds its parts without loss.
-
-    `axes` are the mesh axes of the shards that have a part each. They are None for zero, a sum over any axes.
-    """
+    """A sum over the examples; `axes` are the mesh axes of the shards that have a part each, None for zero."""
 
     axes: Any
-    dtype: Any
 
 
 # What is known of a value.
@@ -108,7 +104,7 @@ class BatchFlow:
         if isinstance(atom, Value):
             return self.states.get(atom)
         number = atom.aval.ndim == 0 and jnp.issubdtype(atom.aval.dtype, jnp.number)
-        return Sum(None, atom.aval.dtype) if number and not np.asarray(atom.value) else None
+        return Sum(None) if number and not np.asarray(atom.value) else None
 
     def _results(self, equation: Equation) -> Sequence[State]:
         facts = facts_of(equation.primitive)
@@ -136,8 +132,7 @@ class BatchFlow:
             return [self._held(value, target, over) for value in equation.outputs]
         together = {(i, dim) for i, way in enumerate(ways) for dim, to in enumerate(way) if to == target}
         others = [states[i] for i in facts.summed if i not in tagged]
-        dtype = summed_in(equation) if together == at and all(map(_is_zero, others)) else None
-        return [] if dtype is None else [Sum(over, dtype)]
+        return [Sum(over)] if together == at and all(map(_is_zero, others)) and sums_in_parts(equation) else []
 
     def _held(self, value: Value, dim: int, axes: Any) -> BatchDim | None:
         """Return a batch dimension with its mesh axes: the first ones, if a reshape has left it only the major part."""
@@ -168,15 +163,13 @@ class BatchFlow:
         if not linear or len(axes) > 1:
             return None
         if not axes:
-            moves = rule.parts in (Parts.MOVED, Parts.CONVERTED)
-            return Sum(None, equation.outputs[0].aval.dtype) if moves else None
+            return Sum(None) if rule.parts in (Parts.MOVED, Parts.CONVERTED) else None
         over = axes.pop()
         # On an Explicit mesh, the parts have another type than their sum: an array of that type does not fit them.
         whole = [atom for i, atom in enumerate(equation.inputs) if i not in parted]
         if any(map(_typed_over(over), whole if facts.batch is Batch.ELEMENTWISE else (*whole, *equation.outputs))):
             return None
-        dtype = kept_after(equation, rule.parts, sums[parted[0]].dtype)
-        return None if dtype is None else Sum(over, dtype)
+        return Sum(over) if passes_parts(equation, rule.parts, equation.inputs[parted[0]].aval.dtype) else None
 
     def _scan(self, equation: Equation, states: Sequence[State]) -> list[State]:
         """Follow a scan: what its carry is must hold before and after each step.
@@ -223,7 +216,7 @@ class BatchFlow:
             if names in entries:
                 found.append(self._held(value, entries.index(names), axes))
             elif accumulates(value.aval.dtype) and last_sum(equation, body, k, names):
-                found.append(Sum(axes, value.aval.dtype))
+                found.append(Sum(axes))
             else:
                 found.append(None)
         return found

@@ -22,7 +22,7 @@ import numpy as np
 from jaxpp_flax.engine.tracing.ir import Equation
 from jaxpp_flax.engine.tracing.primitives import Parts, facts_of
 
-__all__ = ["accumulates", "holds", "kept_after", "summed_in"]
+__all__ = ["accumulates", "passes_parts", "sums_in_parts"]
 
 # A dtype of JAX: one of NumPy, one of ml_dtypes, or an extended dtype such as the dtype of PRNG keys.
 DType = Any
@@ -36,14 +36,28 @@ def accumulates(dtype: DType) -> bool:
     return dtype.name in _ACCUMULATED
 
 
-def summed_in(equation: Equation) -> DType | None:
-    """Return the dtype that holds the parts of an equation's sum over the batch; None if they do not add up to it."""
+def sums_in_parts(equation: Equation) -> bool:
+    """Return whether the parts of an equation's sum over the batch add up to it."""
     dtype = equation.outputs[0].aval.dtype
-    exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in facts_of(equation.primitive).summed)
-    return dtype if exact and (accumulates(dtype) or dtype == np.float16) else None
+    exact = all(_holds(equation.inputs[i].aval.dtype, dtype) for i in facts_of(equation.primitive).summed)
+    return exact and (accumulates(dtype) or dtype == np.float16)
 
 
-def holds(narrow: DType, wide: DType) -> bool:
+def passes_parts(equation: Equation, parts: Parts, operand: DType) -> bool:
+    """Return whether a linear operation on the parts of a sum of dtype `operand` gives the parts of its result."""
+    dtype = equation.outputs[0].aval.dtype
+    inexact = jnp.issubdtype(operand, jnp.inexact)
+    if operand != dtype and not (inexact and _holds(operand, dtype)):
+        return False
+    if parts in (Parts.MOVED, Parts.CONVERTED):
+        return True
+    precision = equation.params.get("precision")
+    if parts is Parts.CONTRACTED and not (precision is None or isinstance(precision, tuple)):
+        return False  # an algorithm that the user names may round its operands to a narrow dtype first
+    return accumulates(dtype) and (inexact or parts is not Parts.DIVIDED)
+
+
+def _holds(narrow: DType, wide: DType) -> bool:
     """Return whether `wide` can represent every value of `narrow`, and is of the same kind."""
     if narrow == wide:
         return True
@@ -55,28 +69,3 @@ def holds(narrow: DType, wide: DType) -> bool:
         return False
     one, other = jnp.finfo(narrow), jnp.finfo(wide)
     return one.nmant <= other.nmant and one.maxexp <= other.maxexp and one.minexp >= other.minexp
-
-
-def kept_after(equation: Equation, parts: Parts, kept: DType) -> DType | None:
-    """Return the dtype that holds the parts of a result without loss, or None if they do not add up to the result.
-
-    Args:
-      equation: a linear operation on a sum.
-      parts: what it does with the parts of the sum.
-      kept: the dtype that holds the operands' parts without loss. If the parts were widened, it is narrower than the
-        result's own dtype, and the parts may be narrowed to it again.
-    """
-    dtype = equation.outputs[0].aval.dtype
-    inexact = jnp.issubdtype(kept, jnp.inexact)
-    if parts is Parts.MOVED:
-        return kept
-    if kept != dtype and not (inexact and holds(kept, dtype)):
-        return None
-    if parts is Parts.CONVERTED:
-        return kept
-    if parts is Parts.DIVIDED and not inexact:
-        return None
-    precision = equation.params.get("precision")
-    if parts is Parts.CONTRACTED and not (precision is None or isinstance(precision, tuple)):
-        return None  # an algorithm that the user names may round its operands to a narrow dtype first
-    return dtype if accumulates(dtype) else None

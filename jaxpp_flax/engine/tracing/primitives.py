@@ -150,8 +150,8 @@ _KERNELS = """
     all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k cholesky cholesky_update
     composite cond core_map cudnn_fusion custom_linear_solve custom_partitioning eig eigh ffi_call fft geqp3 geqrf
     hessenberg householder_product linear_call lu lu_pivots_to_permutation ormqr pallas_call philox2x32 philox4x32 pmax
-    pmin ppermute qr ragged_all_to_all random_bits random_gamma reduce reduce_scatter reduce_window reduce_window_max reduce_window_min
-    reduce_window_sum rng_bit_generator rng_uniform schur select_and_gather_add select_and_scatter
+    pmin ppermute qr ragged_all_to_all random_bits random_gamma reduce reduce_scatter reduce_window reduce_window_max
+    reduce_window_min reduce_window_sum rng_bit_generator rng_uniform schur select_and_gather_add select_and_scatter
     select_and_scatter_add svd symmetric_product threefry2x32 threefry4x32 triangular_solve tridiagonal
     tridiagonal_solve unreduced_psum unreduced_reduce_scatter
 """
