@@ -14,8 +14,6 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jaxpp_flax.trainers.step.metrics import OF_STAGE
-
 __all__ = ["BarMeter", "Display", "Meter", "PlainMeter", "Rate", "choose_meter"]
 
 
@@ -188,11 +186,7 @@ class Display:
 
 
 def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:
-    shown = {
-        name: value
-        for name, value in metrics.items()
-        if isinstance(value, float) and name != "weight" and OF_STAGE not in name  # a line has no room for stages
-    }
+    shown = {name: value for name, value in metrics.items() if isinstance(value, float) and name != "weight"}
     # A learning rate of 3e-5 would be 0.0000.
     fields = [
         f"{name} {value:.4f}" if not 0 < abs(value) < 1e-2 else f"{name} {value:.2e}" for name, value in shown.items()

@@ -35,9 +35,7 @@ class Logging(Options):
       progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
       metrics: what to measure; True for all of it. "learning_rate", "gradient_norm", "parameter_norm" and
         "update_ratio" (the norm of the update over the norm of the parameters before it) are computed inside the step,
-        over all trained parameters, and `train_step` returns them; "gradient_norm_by_stage" and
-        "parameter_norm_by_stage" give `gradient_norm/stage_0` and so on, which progress lines leave out (a parameter of
-        several stages counts for the first). The rows of a tracker have the others: "step_time"
+        over all trained parameters, and `train_step` returns them. The rows of a tracker have the others: "step_time"
         (`step_seconds`, and the host's `data_seconds`, `dispatch_seconds`, `device_seconds`, `save_seconds` and
         `evaluation_seconds` for each step), "goodput" (the share of the time since `fit` began that was spent
         training), "skipped_steps" (since then), "utilization" (the model's operations over the peak of all devices). A

@@ -104,9 +104,8 @@ class StepBuilder:
             def model_state(carry: Sequence[Any]) -> Any:
                 return jax.tree.unflatten(tree, self._with_carry(leaves, carry))
 
-            num_stages = 1 if loop.schedule is None else loop.schedule.num_stages
             new, more = self.update.apply(
-                replace(state, params=params), grads, metrics["loss"], divisor, carried, model_state, num_stages
+                replace(state, params=params), grads, metrics["loss"], divisor, carried, model_state
             )
             check_apart(metrics, more)
             return new, {**metrics, **more}

@@ -9,19 +9,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.passes.loop.stage_sums import sum_by_stage
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.step.learning_rate import LearningRate
 
-__all__ = ["NO_METRICS", "OF_STAGE", "StepMetric", "StepMetrics", "check_apart"]
+__all__ = ["NO_METRICS", "StepMetric", "StepMetrics", "check_apart"]
 
-StepMetric = Literal[
-    "learning_rate", "gradient_norm", "parameter_norm", "update_ratio", "gradient_norm_by_stage",
-    "parameter_norm_by_stage",
-]  # fmt: skip
-
-OF_STAGE = "/stage_"
-"""Stands between the name of a metric and the number of its stage."""
+StepMetric = Literal["learning_rate", "gradient_norm", "parameter_norm", "update_ratio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +23,7 @@ class StepMetrics:
 
     Norms are the square roots of sums over all trained parameters, in float32 or wider. Each parameter is reduced to
     one number where it lies, and these numbers are added in the order of the parameters: the sum depends neither on
-    the schedule nor on the stages. A norm by stage adds the numbers of the stage's own parameters, on its rank.
+    the schedule nor on the stages.
 
     Args:
       names: the metrics to compute.
@@ -48,7 +41,6 @@ class StepMetrics:
         updates: Any,
         opt_state: Any,
         *,
-        num_stages: int,
         finite: Any = None,
     ) -> dict[str, jax.Array]:
         """Return the metrics of a step, scalars by name.
@@ -59,7 +51,6 @@ class StepMetrics:
           params: the parameters before the step.
           updates: what the step adds to the parameters.
           opt_state: the optimizer's state after the update.
-          num_stages: the number of stages of the step's loop.
           finite: False if the step is skipped, so that its update is zero; None if steps are never skipped.
         """
 
@@ -68,21 +59,13 @@ class StepMetrics:
             found = norm(updates) / jnp.where(size == 0, 1, size)
             return found if finite is None else jnp.where(finite, found, 0)
 
-        def by_stage(name: StepMetric, tree: Any) -> dict[str, Any]:
-            squares = _squares(tree)
-            squares = [square.astype(jnp.result_type(*squares)) for square in squares]
-            found = sum_by_stage(squares, jax.tree.leaves(params), num_stages)
-            return {f"{name}{OF_STAGE}{stage}": jnp.sqrt(total) for stage, total in enumerate(found)}
-
-        makers: dict[StepMetric, Callable[[], dict[str, Any]]] = {
-            "learning_rate": lambda: {"learning_rate": self._rate(step, opt_state)},
-            "gradient_norm": lambda: {"gradient_norm": norm(grads)},
-            "parameter_norm": lambda: {"parameter_norm": norm(params)},
-            "update_ratio": lambda: {"update_ratio": ratio()},
-            "gradient_norm_by_stage": lambda: by_stage("gradient_norm", grads),
-            "parameter_norm_by_stage": lambda: by_stage("parameter_norm", params),
+        makers: dict[StepMetric, Callable[[], jax.Array]] = {
+            "learning_rate": lambda: self._rate(step, opt_state),
+            "gradient_norm": lambda: norm(grads),
+            "parameter_norm": lambda: norm(params),
+            "update_ratio": ratio,
         }
-        return {key: value for name in self.names for key, value in makers[name]().items()}
+        return {name: makers[name]() for name in self.names}
 
     def _rate(self, step: Any, opt_state: Any) -> jax.Array:
         if self.learning_rate is None:
@@ -116,13 +99,8 @@ def norm(tree: Any) -> jax.Array:
       >>> float(norm({"a": jnp.full(4, 1.5, jnp.bfloat16), "b": jnp.full((), 4.0)}))
       5.0
     """
-    squares = _squares(tree)
-    return jnp.sqrt(sum(squares[1:], start=squares[0]))
-
-
-def _squares(tree: Any) -> list[jax.Array]:
-    """Return the sum of squares of each leaf."""
-    return [jnp.sum(_squared(leaf)) for leaf in jax.tree.leaves(tree)]
+    first, *others = [jnp.sum(_squared(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(others, start=first))
 
 
 def _squared(leaf: Any) -> jax.Array:

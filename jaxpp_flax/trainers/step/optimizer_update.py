@@ -141,13 +141,12 @@ class Update:
         divisor: Any,
         carried: Any,
         new_model_state: Callable[[Any], Any],
-        num_stages: int = 1,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the new state and its metrics.
 
         `grads` are summed over the microbatches, before the division by `divisor`. `loss` is the loss of the whole
         batch, for optimizers that ask for `value`. `carried` has the leaves of the model's state that the step writes,
-        before and after; `new_model_state` makes the model's state from them. The step's loop has `num_stages`.
+        before and after; `new_model_state` makes the model's state from them.
         """
         scale = self._scale(state)
         total = divisor if scale is None else divisor * scale
@@ -181,9 +180,7 @@ class Update:
             metrics = {"skipped_step": 1.0 - finite.astype(jnp.float32)}
             if scale is not None:
                 metrics["loss_scale"] = jnp.float32(scale)
-        metrics |= self.measured.of(
-            state.step, grads, state.params, updates, updated, num_stages=num_stages, finite=finite
-        )
+        metrics |= self.measured.of(state.step, grads, state.params, updates, updated, finite=finite)
         ema = state.ema
         if self.ema_decay is not None:
             # In the average's type: in bfloat16, a change of a thousandth would be rounded away.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,39 +80,6 @@ def group_norms(trees):
     return [np.sqrt(sum(np.sum(np.square(leaf)) for leaf in group)) for group in leaves]
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-@pytest.mark.parametrize(
-    ("schedule", "stages", "ranks"), [("1f1b", 3, 3), ("interleaved_1f1b", 4, 2), slow("zbv", 4, 2)]
-)
-def test_norms_by_stage_equal_plain_jax(kind, schedule, stages, ranks):
-    by_stage = Logging(metrics=[f"{name}_norm_by_stage" for name in ("gradient", "parameter")], progress=False)
-    trainer = make_trainer(kind, schedule, stages, ranks, 4, logging=by_stage)
-    params, batch = jax.tree.map(np.asarray, trainer.state.params), m.make_batch(8)
-    graph = nnx.split(trainer.model)[0] if kind == "nnx" else None
-
-    def loss(params):
-        model = (
-            nnx.merge(graph, params) if kind == "nnx" else lambda x: m.LinenModel(stages).apply({"params": params}, x)
-        )
-        return m.mean_loss(model, batch)
-
-    def groups(tree):
-        """The embedding is part of the first stage, the head part of the last."""
-        found = [[] for _ in range(stages)]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = jax.tree_util.keystr(path)
-            block = re.search(r"[Bb]lock\D*(\d+)", name)
-            found[int(block[1]) if block else 0 if "mbed" in name else -1].append(leaf)
-        assert all(found)
-        return found
-
-    grads, metrics = jax.jit(jax.grad(loss))(params), trainer.train_step(batch)
-    for name, tree in (("gradient", grads), ("parameter", params)):
-        found = [float(metrics.pop(f"{name}_norm/stage_{stage}")) for stage in range(stages)]
-        np.testing.assert_allclose(found, group_norms(groups(tree)), rtol=1e-5)
-    assert set(metrics) == {"loss"}
-
-
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 def test_equal_one_stage_with_frozen_parameters_and_weights(kind):
     """Only trained parameters count."""
@@ -171,18 +136,6 @@ def test_the_schedule_does_not_change_the_norms():
         trainer = layers(schedule=schedule)
         rows.append([{name: float(of) for name, of in trainer.train_step(batch).items()} for batch in BATCHES])
     assert rows[0] == rows[1]
-    assert len([name for name in rows[0][0] if "/stage_" in name]) == 4
-
-
-def test_norms_by_stage_send_nothing():
-    """Each stage adds up its own scalars."""
-
-    def moves(*metrics):
-        trainer = layers(logging=Logging(metrics=metrics, progress=False))
-        return trainer.compile(BATCHES[0]).as_text("place").count("\nmove ")
-
-    assert moves("gradient_norm_by_stage", "parameter_norm_by_stage") == moves()
-    assert moves("gradient_norm") > moves()
 
 
 def test_nothing_is_computed_that_nobody_asked_for():

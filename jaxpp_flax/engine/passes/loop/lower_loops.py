@@ -1,6 +1,6 @@
 """Replace each `treduce` equation by its loop of tasks, followed by the sums of its partial results.
 
-Sums by stage are resolved here too, and each accumulator and each output is paired with the argument that it updates.
+Each accumulator and each output is paired with the argument that it updates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import jax
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
-from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.passes.updated_arguments import Position, updated_arguments
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, emit, graph_of, struct_of, values
@@ -75,7 +74,6 @@ def lower_loops(step: Opened) -> Lowered:
         loop = lowering.loop()
         nodes += [*lowering.before, loop, *lowering.after]
         sums.update(lowering.after)
-    nodes = list(resolve_stage_sums(nodes))
     inputs, outputs = step.graph.inputs, step.graph.outputs
     updated, by_loop = updated_arguments(nodes, inputs, outputs, sums)
     nodes = [replace(node, like=by_loop[node]) if isinstance(node, Loop) else node for node in nodes]
