@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint.format.paths import shortened
-from jaxpp_flax.engine.analyses.joined_examples import Joins, find_joins
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
 from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function

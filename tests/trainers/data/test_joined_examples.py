@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpp_flax.engine.analyses.joined_examples import Joins, find_joins
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
 
 BATCH, LENGTH, WIDTH = 4, 6, 3
 WEIGHT, TEMPERATURE = np.eye(WIDTH, dtype=np.float32), np.float32(0.1)
