@@ -203,7 +203,7 @@ def marks_before(head_width: int) -> Marks:
     )
     body = inline(from_jaxpr(jaxpr)[0])
     operations = (Add,) * len(body.outputs)
-    whole = LoopBody.of(body, num_consts=len(body.inputs) - 1, num_carry=0, operations=operations, length=1)
+    whole = LoopBody(graph=body, num_consts=len(body.inputs) - 1, num_carry=0, operations=operations, length=1)
     return Marks(Blocks(whole, False))
 
 

@@ -84,7 +84,9 @@ def opened(
     graph: Graph, num_consts: int, num_carry: int = 0, operations: Sequence[Op] = (), length: int = 4
 ) -> LoopBody:
     """A loop body whose inputs are constants, the microbatch's index and a carry."""
-    return LoopBody.of(graph, num_consts=num_consts, num_carry=num_carry, operations=operations, length=length)
+    return LoopBody(
+        graph=graph, num_consts=num_consts, num_carry=num_carry, operations=tuple(operations), length=length
+    )
 
 
 def indexless(graph: Graph, operations: Sequence[Op]) -> LoopBody:
@@ -95,7 +97,7 @@ def indexless(graph: Graph, operations: Sequence[Op]) -> LoopBody:
 
 def labelled(body: Graph, params: dict[str, Any], cuts: Sequence[int] | None = None) -> Labels:
     """Inline and label a loop's body; by default every mark cuts."""
-    loop = LoopBody.of(inline(body), **params)
+    loop = LoopBody.of(inline(body), params)
     return label(loop, range(len(loop.marks)) if cuts is None else cuts)
 
 

@@ -205,8 +205,7 @@ REPRESENTATIVE: list[Row] = [
 ]
 REPRESENTATIVE_DEFERRED: set[Row] = {
     *[("to_float32", source) for source in ("float16", "bfloat16")],
-    *[(name, dtype) for name in ("mul", "nothing") for dtype in ("int32", "uint8", "float32")],
-    *[(name, "float32") for name in ("div", "dot", "pad", "scaled")],
+    *[(name, "float32") for name in ("div", "dot", "mul", "nothing", "pad", "scaled")],
     *[(name, "bfloat16") for name in ("nothing", "reduce_sum", "scaled")],
     *[(name, "complex64") for name in ("nothing", "mul")],
 }

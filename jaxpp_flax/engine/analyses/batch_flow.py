@@ -22,7 +22,7 @@ from jaxpp_flax.engine.analyses.linearity import accumulates, passes_parts, sums
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, struct_of, values
-from jaxpp_flax.engine.tracing.primitives import Batch, Operands, Parts, facts_of
+from jaxpp_flax.engine.tracing.primitives import Batch, Operands, facts_of
 
 __all__ = ["BatchFlow", "Sum", "propagate"]
 
@@ -155,7 +155,6 @@ class BatchFlow:
         parted = [i for i, state in sums.items() if not _is_zero(state)]
         linear = {
             Operands.FIRST: 0 in sums and parted in ([], [0]),
-            Operands.PADDED: 0 in sums and 1 in sums and parted in ([], [0]),
             Operands.EITHER: len(parted) == 1,
             Operands.EVERY: len(sums) == len(states),
         }[rule.operands]
@@ -163,13 +162,13 @@ class BatchFlow:
         if not linear or len(axes) > 1:
             return None
         if not axes:
-            return Sum(None) if rule.parts in (Parts.MOVED, Parts.CONVERTED) else None
+            return Sum(None) if rule.moves else None
         over = axes.pop()
         # On an Explicit mesh, the parts have another type than their sum: an array of that type does not fit them.
         whole = [atom for i, atom in enumerate(equation.inputs) if i not in parted]
         if any(map(_typed_over(over), whole if facts.batch is Batch.ELEMENTWISE else (*whole, *equation.outputs))):
             return None
-        return Sum(over) if passes_parts(equation, rule.parts, equation.inputs[parted[0]].aval.dtype) else None
+        return Sum(over) if passes_parts(equation, rule, equation.inputs[parted[0]].aval.dtype) else None
 
     def _scan(self, equation: Equation, states: Sequence[State]) -> list[State]:
         """Follow a scan: what its carry is must hold before and after each step.

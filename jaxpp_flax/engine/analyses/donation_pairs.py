@@ -27,10 +27,7 @@ def donation_pairs(graph: Graph, positions: Collection[int], pins: Iterable[tupl
     """
     if not positions:
         return {}
-    reached = _outputs_reached(graph)
-    room: defaultdict[Any, list[int]] = defaultdict(list)
-    for output, atom in enumerate(graph.outputs):
-        room[_kind(atom)].append(output)
+    reached, room = _outputs_reached(graph), _by_kind(graph)
     pairs: dict[int, int] = {}
 
     def pair(position: int, output: int) -> None:
@@ -58,19 +55,20 @@ def order_of_outputs(graph: Graph, pairs: Mapping[int, int]) -> list[int]:
     Outputs of other types keep their places. Types are those of whole arrays: where only some shards fit, JAX may make
     other pairs, and XLA a copy.
     """
-    partners, others, places = (defaultdict[Any, list[int]](list) for _ in range(3))
-    for _, output in sorted(pairs.items()):
-        partners[_kind(graph.outputs[output])].append(output)
-    for output, atom in enumerate(graph.outputs):
-        places[_kind(atom)].append(output)
-    paired = {*pairs.values()}
-    for kind, found in places.items():
-        others[kind] = [output for output in found if output not in paired]
+    partner = {output: position for position, output in pairs.items()}
     order = list(range(len(graph.outputs)))
-    for kind, found in places.items():
-        for place, output in zip(found, [*partners[kind], *others[kind]], strict=True):
+    for places in _by_kind(graph).values():
+        wanted = sorted(places, key=lambda output: (partner.get(output, len(graph.inputs)), output))
+        for place, output in zip(places, wanted, strict=True):
             order[place] = output
     return order
+
+
+def _by_kind(graph: Graph) -> defaultdict[Any, list[int]]:
+    found: defaultdict[Any, list[int]] = defaultdict(list)
+    for output, atom in enumerate(graph.outputs):
+        found[_kind(atom)].append(output)
+    return found
 
 
 def _outputs_reached(graph: Graph) -> list[int]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import Equation, bodies
+from jaxpp_flax.engine.tracing.ir import bodies
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
+from jaxpp_flax.engine.tracing.rewriting import part_of
 
 __all__ = ["count_flops", "work_of"]
 
@@ -73,9 +74,8 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
 
 
 def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
-    if isinstance(equation, Equation):
-        return [a.aval for a in equation.inputs], [v.aval for v in equation.outputs]
-    return [a.aval for a in equation.invars], [v.aval for v in equation.outvars]
+    operands, results = part_of(equation, "inputs"), part_of(equation, "outputs")
+    return [a.aval for a in operands], [v.aval for v in results]
 
 
 def _size(aval: Any) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -16,74 +14,62 @@ from jaxpp_flax.engine.tracing.ir import Equation, Graph
 __all__ = ["Fingerprinter"]
 
 
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """The identity of a value that cannot be compared; it is kept alive, so that no other value gets its address."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class Fingerprinter(GraphText):
-    """Makes keys, and remembers those of graphs, inner jaxprs and parameters, which tasks share by identity.
+    """Makes keys, and remembers those of inner jaxprs and parameters, which tasks share by identity.
 
     Every type and every parameter is written as the number of all that are equal to it.
     """
 
     def __init__(self) -> None:
-        self._graphs = WeakKeyDictionary[Graph, int]()
-        self._bodies: dict[int, tuple[Any, str]] = {}
-        self._operations: dict[tuple[Any, int, int], tuple[Equation, str]] = {}
+        self._bodies: dict[int, str] = {}
+        self._operations: dict[tuple[Any, int, int], str] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._kept: list[Any] = []  # what is known by its identity: no other value may get its address
 
     def graph(self, graph: Graph) -> int:
-        key = self._graphs.get(graph)
-        if key is None:
-            key = self._graphs[graph] = self._number("\n".join(self.lines(graph)))
-        return key
+        """Return the number of a graph and of all that compute the same."""
+        return self._number("\n".join(self.lines(graph)))
 
     def type(self, aval: Any) -> str:
         return f"#{self._number(aval)}"
 
     def leaf(self, value: Any) -> str:
-        return f"#{self._number(_comparable(value))}"
+        key = _comparable(value)
+        if key is None:
+            self._kept.append(value)
+            key = "object", id(value)
+        return f"#{self._number(key)}"
 
     def operation(self, equation: Equation) -> str:
         identity = equation.primitive, id(equation.params), id(equation.context)
-        known = self._operations.get(identity)
-        if known is None:
+        if identity not in self._operations:
             # Two primitives can share a name.
             text = f"{self.leaf(equation.primitive)}{self.leaf(equation.context)}[{self.parameters(equation)}]"
-            # The reference to the equation keeps both identities from being reused.
-            known = self._operations[identity] = equation, f"#{self._number(text)}"
-        return known[1]
+            self._operations[identity] = f"#{self._number(text)}"
+            self._kept.append(equation)
+        return self._operations[identity]
 
     def body(self, jaxpr: Any) -> str:
         if id(jaxpr) not in self._bodies:
-            # The reference to the jaxpr keeps its identity from being reused.
-            self._bodies[id(jaxpr)] = jaxpr, f"#{self._number(super().body(jaxpr))}"
-        return self._bodies[id(jaxpr)][1]
+            self._bodies[id(jaxpr)] = f"#{self._number(super().body(jaxpr))}"
+            self._kept.append(jaxpr)
+        return self._bodies[id(jaxpr)]
 
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _comparable(value: Any) -> Hashable:
-    """Return what is equal for equal values alone: 1, 1.0 and True are equal for Python, and so are 0.0 and -0.0."""
+def _comparable(value: Any) -> Hashable | None:
+    """Return a key that is equal for equal values alone, not for 1 and True, 0.0 and -0.0; None if there is none."""
     if isinstance(value, (np.ndarray, jax.Array, np.generic, float, complex)):
         try:
             array = np.asarray(value)
         except (TypeError, RuntimeError):  # typed PRNG keys have no NumPy form, and this process may hold a part alone
-            return _Same(value)
+            return None
         kind = type(value) if isinstance(value, (np.generic, float, complex)) else np.ndarray
         return kind, str(array.dtype), array.shape, array.tobytes()
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return None
     return type(value), value

@@ -12,9 +12,9 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit
+from jaxpp_flax.engine.tracing.ir import Equation, emit
 
-__all__ = ["MIXING_SCOPE", "as_copy", "is_mixing_by_design", "place_with", "place_with_p", "without_hints"]
+__all__ = ["MIXING_SCOPE", "as_copy", "is_mixing_by_design", "place_with", "place_with_p"]
 
 T = TypeVar("T")
 
@@ -58,24 +58,6 @@ def place_with(value: T, like: Any) -> T:
     if not leaves:
         raise ValueError(f"place_with got no array to place beside: `like` is {like!r}. Pass a parameter of the rank.")
     return jax.tree.map(lambda leaf: place_with_p.bind(leaf, leaves[0]), value)
-
-
-def without_hints(graph: Graph) -> Graph:
-    """Return the graph with every `place_with` replaced by its value."""
-    if all(equation.primitive is not place_with_p for equation in graph.equations):
-        return graph
-    alias: dict[Value, Atom] = {}
-    kept: list[Equation] = []
-
-    def resolve(atom: Atom) -> Atom:
-        return alias.get(atom, atom) if isinstance(atom, Value) else atom
-
-    for equation in graph.equations:
-        if equation.primitive is place_with_p:
-            alias[equation.outputs[0]] = resolve(equation.inputs[0])
-        else:
-            kept.append(equation.reading(tuple(map(resolve, equation.inputs))))
-    return replace(graph, outputs=tuple(map(resolve, graph.outputs)), equations=tuple(kept))
 
 
 def as_copy(hint: Equation) -> Equation:

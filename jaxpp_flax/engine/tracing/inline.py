@@ -8,12 +8,13 @@ equations are labelled `late`, so that they run in the backward task that needs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from jax.extend.core import primitives
 
+from jaxpp_flax.engine.tracing.hints import place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, bodies, inside, opened, prune
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
 from jaxpp_flax.engine.tracing.primitives import facts_of
@@ -39,8 +40,8 @@ class MarkerPlacementError(ValueError):
     """A stage marker stands at a place where no pipeline can be cut."""
 
 
-def is_recomputation(equation: Equation) -> bool:
-    """Return whether the equation is a rematerialised region inside a backward pass."""
+def is_recomputation(equation: Any) -> bool:
+    """Return whether an equation, of ours or of JAX, is a rematerialised region inside a backward pass."""
     return facts_of(equation.primitive).recomputes and bool(equation.params.get("differentiated"))
 
 
@@ -59,20 +60,18 @@ def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
 
 def count_marks(graph: Graph) -> int:
     """Return the number of forward markers at any depth, with those that no result depends on."""
-    counts: Counter[int] = Counter()
-    _count_forward_markers(graph.equations, counts)
-    return counts.total()
+    return len([*_forward_markers(graph.equations)])
 
 
-def _count_forward_markers(equations: Iterable[Any], counts: Counter[int]) -> None:
-    """Count how often a region itself recomputes each marker; nested regions are left out."""
+def _forward_markers(equations: Iterable[Any]) -> Iterator[int]:
+    """Yield the identifiers of the forward markers at any depth, without those that nested regions recompute."""
     for eqn in equations:
         if eqn.primitive is marker_p:
             if eqn.params["direction"] == FORWARD:
-                counts[eqn.params["identifier"]] += 1
-        elif not (facts_of(eqn.primitive).recomputes and eqn.params.get("differentiated")):
+                yield eqn.params["identifier"]
+        elif not is_recomputation(eqn):
             for sub in bodies(eqn.params):
-                _count_forward_markers(sub.eqns, counts)
+                yield from _forward_markers(sub.eqns)
 
 
 # The forward markers that may replace recomputed ones, by identifier and in program order: of the whole body, or of one
@@ -96,8 +95,8 @@ def _claim(originals: _Originals, counts: Counter[int], where: str) -> _Original
 
 
 class _Inliner:
-    def __init__(self, flatten: bool, remat: Callable[[Equation], bool]) -> None:
-        self.flatten, self.remat = flatten, remat
+    def __init__(self, flatten: bool, remat: Callable[[Equation], bool], hints: bool) -> None:
+        self.flatten, self.remat, self.hints = flatten, remat, hints
         self.equations: list[Equation] = []
         self.substitution: dict[Value, Atom] = {}
         self.backward: set[Value] = set()
@@ -108,26 +107,26 @@ class _Inliner:
             atom = self.substitution[atom]
         return atom
 
-    def walk(
-        self, equations: Sequence[Equation], scope: _Originals, recomputed: _Originals | None, named: bool
-    ) -> None:
+    def walk(self, equations: Sequence[Equation], scope: _Originals, recomputed: _Originals | None) -> None:
         """Append `equations`, inlining as needed.
 
-        `recomputed` holds the original markers of the recomputed region around the equations. If the region has `named`
-        its recomputed part, the rest is known to be backward work.
+        `recomputed` holds the original markers of the recomputed region around the equations. What is not named as
+        recomputed there is backward work.
         """
         for equation in equations:
             inputs = tuple(self.resolve(atom) for atom in equation.inputs)
             transposed = equation.transposed or any(atom in self.backward for atom in inputs)
-            transposed = transposed or (named and not _is_recomputed(equation))
             if recomputed is not None:
+                transposed = transposed or not _is_recomputed(equation)
                 equation = replace(equation, late=not transposed, transposed=transposed)
             equation = equation.reading(inputs)
             hides = any(_contains_marker(sub, self.memo) for sub in bodies(equation.params))
             if equation.primitive is marker_p:
                 self._marker(equation, scope, recomputed)
+            elif equation.primitive is place_with_p and not self.hints:
+                self.substitution[equation.outputs[0]] = equation.inputs[0]
             elif hides or self._opens(equation):
-                self._call(equation, scope, recomputed, named)
+                self._call(equation, scope, recomputed)
             else:
                 self._append(equation)
 
@@ -162,7 +161,7 @@ class _Inliner:
             for mine, theirs in zip(equation.outputs, original.outputs, strict=True):
                 self.substitution[mine] = theirs
 
-    def _call(self, equation: Equation, scope: _Originals, recomputed: _Originals | None, named: bool) -> None:
+    def _call(self, equation: Equation, scope: _Originals, recomputed: _Originals | None) -> None:
         body = facts_of(equation.primitive).body_in(equation.params)
         if body is None:
             marks = [e for e in inside(equation.params) if e.primitive is marker_p and e.params["name"]]
@@ -175,17 +174,17 @@ class _Inliner:
         transposed = equation.transposed and not recomputation
         graph = applied(body, equation.inputs, transposed=transposed, late=equation.late, within=equation.source)
         if recomputation:
-            counts: Counter[int] = Counter()
-            _count_forward_markers(opened(body).eqns, counts)
-            named = any(map(_is_recomputed, graph.equations))
-            self.walk(graph.equations, {}, _claim(scope, counts, equation.where), named)
+            counts = Counter(_forward_markers(opened(body).eqns))
+            self.walk(graph.equations, {}, _claim(scope, counts, equation.where))
         else:
-            self.walk(graph.equations, scope, recomputed, named)
+            self.walk(graph.equations, scope, recomputed)
         for outer, inner in zip(equation.outputs, graph.outputs, strict=True):
             self.substitution[outer] = self.resolve(inner)
 
 
-def inline(graph: Graph, *, flatten: bool = False, remat: bool | Callable[[Equation], bool] = False) -> Graph:
+def inline(
+    graph: Graph, *, flatten: bool = False, remat: bool | Callable[[Equation], bool] = False, hints: bool = True
+) -> Graph:
     """Return the same function with every marker (and `treduce`) at the top level.
 
     An inlined equation stands in the scopes of the calls that held it.
@@ -195,13 +194,14 @@ def inline(graph: Graph, *, flatten: bool = False, remat: bool | Callable[[Equat
       flatten: inline plain calls too, even without a marker, so that each equation can be placed.
       remat: inline rematerialised regions too, all or those for which it returns True; recomputed equations are
         labelled `late` and stay recomputed.
+      hints: keep every `place_with`; else its value takes its place.
 
     Raises:
       MarkerPlacementError: if a marker stands at a place where it cannot cut (`cond`, `while`, `scan`, forward-mode
         differentiation), naming the construct and the user's line.
     """
-    inliner = _Inliner(flatten, remat if callable(remat) else lambda _: remat)
-    inliner.walk(graph.equations, {}, None, False)
+    inliner = _Inliner(flatten, remat if callable(remat) else lambda _: remat, hints)
+    inliner.walk(graph.equations, {}, None)
     outputs = tuple(inliner.resolve(atom) for atom in graph.outputs)
     return prune(Graph(graph.inputs, outputs, tuple(inliner.equations)))
 

@@ -25,7 +25,7 @@ from jaxpp_flax.error_codes import documented
 __all__ = [
     "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit",
     "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal",
-    "producers", "prune", "struct_of", "values", "with_outputs",
+    "producers", "prune", "struct_of", "values", "verify_order", "with_outputs",
 ]  # fmt: skip
 
 
@@ -152,25 +152,11 @@ class Graph:
         return [read(atom) for atom in self.outputs]
 
     def verify(self) -> None:
-        """Check that every value is defined once, before its first use.
-
-        Raises:
-          VerificationError: naming the equation and the operand at fault.
-        """
-        defined: set[Value] = set(self.inputs)
-        if len(defined) != len(self.inputs):
+        """Check that every value is defined once, before its first use."""
+        if len({*self.inputs}) != len(self.inputs):
             raise VerificationError("a graph lists one input twice")
-        for index, equation in enumerate(self.equations):
-            for position, atom in enumerate(equation.inputs):
-                if isinstance(atom, Value) and atom not in defined:
-                    raise VerificationError(f"equation {index} ({equation.name}) reads operand {position} undefined")
-            for value in equation.outputs:
-                if value in defined:
-                    raise VerificationError(f"equation {index} ({equation.name}) defines a value again")
-                defined.add(value)
-        for position, atom in enumerate(self.outputs):
-            if isinstance(atom, Value) and atom not in defined:
-                raise VerificationError(f"output {position} of the graph is undefined")
+        steps = ((f"equation {k} ({e.name})", values(e.inputs), e.outputs) for k, e in enumerate(self.equations))
+        verify_order(self.inputs, steps, self.outputs)
 
     def as_text(self, notes: Mapping[Equation, Any] | None = None) -> str:
         """Return a listing with one line for each equation; values are numbered in order of definition.
@@ -193,6 +179,25 @@ class Graph:
             lines.append(f"{note}  {results} = {equation.name}{label}({operands})")
         lines.append("outputs " + ", ".join(map(name, self.outputs)))
         return "\n".join(lines)
+
+
+def verify_order(
+    inputs: Iterable[Value], steps: Iterable[tuple[str, Iterable[Value], Iterable[Value]]], outputs: Iterable[Atom]
+) -> None:
+    """Check that steps, each with a name, what it reads and what it makes, make every value once, before it is read.
+
+    Raises:
+      VerificationError: naming the step at fault.
+    """
+    defined = set(inputs)
+    for name, reads, made in steps:
+        if not defined.issuperset(reads):
+            raise VerificationError(f"{name} reads what no earlier step makes")
+        if not defined.isdisjoint(made):
+            raise VerificationError(f"{name} defines a value again")
+        defined.update(made)
+    if not defined.issuperset(values(outputs)):
+        raise VerificationError("an output is undefined")
 
 
 def plain_literal(value: Any, aval: Any) -> Any:

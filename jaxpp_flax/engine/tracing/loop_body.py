@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,67 +16,57 @@ __all__ = ["LoopBody", "sliced_by_index"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LoopBody:
-    """The work of one microbatch: `(constants, index, carry) -> (next_carry, results)`.
+    """The work of one microbatch, as a graph of `(constants, index, carry) -> (next_carry, results)`.
 
-    Attributes:
-      constants: the operands that every microbatch reads.
-      index: the number of the microbatch, an int32 scalar.
-      carry: the leaves of the carry that this microbatch reads.
-      equations: the equations in executable order.
-      next_carry: the leaves of the carry that the next microbatch reads.
-      results: the results of this microbatch.
-      operations: the reductions of the results of all microbatches, one for each result.
-      length: number of microbatches.
-      carry_names: the path of each carry leaf, for messages.
+    `operations` are the reductions of the results over the `length` microbatches, one for each result. `carry_names`
+    are the paths of the carry's leaves, for messages.
     """
 
-    constants: tuple[Value, ...]
-    index: Value
-    carry: tuple[Value, ...]
-    equations: tuple[Equation, ...]
-    next_carry: tuple[Atom, ...]
-    results: tuple[Atom, ...]
+    graph: Graph
+    num_consts: int
+    num_carry: int
     operations: tuple[Op, ...]
     length: int
-    carry_names: tuple[str, ...]
+    carry_names: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        *,
-        num_consts: int,
-        num_carry: int,
-        operations: Sequence[Op],
-        length: int,
-        carry_names: Sequence[str] = (),
-        **_: Any,
-    ) -> LoopBody:
+    def of(cls, graph: Graph, params: Mapping[str, Any]) -> LoopBody:
         """Make the body of a `treduce` equation from its graph and the equation's parameters."""
-        return cls(
-            constants=graph.inputs[:num_consts],
-            index=graph.inputs[num_consts],
-            carry=graph.inputs[num_consts + 1 :],
-            equations=graph.equations,
-            next_carry=graph.outputs[:num_carry],
-            results=graph.outputs[num_carry:],
-            operations=tuple(operations),
-            length=length,
-            carry_names=tuple(carry_names) or tuple(f"[leaf {j}]" for j in range(num_carry)),
-        )
+        return cls(graph=graph, **{field.name: params[field.name] for field in fields(cls) if field.name != "graph"})
 
     @property
-    def inputs(self) -> tuple[Value, ...]:
-        return (*self.constants, self.index, *self.carry)
+    def constants(self) -> tuple[Value, ...]:
+        """The operands that every microbatch reads."""
+        return self.graph.inputs[: self.num_consts]
 
     @property
-    def outputs(self) -> tuple[Atom, ...]:
-        return (*self.next_carry, *self.results)
+    def index(self) -> Value:
+        """The number of the microbatch, an int32 scalar."""
+        return self.graph.inputs[self.num_consts]
 
-    @cached_property
-    def graph(self) -> Graph:
-        """The body as a function."""
-        return Graph(self.inputs, self.outputs, self.equations)
+    @property
+    def carry(self) -> tuple[Value, ...]:
+        """The leaves of the carry that this microbatch reads."""
+        return self.graph.inputs[self.num_consts + 1 :]
+
+    @property
+    def equations(self) -> tuple[Equation, ...]:
+        """The equations in executable order."""
+        return self.graph.equations
+
+    @property
+    def next_carry(self) -> tuple[Atom, ...]:
+        """The leaves of the carry that the next microbatch reads."""
+        return self.graph.outputs[: self.num_carry]
+
+    @property
+    def results(self) -> tuple[Atom, ...]:
+        """The results of this microbatch."""
+        return self.graph.outputs[self.num_carry :]
+
+    def rewritten(self, graph: Graph) -> LoopBody:
+        """Return the same loop with another body."""
+        return replace(self, graph=graph)
 
     @cached_property
     def markers(self) -> tuple[Equation, ...]:
@@ -92,13 +82,6 @@ class LoopBody:
     def marks(self) -> tuple[Mark, ...]:
         """The forward markers, for an assignment of stages."""
         return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in self.markers)
-
-    def rewritten(self, graph: Graph) -> LoopBody:
-        """Return the same loop with another body over the same inputs."""
-        carries = len(self.next_carry)
-        return replace(
-            self, equations=graph.equations, next_carry=graph.outputs[:carries], results=graph.outputs[carries:]
-        )
 
 
 def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.extend.core import primitives
 
-__all__ = ["Batch", "Cost", "Facts", "Linear", "Operands", "Parts", "facts_of"]
+__all__ = ["Batch", "Cost", "Facts", "Linear", "Operands", "facts_of"]
 
 
 class Cost(enum.Enum):
@@ -59,25 +59,17 @@ class Operands(enum.Enum):
     FIRST = enum.auto()
     EITHER = enum.auto()
     EVERY = enum.auto()
-    PADDED = enum.auto()  # the first; the second fills the gaps of the first, and must be zero
-
-
-class Parts(enum.Enum):
-    """What a linear operation does with the parts of a sum: `analyses/linearity.py` has the rule for their dtypes."""
-
-    MOVED = enum.auto()  # entries are moved, repeated, dropped or negated, which is exact in every dtype
-    CONVERTED = enum.auto()
-    COMPUTED = enum.auto()
-    DIVIDED = enum.auto()
-    CONTRACTED = enum.auto()
 
 
 @dataclass(frozen=True)
 class Linear:
-    """The operands in which an operation is linear, and what it does with the parts of a sum."""
+    """The operands in which an operation is linear; `analyses/linearity.py` has the rule for dtypes.
+
+    `moves` says that entries are only moved, repeated, dropped, negated or converted.
+    """
 
     operands: Operands
-    parts: Parts
+    moves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +149,6 @@ _KERNELS = """
 """
 
 
-def _first(parts: Parts) -> Linear:
-    return Linear(Operands.FIRST, parts)
-
-
 def _rows() -> Iterator[tuple[str, Facts]]:
     """Yield the rows: the names of primitives with equal facts stand in one line."""
 
@@ -170,30 +158,29 @@ def _rows() -> Iterator[tuple[str, Facts]]:
 
     view, light, kernel, reading, product, loop = Cost
     elementwise = Batch.ELEMENTWISE
-    moved, converted, computed, divided, contracted = Parts
+    moved = Linear(Operands.FIRST, moves=True)
 
     # Element by element.
     yield from rows(_ELEMENTWISE, light, elementwise)
-    yield from rows("add add_any", light, elementwise, linear=Linear(Operands.EVERY, computed), adds=True)
-    yield from rows("sub", light, elementwise, linear=Linear(Operands.EVERY, computed))
-    yield from rows("mul", light, elementwise, linear=Linear(Operands.EITHER, computed))
-    yield from rows("div", light, elementwise, linear=_first(divided))
-    yield from rows("neg", light, elementwise, linear=_first(moved))
-    yield from rows("convert_element_type", light, elementwise, linear=_first(converted))
-    yield from rows("copy stop_gradient", view, elementwise, linear=_first(moved))
+    yield from rows("add add_any", light, elementwise, linear=Linear(Operands.EVERY), adds=True)
+    yield from rows("sub", light, elementwise, linear=Linear(Operands.EVERY))
+    yield from rows("mul", light, elementwise, linear=Linear(Operands.EITHER))
+    yield from rows("div", light, elementwise, linear=Linear(Operands.FIRST))
+    yield from rows("neg convert_element_type", light, elementwise, linear=moved)
+    yield from rows("copy stop_gradient", view, elementwise, linear=moved)
     yield from rows("copy_p", view, elementwise)
-    yield from rows("name", view, elementwise, linear=_first(moved), unread=("name",))
+    yield from rows("name", view, elementwise, linear=moved, unread=("name",))
     yield from rows("optimization_barrier", view, Batch.EACH)
     yield from rows("stage_marker named_tensor", view, Batch.EACH, unread=("name", "identifier"))
     yield from rows("iota", view)
 
     # Moved data.
-    yield from rows("broadcast_in_dim", view, Batch.BROADCAST, linear=_first(moved))
-    yield from rows("reshape", view, Batch.RESHAPE, linear=_first(moved))
-    yield from rows("squeeze", view, Batch.REDUCED, along="dimensions", linear=_first(moved))
-    yield from rows("slice", view, Batch.SLICED, linear=_first(moved))
-    yield from rows("transpose", light, Batch.TRANSPOSE, linear=_first(moved))
-    yield from rows("pad", light, Batch.SLICED, linear=Linear(Operands.PADDED, moved))
+    yield from rows("broadcast_in_dim", view, Batch.BROADCAST, linear=moved)
+    yield from rows("reshape", view, Batch.RESHAPE, linear=moved)
+    yield from rows("squeeze", view, Batch.REDUCED, along="dimensions", linear=moved)
+    yield from rows("slice", view, Batch.SLICED, linear=moved)
+    yield from rows("transpose", light, Batch.TRANSPOSE, linear=moved)
+    yield from rows("pad", light, Batch.SLICED, linear=Linear(Operands.EVERY, moves=True))
     yield from rows("dynamic_slice", light, Batch.SLICED)
     yield from rows("concatenate", light, Batch.ALONG, along="dimension")
     yield from rows("split", light, Batch.ALONG, along="axis")
@@ -206,7 +193,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("scatter-add scatter_add", reading, Batch.SCATTER, summed=(0, 2))
 
     # Sums and other reductions.
-    yield from rows("reduce_sum", light, Batch.REDUCED, along="axes", linear=_first(computed), summed=(0,))
+    yield from rows("reduce_sum", light, Batch.REDUCED, along="axes", linear=Linear(Operands.FIRST), summed=(0,))
     yield from rows(
         "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor", light, Batch.REDUCED,
         along="axes",
@@ -215,7 +202,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("sort", reading, Batch.ALONG, along="dimension")
     yield from rows("top_k", kernel, Batch.ALONG, along="axis")
     yield from rows("psum psum_invariant", kernel, sums_over_devices=True)
-    yield from rows("dot_general", product, Batch.DOT, linear=Linear(Operands.EITHER, contracted), summed=(0, 1))
+    yield from rows("dot_general", product, Batch.DOT, linear=Linear(Operands.EITHER), summed=(0, 1))
     yield from rows("conv_general_dilated", product, Batch.CONVOLUTION)
     yield from rows("dot ragged_dot_general scaled_dot", product)
 

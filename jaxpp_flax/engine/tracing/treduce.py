@@ -23,7 +23,7 @@ from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_k
 if TYPE_CHECKING:
     from jaxpp_flax.schedules import Schedule
 
-__all__ = ["Add", "Concat", "Last", "Max", "Op", "treduce", "treduce_i", "treduce_p"]
+__all__ = ["Add", "Concat", "Last", "Max", "Op", "state_type", "treduce", "treduce_i", "treduce_p"]
 
 
 @runtime_checkable
@@ -146,13 +146,13 @@ def _abstract(
     for op, result in zip(operations, body.outputs[num_carry:], strict=True):
         value = struct_of(result.aval).update(weak_type=result.aval.weak_type)
         if (id(op), value) not in states:
-            states[id(op), value] = _state_of(op, length, value)
+            states[id(op), value] = state_type(op, length, value)
         reduced.append(states[id(op), value])
     effects = {effect for equation in body.equations for effect in equation.effects}
     return [jax.core.ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in (*carry, *reduced)], effects
 
 
-def _state_of(op: Op, length: int, value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def state_type(op: Op, length: int, value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the type of an operation's state, as a loop of JAX has it: a weak type gives way to the values' type."""
 
     def loop(y: jax.Array) -> jax.Array:

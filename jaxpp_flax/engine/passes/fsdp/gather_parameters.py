@@ -131,8 +131,8 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
         else:
             made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
             equations += [*made, equation]
-    graph = prune(Graph((*constants, body.index, *body.carry), body.outputs, tuple(equations)))
-    return replace(body, constants=constants).rewritten(graph)
+    graph = prune(Graph((*constants, body.index, *body.carry), body.graph.outputs, tuple(equations)))
+    return body.rewritten(graph)
 
 
 def _warn_of_shards(

@@ -137,10 +137,10 @@ def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
             passed.update(zip(equation.outputs, operands, strict=True))
         else:
             plain[equation] = equation.reading(operands)
-    outputs = tuple(passed.get(atom, atom) for atom in body.outputs)
+    outputs = tuple(passed.get(atom, atom) for atom in body.graph.outputs)
     return Labels(
         num_stages=len(cutting) + 1,
-        body=body.rewritten(Graph(body.inputs, outputs, tuple(plain.values()))),
+        body=body.rewritten(Graph(body.graph.inputs, outputs, tuple(plain.values()))),
         phase={plain[equation]: phase for equation, phase in labeller.phase.items()},
         free=frozenset(plain[equation] for equation in free),
         counters=counters,

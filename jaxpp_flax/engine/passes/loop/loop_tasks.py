@@ -8,7 +8,7 @@ from functools import cached_property
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.loop_body import sliced_by_index
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import MEANING, TaskKind
 
 __all__ = ["UNNUMBERED", "Accumulator", "Carry", "LoopTask", "Partition"]
 
@@ -30,13 +30,7 @@ class LoopTask:
     @property
     def name(self) -> str:
         """The name as in schedules: `fwd_2`, `bwd_2`, ..."""
-        prefix = {
-            TaskKind.FORWARD: "fwd",
-            TaskKind.BACKWARD: "bwd",
-            TaskKind.BACKWARD_INPUT: "bwd_i",
-            TaskKind.BACKWARD_WEIGHT: "bwd_w",
-        }[self.kind]
-        return f"{'fwd_bwd' if self.fused else prefix}_{self.stage}"
+        return f"{'fwd_bwd' if self.fused else MEANING[self.kind].prefix}_{self.stage}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.passes.updated_arguments import Position, updated_arguments
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, emit, graph_of, struct_of, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit, graph_of, struct_of, values, verify_order
 
 __all__ = ["Lowered", "lower_loops"]
 
@@ -36,16 +36,12 @@ class Lowered:
 
     def verify(self) -> None:
         """Check that every value is defined once, before its first use."""
-        defined: set[Value] = set(self.inputs)
-        for number, node in enumerate(self.nodes):
-            reads = values(node.inputs) if isinstance(node, Equation) else [value for value, _ in node.inputs()]
-            if not defined.issuperset(reads):
-                raise VerificationError(f"node {number} of the step reads what no earlier one makes")
-            if not defined.isdisjoint(node.outputs):
-                raise VerificationError(f"node {number} of the step defines a value again")
-            defined.update(node.outputs)
-        if not defined.issuperset(values(self.outputs)):
-            raise VerificationError("an output of the step is undefined")
+
+        def reads(node: Equation | Loop) -> list[Value]:
+            return values(node.inputs) if isinstance(node, Equation) else [value for value, _ in node.inputs()]
+
+        steps = ((f"node {k} of the step", reads(node), node.outputs) for k, node in enumerate(self.nodes))
+        verify_order(self.inputs, steps, self.outputs)
 
     def as_text(self) -> str:
         """Return the equations between the loops as graphs, and a line for each loop and its accumulators."""

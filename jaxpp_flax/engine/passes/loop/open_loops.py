@@ -13,7 +13,6 @@ from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
 from jaxpp_flax.engine.program.one_pass import OnePass
-from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
@@ -77,7 +76,7 @@ class OpenLoop:
 
     def flat_body(self) -> LoopBody:
         """Return the body with plain calls and regions of `jax.checkpoint` inlined, and without hints."""
-        return self.body.rewritten(without_hints(inline(self.body.graph, flatten=True, remat=True)))
+        return self.body.rewritten(inline(self.body.graph, flatten=True, remat=True, hints=False))
 
     def labelled(self) -> OpenLoop:
         """Return the loop with labels; its cuts are chosen."""
@@ -157,9 +156,9 @@ def open_loops(graph: Graph, num_ranks: int) -> Opened:
 
 def _open(equation: Equation, num_ranks: int) -> OpenLoop:
     schedule = _read_schedule(equation, num_ranks)
-    graph = without_hints(inline(equation.params["body"]))
+    graph = inline(equation.params["body"], hints=False)
     check_supported(graph)
-    body = LoopBody.of(graph, **equation.params)
+    body = LoopBody.of(graph, equation.params)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
     none = (None,) * len(body.operations)

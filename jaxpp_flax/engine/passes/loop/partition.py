@@ -8,7 +8,7 @@ stages has an accumulator for each stage's part; the parts are added up once aft
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,12 +29,11 @@ from jaxpp_flax.engine.tracing.ir import (
     VerificationError,
     applied,
     emit,
-    from_jaxpr,
     struct_of,
     values,
 )
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
+from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op, state_type
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 
@@ -116,24 +115,12 @@ class _TracedOps:
         """Return the jaxprs of an operation's `state` and `update` for values of a type."""
         value = struct_of(aval).update(weak_type=aval.weak_type)
         if (id(op), value) not in self.known:
-            self.known[id(op), value] = self._trace(op, struct_of(aval), value)
+            dtype = state_type(op, self.length, value).dtype
+            initial = jax.make_jaxpr(lambda: jnp.asarray(op.state(self.length, struct_of(aval)), dtype))()
+            state = struct_of(applied(initial, []).outputs[0].aval)
+            update = jax.make_jaxpr(op.update)(state, value, jax.ShapeDtypeStruct((), jnp.int32))
+            self.known[id(op), value] = initial, update
         return self.known[id(op), value]
-
-    def _trace(self, op: Op, struct: Any, value: Any) -> tuple[Any, Any]:
-        def traced(state: Callable[[], Any]) -> tuple[Any, Any, Any, Any]:
-            initial = jax.make_jaxpr(state)()
-            aval = applied(initial, []).outputs[0].aval
-            made = struct_of(aval).update(weak_type=aval.weak_type)
-            update = jax.make_jaxpr(op.update)(made, value, jax.ShapeDtypeStruct((), jnp.int32))
-            return initial, update, aval, from_jaxpr(update)[0].outputs[0].aval
-
-        initial, update, before, after = traced(lambda: op.state(self.length, struct))
-        if before.weak_type and before.dtype != after.dtype:  # the first update decides, as in a loop of JAX
-            dtype = after.dtype
-            initial, update, before, after = traced(lambda: jnp.asarray(op.state(self.length, struct), dtype))
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise VerificationError(f"{op!r} turns an accumulator {before.str_short()} into {after.str_short()}")
-        return initial, update
 
 
 def _accumulate(drafts: TaskDrafts, part_of: int, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
