@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ways_of
-from jaxpp_flax.engine.analyses.inner_bodies import Scan, last_sum, open_scan
+from jaxpp_flax.engine.analyses.inner_bodies import Scan, ends_in_sum, open_scan
 from jaxpp_flax.engine.analyses.linearity import accumulates, passes_parts, sums_in_parts
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
@@ -166,7 +166,8 @@ class BatchFlow:
         over = axes.pop()
         # On an Explicit mesh, the parts have another type than their sum: an array of that type does not fit them.
         whole = [atom for i, atom in enumerate(equation.inputs) if i not in parted]
-        if any(map(_typed_over(over), whole if facts.batch is Batch.ELEMENTWISE else (*whole, *equation.outputs))):
+        fitted = whole if facts.batch is Batch.ELEMENTWISE else (*whole, *equation.outputs)
+        if any(_is_typed_over(over, atom) for atom in fitted):
             return None
         return Sum(over) if passes_parts(equation, rule, equation.inputs[parted[0]].aval.dtype) else None
 
@@ -214,7 +215,7 @@ class BatchFlow:
             entries = [[name for name in axes_in((entry,)) if self.size(name) > 1] for entry in spec.partitions]
             if names in entries:
                 found.append(self._held(value, entries.index(names), axes))
-            elif accumulates(value.aval.dtype) and last_sum(equation, body, k, names):
+            elif accumulates(value.aval.dtype) and ends_in_sum(equation, body, k, names):
                 found.append(Sum(axes))
             else:
                 found.append(None)
@@ -242,15 +243,10 @@ class BatchFlow:
         self._need(atom for atom, value in inner if self.parts_over(value) is None)
 
 
-def _typed_over(axes: Any) -> Callable[[Atom], bool]:
-    """Return a function that tells whether a type on an Explicit mesh is sharded over some of the axes."""
-    names = set(axes_in((axes,)))
-
-    def is_typed(atom: Atom) -> bool:
-        typed = struct_of(atom.aval).sharding
-        return typed is not None and not names.isdisjoint(axes_in(typed.spec))
-
-    return is_typed
+def _is_typed_over(axes: Any, atom: Atom) -> bool:
+    """Return whether the type of an atom, on an Explicit mesh, is sharded over some of the axes."""
+    typed = struct_of(atom.aval).sharding
+    return typed is not None and not set(axes_in((axes,))).isdisjoint(axes_in(typed.spec))
 
 
 def _dim(state: State) -> BatchDim | None:

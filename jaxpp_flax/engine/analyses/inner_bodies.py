@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, producers
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value
 from jaxpp_flax.engine.tracing.primitives import facts_of
 
-__all__ = ["Scan", "last_sum", "open_scan", "shard_map_without_sums"]
+__all__ = ["Scan", "ends_in_sum", "open_scan", "shard_map_without_sums"]
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,15 @@ def open_scan(equation: Equation) -> Scan:
     return Scan(body, len(body.inputs) - carried - sliced, carried)
 
 
-def last_sum(equation: Equation, body: Graph, position: int, names: Sequence[str]) -> Equation | None:
-    """Return the sum over the mesh axes `names` with which the body of a shard_map ends in a result, or None."""
+def ends_in_sum(equation: Equation, body: Graph, position: int, names: Sequence[str]) -> bool:
+    """Return whether the body of a shard_map ends, in a result, with a sum over the mesh axes `names`."""
     params, spec = equation.params, equation.params["out_specs"][position]
     if equation.effects or spec.unreduced or spec.reduced or not set(names) <= set(params["newly_manual_axes"]):
-        return None
-    made = producers(body.equations).get(body.outputs[position])  # type: ignore[arg-type]
+        return False
+    made = body.producer.get(body.outputs[position])  # type: ignore[arg-type]
     if made is None or not facts_of(made.primitive).sums_over_devices or len(made.inputs) != 1:
-        return None
-    whole = made.params.get("axis_index_groups") is None and set(names) <= set(made.params["axes"])
-    return made if whole else None
+        return False
+    return made.params.get("axis_index_groups") is None and set(names) <= set(made.params["axes"])
 
 
 def shard_map_without_sums(equation: Equation, body: Graph, sums: Mapping[int, Any]) -> Callable[..., Sequence[Any]]:
@@ -66,15 +65,14 @@ def shard_map_without_sums(equation: Equation, body: Graph, sums: Mapping[int, A
     returns its parts: D shards are stacked along a first dimension of size D.
     """
     params = equation.params
-    found = {k: last_sum(equation, body, k, axes_in((axes,))) for k, axes in sums.items()}
-    parts = {k: made for k, made in found.items() if made is not None}
-    shown = replace(body, outputs=tuple(parts[k].inputs[0] if k in sums else v for k, v in enumerate(body.outputs)))
+    last = {k: body.producer[body.outputs[k]] for k in sums}  # type: ignore[index]
+    shown = replace(body, outputs=tuple(last[k].inputs[0] if k in sums else v for k, v in enumerate(body.outputs)))
     specs = [PartitionSpec(sums[k], *s.partitions) if k in sums else s for k, s in enumerate(params["out_specs"])]
 
     def shard(*operands: Any) -> tuple[Any, ...]:
         results = shown.run(*operands)
         for k, axes in sums.items():
-            others = tuple(name for name in parts[k].params["axes"] if name not in axes_in((axes,)))
+            others = tuple(name for name in last[k].params["axes"] if name not in axes_in((axes,)))
             results[k] = (jax.lax.psum(results[k], others) if others else results[k])[None]
         return tuple(results)
 

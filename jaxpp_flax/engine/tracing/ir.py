@@ -379,8 +379,7 @@ def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:
         if atom in made and atom not in renamed:
             renamed[atom] = output
             continue
-        (copy,), _ = emit(jax.lax.copy_p.bind, [renamed.get(atom, atom)])
-        copies.append(replace(copy, outputs=(output,)))
+        copies += emit(jax.lax.copy_p.bind, [renamed.get(atom, atom)], [output])[0]
     equations = [
         replace(
             e, inputs=tuple(renamed.get(a, a) for a in e.inputs), outputs=tuple(renamed.get(v, v) for v in e.outputs)
