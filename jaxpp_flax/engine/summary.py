@@ -62,17 +62,15 @@ class StageSummary:
 class MemoryAnalysis:
     """Bytes on each device of one rank, found by walking the program.
 
-    `peak_bytes` is the most that one step holds above the arguments. `live_microbatches` maps each stage of the rank
-    to the largest number of microbatches whose activations the stage holds at one time. Workspace inside an executable
-    is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most that one step holds of host memory
-    above the arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
+    `peak_bytes` is the most that one step holds above the arguments. Workspace inside an executable is not counted
+    (`temp_bytes` gives the largest). `host_peak_bytes` is the most that one step holds of host memory above the
+    arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
     """
 
     rank: int
     argument_bytes: int
     peak_bytes: int
     temp_bytes: int
-    live_microbatches: dict[int, int]
     host_peak_bytes: int = 0
 
 
@@ -194,7 +192,6 @@ def walk_memory(
     temporary = [[0] for _ in argument]
     for task, executable in zip(program.tasks, executables.tasks, strict=True):
         temporary[task.rank].append(_temp(executable))
-    rank_of = {task.stage: task.rank for task in program.tasks}
     return tuple(
         MemoryAnalysis(
             rank=rank,
@@ -202,7 +199,6 @@ def walk_memory(
             peak_bytes=int(memory.devices[rank].peak),
             host_peak_bytes=int(memory.hosts[rank].peak),
             temp_bytes=max(temporary[rank]),
-            live_microbatches={s: int(m.peak) for s, m in sorted(memory.microbatches.items()) if rank_of[s] == rank},
         )
         for rank in range(program.num_ranks)
     )

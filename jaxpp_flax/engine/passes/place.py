@@ -22,10 +22,10 @@ from typing import TypeAlias
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
+from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, ResultRanks, Segment
-from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches, split_condition
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, graph_of, values
 from jaxpp_flax.error_codes import documented
@@ -74,9 +74,7 @@ class _Placer:
     def __init__(self, step: Lowered, idle_ranks: frozenset[int]) -> None:
         self.idle_ranks = idle_ranks
         self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
-        self.nodes: list[Equation | Loop] = []
-        for node in step.nodes:
-            self.nodes += split_condition(node) if isinstance(node, Equation) and is_condition(node) else [node]
+        self.nodes: Sequence[Equation | Loop] = step.nodes
         self.arguments, self.results = set(self.inputs), set(values(self.outputs))
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}
@@ -91,12 +89,12 @@ class _Placer:
         wanted = _wanted_by_loops(self.nodes)
         self.location = {value: frozenset(wanted[value]) if wanted.get(value) else None for value in self.inputs}
         self.idle = {value for value, at in self.location.items() if at is None}
-        pending, self.nodes = self.nodes[::-1], []
+        pending, nodes = list(reversed(self.nodes)), list[Equation | Loop]()
         while pending:
             node = pending.pop()
             if isinstance(node, Loop):
                 self.location.update(node.homes)
-                self.nodes.append(node)
+                nodes.append(node)
                 continue
             demanded = frozenset(r for v in node.outputs for r in wanted.get(v, ()))
             if not demanded and is_condition(node) and self._mixes(node):
@@ -106,7 +104,8 @@ class _Placer:
             self.location.update(dict.fromkeys(node.outputs, location))
             if location is None and not node.effects and self.idle.issuperset(values(node.inputs)):
                 self.idle.update(v for v in node.outputs if not self._is_made_once(v))
-            self.nodes.append(as_copy(node) if node.primitive is place_with_p else node)
+            nodes.append(as_copy(node) if node.primitive is place_with_p else node)
+        self.nodes = nodes
         _warn(self.mixed)
 
     def _anchors(self, equation: Equation) -> list[tuple[Value, frozenset[int]]]:

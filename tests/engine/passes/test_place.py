@@ -133,14 +133,15 @@ def test_a_norm_is_no_new_value_of_a_scalar_behind_it():
 
 
 def test_work_that_no_result_needs_is_left_out():
-    """A condition becomes one for each rank; here nothing reads what that of the last rank gives."""
+    """A condition over several ranks becomes selections; here nothing reads what that of the last rank gives."""
 
     def choose(params: Any, losses: Any, grads: Any) -> Any:
         first, last = grads[0]["w"], grads[2]["w"]
         return jax.lax.cond(losses[0] > 1, lambda a, b: (2 * a, 3 * b), lambda a, b: (a, b), first, last)[0]
 
     result = placed(choose)
-    assert sum(names.count("cond") for names in work(result).values()) == 1
+    names = [name for of_rank in work(result).values() for name in of_rank]
+    assert (names.count("cond"), names.count("select_n")) == (0, 1)
     assert {shape for shape, _, _ in moved(result)} == {()}, "no gradient travels"
 
 
