@@ -101,9 +101,6 @@ class Compiled:
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
         make = self._array_type._from_parts  # pyright: ignore[reportPrivateUsage]
-        if isinstance(result, dict) and len(local) == 1:  # the usual case, with few calls of Python
-            rank, value = local[0], result[local[0]]
-            return lambda environment: make(sharding, {rank: environment[value]}, aval)
 
         def parts(environment: list[Any]) -> dict[int, jax.Array]:
             if isinstance(result, dict):
@@ -136,15 +133,9 @@ class Compiled:
         shardings = map(self._result_sharding, range(len(self.program.results)))
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
-    def as_text(self, stage: str = "program") -> str:
-        """Return the step as text: `"program"` as it runs, or the structure after a named pass (see `engine/passes`).
-
-        `"tasks"` (each task's equations) and `"placed"` (the step on ranks) are short for `"partition"` and `"place"`.
-
-        Raises:
-          ValueError: for any other name.
-        """
-        return self.program.as_text() if stage == "program" else self._built.as_text(stage)
+    def as_text(self) -> str:
+        """Return the program as it runs: a line for each task, transfer and deletion."""
+        return self.program.as_text()
 
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:

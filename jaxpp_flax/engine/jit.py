@@ -12,7 +12,14 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
-from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
+from jaxpp_flax.engine.arrays.layouts import (
+    Layout,
+    broadcast_layouts,
+    broadcast_prefix,
+    check_divides,
+    layout_of,
+    with_memories,
+)
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
@@ -213,14 +220,16 @@ class MpmdFunction:
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
-        result_ranks = ResultRanks.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
+        everywhere = [bool(flag) for _, flag in broadcast_prefix(self._everywhere, traced.out_info, "everywhere")]
+        result_ranks = ResultRanks.of(mesh, everywhere)
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
             idle = frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1))
             names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
             fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
             built = build(
-                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals, fsdp,
+                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes,
+                result_ranks=result_ranks, idle_ranks=idle, residuals=self._residuals, fsdp=fsdp,
             )  # fmt: skip
         chosen = built.settings.residual_plan
         if chosen is not None and any(stage.offload for stage in chosen.stages):
@@ -259,18 +268,6 @@ class MpmdFunction:
 
 
 mpmd_jit_with_loop = MpmdFunction
-
-
-def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
-    """Return one flag for each leaf of `tree`."""
-    try:
-        flags: list[bool] = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
-    except ValueError as error:
-        raise ValueError(
-            f"everywhere={prefix!r} is not a prefix of the results: {jax.tree.structure(tree)}. Pass True, False, or a "
-            "tree of these."
-        ) from error
-    return flags
 
 
 def check_mesh(mesh: Any) -> None:

@@ -42,7 +42,6 @@ class StageSummary:
     `sent_bytes` counts the activations that the stage sends forward, for one microbatch. `activation_bytes` counts the
     forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results that the
     weight gradient reads (see `residuals_of`). Both also count one microbatch, over the rank's devices.
-    `gathered_bytes` counts, on each device, the sharded parameters that are gathered for the stage's tasks.
     """
 
     stage: int
@@ -55,7 +54,6 @@ class StageSummary:
     activation_bytes: int
     weight_bytes: int
     devices: tuple[Any, ...]
-    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,6 @@ def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[St
                 activation_bytes=_bytes_in(stage, activations),
                 weight_bytes=_bytes_in(stage, kept),
                 devices=mesh.rank_devices(rank),
-                gathered_bytes=sum(loop.gathers[v].nbytes for v in parameters if v in loop.gathers),
             )
         )
     return tuple(rows)

@@ -422,7 +422,7 @@ def test_other_arguments_than_a_step_was_compiled_for():
     refused(
         TypeError, lambda: step(params, batch_of(3)),
         "argument[1]['x']: got float32[3, 16, 8], compiled for float32[2, 16, 8]", "argument[1]['y']",
-        "Compile it again",
+        "Make it again",
     )  # fmt: skip
     other = [params[0], {**params[1], "b": np.zeros(8, np.int32)}]
     message = refused(

@@ -46,7 +46,7 @@ PASSES: tuple[Pass, ...] = (
         "gather_parameters",
         lambda step, settings: gather_parameters(step, settings.specs, settings.shards, settings.fsdp),
         requires="opened loops",
-        ensures="with `fsdp=`, bodies read gathered parameters, and leave their gradients unplaced",
+        ensures="with `fsdp=`, bodies read parameters that are gathered before, and leave their gradients unplaced",
     ),
     Pass(
         "defer_reductions",

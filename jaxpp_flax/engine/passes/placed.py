@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError, values
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -65,8 +64,7 @@ class Loop:
 
     For each accumulator, `batch_dims` gives its dimension over the shards of the batch and the mesh axes of that
     dimension (see `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or
-    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut. `gathers` are the operands of
-    tasks that are gathered from outer values.
+    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut.
     """
 
     partition: Partition
@@ -80,7 +78,6 @@ class Loop:
     like: tuple[int | None, ...] = ()
     marks: tuple[Mark, ...] = ()
     cuts: tuple[int, ...] = ()
-    gathers: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
 
     @property
     def outputs(self) -> tuple[Value, ...]:

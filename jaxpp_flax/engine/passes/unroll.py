@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
-from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program.builder import ProgramBuilder
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
+from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Graph, Value, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
@@ -113,36 +112,21 @@ class _LoopUnroller:
 
     def run(self) -> None:
         at = self.builder.at
-        gathered = self._read_operands()
+        for operand, edge in zip(self.loop.operands, self.part.operands, strict=True):
+            self.shared.update({(edge, rank): at[operand, rank] for rank in self.loop.readers.get(edge, ())})
         self._initial_accumulators()
         for carry in self.part.carries:
             for rank in {self.rank[carry.task], *self.carried[carry.result]}:
                 self.own[0][carry.result, rank] = at[self.loop.carry_init[carry.leaf], rank]
         numbers = [self.builder.task(self._program_task(i)) for i in range(len(self.part.tasks))]
-        start = len(self.builder.instructions)
         for task, microbatch in _scheduled(self.loop):
             self._run_task(task, numbers[task], microbatch)
-        if gathered:
-            _insert_gathers(self.builder, start, gathered, self.name)
         for edge, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
             at[edge, rank] = self.shared[accumulator.state, rank]
         for carry in self.part.carries:
             rank = self.rank[carry.task]
             at[self.loop.carry_results[carry.leaf], rank] = self.own[-1][carry.result, rank]
-
-    def _read_operands(self) -> dict[int, Gather]:
-        """Note the values of the operands on the ranks that read them; return those that must be gathered first."""
-        gathered: dict[int, Gather] = {}
-        for operand, edge in zip(self.loop.operands, self.part.operands, strict=True):
-            for rank in self.loop.readers.get(edge, ()):
-                if edge in self.loop.gathers:
-                    (value,) = self.builder.new(1)
-                    gathered[value] = self.loop.gathers[edge]
-                else:
-                    value = self.builder.at[operand, rank]
-                self.shared[edge, rank] = value
-        return gathered
 
     def _initial_accumulators(self) -> None:
         by_rank: dict[int, list[int]] = {}
@@ -202,23 +186,6 @@ class _LoopUnroller:
             for target in sorted(readers - {self.rank[index]}):
                 found.setdefault(target, []).append(position)
         return found
-
-
-def _insert_gathers(builder: ProgramBuilder, start: int, gathered: dict[int, Gather], prefix: str) -> None:
-    """Run a task that gathers parameters before the first run that reads them, from instruction `start` on."""
-    later, builder.instructions[start:] = builder.instructions[start:], ()
-    for instruction in later:
-        wanted = tuple(value for value in dict.fromkeys(instruction.reads()) if value in gathered)
-        if wanted and isinstance(instruction, Run):
-            rank, found = instruction.rank, [gathered.pop(value) for value in wanted]
-            equations = tuple(gather.equation for gather in found)
-            shards = tuple(shard for e in equations for shard in values(e.inputs))
-            graph = Graph(shards, tuple(e.outputs[0] for e in equations), equations)
-            specs = tuple(gather.spec for gather in found)
-            name = f"{prefix}gather_{builder.tasks[instruction.task].stage}"
-            task = builder.task(ProgramTask(name, rank, graph, out_specs=specs))
-            builder.instructions.append(Run(task, -1, rank, builder.values_of(shards, rank), wanted))
-        builder.instructions.append(instruction)
 
 
 def unroll(placed: Placed, num_ranks: int) -> Program:
