@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -29,10 +28,10 @@ class Built:
     placed: Placed
     settings: Settings
 
-    @cached_property
+    @property
     def loops(self) -> tuple[Loop, ...]:
         """The loops of the step in program order."""
-        return tuple(step for step in self.placed.steps if isinstance(step, Loop))
+        return tuple(node for node in self.placed.nodes if isinstance(node, Loop))
 
 
 def build(
