@@ -216,8 +216,8 @@ def test_a_leaf_of_the_state_takes_few_calls_of_python():
             sys.setprofile(None)
         return count
 
-    # It is placed (a call, its sharding, a comparison), and made anew as a result (two calls); two to spare.
-    assert calls(50) - calls(10) <= 40 * 7
+    # The call's key has its type and layout; it is placed, and made anew as a result: some microseconds.
+    assert calls(50) - calls(10) <= 40 * 20
 
 
 class Counting:
