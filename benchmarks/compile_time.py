@@ -56,7 +56,7 @@ def main() -> None:
         plain = plain or seconds
         ours_compiled = name in cases and cases[name][2] is ours()
         compiled = function.compile(params, data) if ours_compiled else None
-        distinct = compiled.num_lowerings if compiled else 0
+        distinct = compiled.compiler.lowerings if compiled else 0
         rows.append(
             {
                 "contestant": name,
@@ -64,8 +64,8 @@ def main() -> None:
                 "over plain": seconds / plain,
                 "less a second step": seconds - second,
                 "distinct tasks": distinct or "",
-                "executables": compiled.num_executables if compiled else "",
-                "compilations": compiled.num_compilations if compiled else "",
+                "executables": compiled.compiler.executables if compiled else "",
+                "compilations": compiled.compiler.compilations if compiled else "",
                 "bound: 1.5 plain + 0.3 per task": 1.5 * plain + 0.3 * distinct if compiled else "",
             }
         )

@@ -205,9 +205,9 @@ def main() -> None:
                 "µs per task": per_task[name],
                 "over by hand": per_task[name] / per_task[hand],
                 "arrays of a task": arrays_of_a_task(compiled) if compiled else "",
-                "lowerings": compiled.num_lowerings if compiled else "",
-                "compilations": compiled.num_compilations if compiled else "",
-                "executables": compiled.num_executables if compiled else "",
+                "lowerings": compiled.compiler.lowerings if compiled else "",
+                "compilations": compiled.compiler.compilations if compiled else "",
+                "executables": compiled.compiler.executables if compiled else "",
             }
         )
     title = f"{arguments.blocks} Linen blocks of width {arguments.width} on {ranks} ranks, {microbatches} microbatches"

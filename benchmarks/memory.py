@@ -76,7 +76,6 @@ def main() -> None:
                 "live MB, all ranks": sum(live) / 1e6,
                 "live over predicted, worst rank": max(b / a for a, b in zip(predicted, live, strict=True)),
                 "live MB, fullest rank": max(live) / 1e6,
-                "live microbatches": str({s: n for a in analysis for s, n in a.live_microbatches.items()}),
             }
         )
     report(f"peak bytes above the arguments, {arguments.microbatches} microbatches", rows, arguments.json)

@@ -67,7 +67,7 @@ def _structures() -> Iterator[tuple[Pass, type]]:
     graph, _ = from_jaxpr(jax.jit(step).trace([jnp.ones((4, 4))] * 2, jnp.ones((2, 8, 4))).jaxpr)
     nothing = [PartitionSpec()] * len(graph.inputs)
     built = build(graph, 2, cut_at_every_mark, [False] * len(nothing), nothing, {})
-    return ((each, type(structure)) for each, structure in run_passes(PASSES, built.graph, built.settings))
+    return ((each, type(structure)) for each, structure in run_passes(PASSES, graph, built.settings))
 
 
 def _text(x: float, y: float, text: str, weight: str = "normal") -> str:

@@ -83,8 +83,6 @@ class BoundProgram:
         self._signature, self._num_values, self._distributed = signature, program.num_values, distributed
         self._results = tuple(results)
         self._calls = 0
-        # By value: the latest sharding that lies as its target does.
-        self._alike: list[Any] = [None] * program.num_values
         count = len(constants)
         donated = (False,) * count + signature.donated
         arguments = [
@@ -177,21 +175,12 @@ class BoundProgram:
         for target in argument.targets:
             rank, sharding = target.rank, target.sharding
             part = parts.get(rank)
-            if part is None or not self._lies_alike(part.sharding, target):
+            if part is None or not lies_alike(part.sharding, sharding):
                 part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
                 part = place(part, sharding, may_alias=may_alias)
             elif part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
             environment[target.value] = part
-
-    def _lies_alike(self, sharding: Any, target: _Target) -> bool:
-        """Compare a part's sharding with its target; an executable's results have the same object in every step."""
-        if sharding is self._alike[target.value]:
-            return True
-        if not lies_alike(sharding, target.sharding):
-            return False
-        self._alike[target.value] = sharding
-        return True
 
     def _in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
         """Return, by name, the arguments that every process passes itself and that several processes read."""

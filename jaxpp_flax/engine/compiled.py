@@ -25,13 +25,16 @@ __all__ = ["Compiled"]
 
 
 class Compiled:
-    """A step compiled for one signature; it takes arguments of exactly that structure and type."""
+    """A step compiled for one signature; it takes arguments of exactly that structure and type.
+
+    `compiler` counts what it has made for the step's function so far.
+    """
 
     _array_type: ClassVar[type[MpmdArray]] = MpmdArray  # of the results
 
     def __init__(self, plan: Plan, compiler: TaskCompiler[MpmdMesh]) -> None:
         built, signature, consts = plan.built, plan.signature, plan.consts
-        self._plan, self._compiler = plan, compiler
+        self._plan, self.compiler = plan, compiler
         self._built, self._signature = built, signature
         mesh = self.mpmd_mesh = compiler.mesh
         # A result for all processes is whole on each device, because every process reads it.
@@ -101,9 +104,6 @@ class Compiled:
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
         make = self._array_type._from_parts  # pyright: ignore[reportPrivateUsage]
-        if isinstance(result, dict) and len(local) == 1:  # the usual case, with few calls of Python
-            rank, value = local[0], result[local[0]]
-            return lambda environment: make(sharding, {rank: environment[value]}, aval)
 
         def parts(environment: list[Any]) -> dict[int, jax.Array]:
             if isinstance(result, dict):
@@ -136,15 +136,9 @@ class Compiled:
         shardings = map(self._result_sharding, range(len(self.program.results)))
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
-    def as_text(self, stage: str = "program") -> str:
-        """Return the step as text: `"program"` as it runs, or the structure after a named pass (see `engine/passes`).
-
-        `"tasks"` (each task's equations) and `"placed"` (the step on ranks) are short for `"partition"` and `"place"`.
-
-        Raises:
-          ValueError: for any other name.
-        """
-        return self.program.as_text() if stage == "program" else self._built.as_text(stage)
+    def as_text(self) -> str:
+        """Return the program as it runs: a line for each task, transfer and deletion."""
+        return self.program.as_text()
 
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:
@@ -154,18 +148,3 @@ class Compiled:
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
         """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""
         return analyse_memory(self._built, self.program, self._executables, self.mpmd_mesh)
-
-    @property
-    def num_lowerings(self) -> int:
-        """The number of tasks that this step's function has lowered so far: one for each distinct task."""
-        return self._compiler.lowerings
-
-    @property
-    def num_executables(self) -> int:
-        """The number of executables of this step's function so far: one for each distinct task and device set."""
-        return self._compiler.executables
-
-    @property
-    def num_compilations(self) -> int:
-        """The number of tasks that XLA has compiled so far; other executables are copies of theirs."""
-        return self._compiler.compilations

@@ -11,13 +11,18 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
-from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
+from jaxpp_flax.engine.arrays.layouts import (
+    Layout,
+    broadcast_layouts,
+    broadcast_prefix,
+    check_divides,
+    layout_of,
+    with_memories,
+)
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
-from jaxpp_flax.engine.garbage import collection_paused
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
@@ -44,15 +49,6 @@ class _Key(NamedTuple):
     layouts: tuple[Layout, ...]
     statics: Hashable
     settings: Hashable
-
-
-class _KnownLeaf(NamedTuple):
-    """The type and sharding objects of an argument, and what the key of its call has of them."""
-
-    aval: Any
-    sharding: Any
-    type: Any
-    layout: Layout
 
 
 class MpmdFunction:
@@ -151,7 +147,6 @@ class MpmdFunction:
         self._compiled: dict[Plan, Compiled] = {}
         self._cache: dict[_Key, Compiled] = {}
         self._latest: Compiled | None = None
-        self._known: list[_KnownLeaf | None] = []  # of the leaves of the latest call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, compiled first if the signature is new; return `MpmdArray` leaves."""
@@ -178,8 +173,7 @@ class MpmdFunction:
         key = self._key(call)
         compiled = self._cache.get(key)
         if compiled is None:
-            with collection_paused():
-                compiled = self._cache[key] = self._compile(self._plan(call, key))
+            compiled = self._cache[key] = self._compile(self._plan(call, key))
         self._latest = compiled
         return compiled
 
@@ -191,9 +185,8 @@ class MpmdFunction:
 
     def _key(self, call: Call) -> _Key:
         try:
-            leaves = self._looked_at(call)
-            types = tuple([type_of(leaf) if of is None else of.type for leaf, of in leaves])
-            layouts = tuple([layout_of(leaf, self.mpmd_mesh) if of is None else of.layout for leaf, of in leaves])
+            types = tuple(map(type_of, call.leaves))
+            layouts = tuple([layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves])
         except TypeError as error:
             raise not_an_array(call) from error
         except ValueError:  # paths are made only for the message
@@ -201,23 +194,6 @@ class MpmdFunction:
                 layout_of(leaf, self.mpmd_mesh, f"argument{path}")
             raise
         return _Key(call.tree, types, layouts, call.statics, trace_settings())
-
-    def _looked_at(self, call: Call) -> list[tuple[Any, _KnownLeaf | None]]:
-        """Return each leaf, with its type and layout if it is an `MpmdArray`.
-
-        The results of a step have the same type and sharding objects each time: looked at once, not in every step.
-        """
-        known = list[_KnownLeaf | None]()
-        earlier = self._known if len(self._known) == len(call.leaves) else [None] * len(call.leaves)
-        for leaf, of in zip(call.leaves, earlier, strict=True):
-            if not isinstance(leaf, MpmdArray):
-                known.append(None)
-            elif of is not None and leaf.aval is of.aval and leaf._sharding is of.sharding:  # pyright: ignore[reportPrivateUsage]
-                known.append(of)
-            else:
-                known.append(_KnownLeaf(leaf.aval, leaf.sharding, type_of(leaf), layout_of(leaf, self.mpmd_mesh)))
-        self._known = known
-        return list(zip(call.leaves, known, strict=True))
 
     def _plan(self, call: Call, key: _Key) -> Plan:
         """Trace a step and place it on ranks; steps whose arguments end up in the same layouts share a plan."""
@@ -240,14 +216,16 @@ class MpmdFunction:
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
-        result_ranks = ResultRanks.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
+        everywhere = [bool(flag) for _, flag in broadcast_prefix(self._everywhere, traced.out_info, "everywhere")]
+        result_ranks = ResultRanks.of(mesh, everywhere)
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
             idle = frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1))
             names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
             fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
             built = build(
-                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals, fsdp,
+                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes,
+                result_ranks=result_ranks, idle_ranks=idle, residuals=self._residuals, fsdp=fsdp,
             )  # fmt: skip
         chosen = built.settings.residual_plan
         if chosen is not None and any(stage.offload for stage in chosen.stages):
@@ -286,18 +264,6 @@ class MpmdFunction:
 
 
 mpmd_jit_with_loop = MpmdFunction
-
-
-def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
-    """Return one flag for each leaf of `tree`."""
-    try:
-        flags: list[bool] = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
-    except ValueError as error:
-        raise ValueError(
-            f"everywhere={prefix!r} is not a prefix of the results: {jax.tree.structure(tree)}. Pass True, False, or a "
-            "tree of these."
-        ) from error
-    return flags
 
 
 def check_mesh(mesh: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -145,7 +145,7 @@ class Leaf:
 class Signature:
     """The argument and result types of a compiled function.
 
-    Messages name the function by `function`, if given, and say that the function was `made` for its arguments.
+    Messages name the function by `function`, if given.
     """
 
     tree: Any
@@ -153,7 +153,6 @@ class Signature:
     out_tree: Any
     donated: tuple[bool, ...]
     function: str = ""
-    made: Literal["compiled", "lowered"] = "compiled"
 
     @classmethod
     def of(
@@ -165,14 +164,13 @@ class Signature:
         donated: tuple[bool, ...],
         *,
         function: str = "",
-        made: Literal["compiled", "lowered"] = "compiled",
     ) -> Signature:
         """Make the signature of a call from the types and the specs of its leaves."""
         leaves = tuple(
             Leaf(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
             for path, struct, spec in zip(call.paths(), types, specs, strict=True)
         )
-        return cls(call.tree, leaves, out_tree, donated, function, made)
+        return cls(call.tree, leaves, out_tree, donated, function)
 
     def specs(self, num_constants: int) -> list[PartitionSpec]:
         """Return the specs of a program's inputs: of captured constants, which are whole, and of the leaves."""
@@ -192,20 +190,19 @@ class Signature:
             try:
                 shape, dtype, _ = type_of(leaf)
             except TypeError:  # no array
-                wrong.append(f"argument{expected.path}: got a {type(leaf).__name__}, {self.made} for {expected}")
+                wrong.append(f"argument{expected.path}: got a {type(leaf).__name__}, made for {expected}")
                 continue
             if (shape, dtype) != (expected.shape, expected.dtype):
-                wrong.append(f"argument{expected.path}: got {dtype}{list(shape)}, {self.made} for {expected}")
+                wrong.append(f"argument{expected.path}: got {dtype}{list(shape)}, made for {expected}")
         if wrong:
             more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
             raise self._refusal("of other types", "; ".join(wrong[:10]) + more)
         return leaves
 
     def _refusal(self, which: str, differs: str) -> TypeError:
-        again = {"compiled": "Compile", "lowered": "Lower"}[self.made]
         return TypeError(
-            f"{self.function or 'a compiled step'} was called with arguments {which} than it was {self.made} for: "
-            f"{differs}. {again} it again for these, or call the function itself, which compiles once per signature."
+            f"{self.function or 'a compiled step'} was called with arguments {which} than it was made for: "
+            f"{differs}. Make it again for these, or call the function itself, which compiles once per signature."
         )
 
     def _first_difference(self, paths: Sequence[str]) -> str:

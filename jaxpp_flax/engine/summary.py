@@ -42,7 +42,6 @@ class StageSummary:
     `sent_bytes` counts the activations that the stage sends forward, for one microbatch. `activation_bytes` counts the
     forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results that the
     weight gradient reads (see `residuals_of`). Both also count one microbatch, over the rank's devices.
-    `gathered_bytes` counts, on each device, the sharded parameters that are gathered for the stage's tasks.
     """
 
     stage: int
@@ -55,24 +54,21 @@ class StageSummary:
     activation_bytes: int
     weight_bytes: int
     devices: tuple[Any, ...]
-    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAnalysis:
     """Bytes on each device of one rank, found by walking the program.
 
-    `peak_bytes` is the most that one step holds above the arguments. `live_microbatches` maps each stage of the rank
-    to the largest number of microbatches whose activations the stage holds at one time. Workspace inside an executable
-    is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most that one step holds of host memory
-    above the arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
+    `peak_bytes` is the most that one step holds above the arguments. Workspace inside an executable is not counted
+    (`temp_bytes` gives the largest). `host_peak_bytes` is the most that one step holds of host memory above the
+    arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
     """
 
     rank: int
     argument_bytes: int
     peak_bytes: int
     temp_bytes: int
-    live_microbatches: dict[int, int]
     host_peak_bytes: int = 0
 
 
@@ -98,7 +94,6 @@ def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[St
                 activation_bytes=_bytes_in(stage, activations),
                 weight_bytes=_bytes_in(stage, kept),
                 devices=mesh.rank_devices(rank),
-                gathered_bytes=sum(loop.gathers[v].nbytes for v in parameters if v in loop.gathers),
             )
         )
     return tuple(rows)
@@ -194,7 +189,6 @@ def walk_memory(
     temporary = [[0] for _ in argument]
     for task, executable in zip(program.tasks, executables.tasks, strict=True):
         temporary[task.rank].append(_temp(executable))
-    rank_of = {task.stage: task.rank for task in program.tasks}
     return tuple(
         MemoryAnalysis(
             rank=rank,
@@ -202,7 +196,6 @@ def walk_memory(
             peak_bytes=int(memory.devices[rank].peak),
             host_peak_bytes=int(memory.hosts[rank].peak),
             temp_bytes=max(temporary[rank]),
-            live_microbatches={s: int(m.peak) for s, m in sorted(memory.microbatches.items()) if rank_of[s] == rank},
         )
         for rank in range(program.num_ranks)
     )

@@ -153,7 +153,7 @@ class MpmdWrapped:
             for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
         ]
         out_tree = jax.tree.structure(out_info)
-        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self.name, made="lowered")
+        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self.name)
         return MpmdLowered(built, signature, config, out_specs, tuple(constants), self._compiler, out_info)
 
 

@@ -111,7 +111,7 @@ class MpmdFunction:
             keep_received=len(self.mpmd_mesh.processes) > 1,
         )
         shardings, out_tree = traced
-        signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name, made="lowered")
+        signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name)
         in_shardings = [sharding for _, sharding in places]
         outs = [self._result_sharding(*found) for found in zip(graph.outputs, shardings, strict=True)]
         return LoweredMpmdFun(program, graph, signature, self.mpmd_mesh, tuple(constants), in_shardings, outs)

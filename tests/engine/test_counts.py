@@ -55,23 +55,25 @@ def four_of_four() -> Compiled:
 def test_identical_middle_stages_share_their_lowering(four_of_four: Compiled):
     """First, middle and last stage differ in forward and backward (the last one's are fused), and in accumulators."""
     forward, backward, initial = 3, 2, 2
-    assert four_of_four.num_lowerings == forward + backward + initial
+    assert four_of_four.compiler.lowerings == forward + backward + initial
     longer = compiled_loop(5, 4)
-    assert longer.num_lowerings == four_of_four.num_lowerings
+    assert longer.compiler.lowerings == four_of_four.compiler.lowerings
 
 
 def test_one_executable_for_each_task_and_device_set(four_of_four: Compiled):
     ranks = 4
-    assert four_of_four.num_executables == 3 * ranks - 1  # accumulators, forward, backward; the last stage is fused
-    assert four_of_four.num_executables == len(four_of_four.program.tasks)
+    assert (
+        four_of_four.compiler.executables == 3 * ranks - 1
+    )  # accumulators, forward, backward; the last stage is fused
+    assert four_of_four.compiler.executables == len(four_of_four.program.tasks)
 
 
 def test_xla_compiles_each_distinct_task_once(four_of_four: Compiled, monkeypatch: pytest.MonkeyPatch):
     """Identical stages share the executable too: it is copied for their devices."""
-    assert four_of_four.num_compilations == four_of_four.num_lowerings < four_of_four.num_executables
+    assert four_of_four.compiler.compilations == four_of_four.compiler.lowerings < four_of_four.compiler.executables
     monkeypatch.setattr(Original, "_copy_for", lambda *_: None)  # as where executables cannot be copied
     compiled = compiled_loop(4, 4)
-    assert compiled.num_compilations == compiled.num_executables == four_of_four.num_executables
+    assert compiled.compiler.compilations == compiled.compiler.executables == four_of_four.compiler.executables
 
 
 def test_nothing_but_the_tasks_is_compiled():
@@ -89,7 +91,7 @@ def test_nothing_but_the_tasks_is_compiled():
         compiled = compiled_for(*arguments)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(names) == compiled.num_compilations, names
+    assert len(names) == compiled.compiler.compilations, names
 
 
 @pytest.fixture
@@ -111,20 +113,20 @@ def test_a_second_start_finds_every_executable_in_the_persistent_cache():
     try:
         jax.clear_caches()  # what earlier tests compiled is not on disk
         first = compiled_for(*arguments)
-        assert events["cache_misses"] >= first.num_compilations
+        assert events["cache_misses"] >= first.compiler.compilations
         events.clear()
         jax.clear_caches()  # whatever is traced and lowered again must come out the same
         second = compiled_for(*arguments)
     finally:
         jax.monitoring.unregister_event_listener(listen)
-    assert second.num_compilations == first.num_compilations
-    assert (events["cache_misses"], events["cache_hits"] >= second.num_compilations) == (0, True)
+    assert second.compiler.compilations == first.compiler.compilations
+    assert (events["cache_misses"], events["cache_hits"] >= second.compiler.compilations) == (0, True)
 
 
 def test_counts_do_not_grow_with_the_microbatches(four_of_four: Compiled):
     more = compiled_loop(4, 16)
-    assert more.num_lowerings == four_of_four.num_lowerings
-    assert more.num_executables == four_of_four.num_executables
+    assert more.compiler.lowerings == four_of_four.compiler.lowerings
+    assert more.compiler.executables == four_of_four.compiler.executables
     assert len(more.program.tasks) == len(four_of_four.program.tasks)
     runs = [sum(isinstance(i, Run) for i in c.program.instructions) for c in (four_of_four, more)]
     assert runs == [4 + 4 * 7, 4 + 16 * 7]  # accumulators once, seven tasks for each microbatch
@@ -183,7 +185,7 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, context: Any
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(None, batched))
     with context():
         compiled = pipelined.compile(params, batch)
-    assert compiled.num_compilations == compiled.num_lowerings == len(begun)
+    assert compiled.compiler.compilations == compiled.compiler.lowerings == len(begun)
     # float32, and sums over two devices in another order
     tree_allclose(pipelined(params, batch), jax.jit(step)(params, batch), rtol=1e-5, atol=1e-6)
 
@@ -214,8 +216,8 @@ def test_a_leaf_of_the_state_takes_few_calls_of_python():
             sys.setprofile(None)
         return count
 
-    # It is placed (a call, its sharding, a comparison), and made anew as a result (two calls); two to spare.
-    assert calls(50) - calls(10) <= 40 * 7
+    # The call's key has its type and layout; it is placed, and made anew as a result: some microseconds.
+    assert calls(50) - calls(10) <= 40 * 20
 
 
 class Counting:
@@ -238,13 +240,13 @@ def test_the_second_step_compiles_nothing(count: Any):
     step = mpmd_jit_with_loop(counting, mesh_of(2))
     params, batch = chain(2), batch_of(2)
     compiled = step.compile(params, count, batch)
-    executables = compiled.num_executables
+    executables = compiled.compiler.executables
     for number in range(1, 4):
         params, count, _ = step(params, count, batch)
         assert int(count) == number
         assert step.compile(params, count, batch) is compiled
     assert counting.traces == 1
-    assert compiled.num_executables == executables
+    assert compiled.compiler.executables == executables
 
 
 def test_a_new_signature_traces_again_and_reuses_equal_tasks():
@@ -252,12 +254,12 @@ def test_a_new_signature_traces_again_and_reuses_equal_tasks():
     counting = Counting(Std1F1B(3))
     step = mpmd_jit_with_loop(counting, mesh_of(3))
     compiled = step.compile(chain(3), 0, batch_of(2))
-    lowerings, executables = compiled.num_lowerings, compiled.num_executables
+    lowerings, executables = compiled.compiler.lowerings, compiled.compiler.executables
     step.compile(chain(3), 0, batch_of(3))
     assert counting.traces == 2
     # The first stage's two tasks read its inputs, the last one's the targets, whose accumulator stacks the losses.
-    assert compiled.num_lowerings - lowerings == 4
-    assert compiled.num_executables - executables == 4
+    assert compiled.compiler.lowerings - lowerings == 4
+    assert compiled.compiler.executables - executables == 4
 
 
 def test_static_arguments_are_part_of_the_signature():

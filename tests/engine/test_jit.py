@@ -82,15 +82,8 @@ def test_a_shape_in_place_of_a_value_that_is_read(step: MpmdFunction):
         step(shapes, batch_of(3))
 
 
-def test_text_of_every_stage(step: MpmdFunction):
-    compiled = step.compile(chain(2), batch_of(3))
-    assert "fwd_0__2" in compiled.as_text("program") == compiled.as_text()
-    assert "task bwd_0 (stage 0)" in compiled.as_text("tasks")
-    assert "loop over 3 microbatches: Std1F1B" in compiled.as_text("placed")
-    assert compiled.as_text("partition") == compiled.as_text("tasks")
-    assert compiled.as_text("place") == compiled.as_text("placed")
-    with pytest.raises(ValueError, match=r"no pass is called 'assembly'.*'inline', .*'label', .*'program'"):
-        compiled.as_text("assembly")
+def test_text(step: MpmdFunction):
+    assert "fwd_0__2" in step.compile(chain(2), batch_of(3)).as_text()
 
 
 def test_stage_summary(step: MpmdFunction):

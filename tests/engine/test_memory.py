@@ -126,12 +126,6 @@ def bound(schedule: Schedule, stage: int) -> int:
     return schedule.max_live_microbatches(stage, MICROBATCHES)
 
 
-def test_live_microbatches_by_analysis(case: tuple[Schedule, Compiled]):
-    schedule, compiled = case
-    found = {stage: m for row in compiled.memory_analysis() for stage, m in row.live_microbatches.items()}
-    assert found == {stage: bound(schedule, stage) for stage in range(STAGES)}
-
-
 def test_live_microbatches_on_real_buffers(case: tuple[Schedule, Compiled]):
     schedule, compiled = case
     held = held_by_rank(compiled, schedule)
@@ -173,11 +167,10 @@ def test_bytes_are_those_of_real_buffers(case: tuple[Schedule, Compiled]):
     ]
 
 
-def test_interleaved_stages_of_one_rank_are_counted_apart():
+def test_interleaved_stages_of_one_rank_share_its_memory():
     schedule = Interleaved1F1B(4, 2)
     compiled = compiled_step(schedule)
-    found = {stage: m for row in compiled.memory_analysis() for stage, m in row.live_microbatches.items()}
-    assert found == {s: schedule.max_live_microbatches(s, MICROBATCHES) for s in range(4)}
+    found = [schedule.max_live_microbatches(s, MICROBATCHES) for s in range(4)]
     held = held_by_rank(compiled, schedule)
     # Stages 0 and 2 share rank 0: what it holds at one time is at most the sum of what each holds at its own peak.
     assert held[0] <= sum(found[s] * per_microbatch(compiled, s) for s in (0, 2))

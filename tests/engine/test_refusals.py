@@ -291,7 +291,7 @@ def test_a_schedule_that_does_not_fit_the_microbatches():
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
-        (own_order("0F0 0F1 0B0", "1F0 1B0 1F1 1B1"), "runs bwd_0 for microbatch 1 0 times"),
+        (own_order("0F0 0F1 0B0", "1F0 1B0 1F1 1B1"), "runs bwd_0 for the microbatches [0]; each task"),
         (own_order("1F0 1F1 1B0 1B1", "0F0 0F1 0B0 0B1"), "`rank_of`"),
         (own_order("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1"), "deadlock"),
     ],
@@ -421,13 +421,11 @@ def test_other_arguments_than_a_step_was_compiled_for():
     params, batch = chain(2), batch_of(2)
     refused(
         TypeError, lambda: step(params, batch_of(3)),
-        "argument[1]['x']: got float32[3, 16, 8], compiled for float32[2, 16, 8]", "argument[1]['y']",
-        "Compile it again",
+        "argument[1]['x']: got float32[3, 16, 8], made for float32[2, 16, 8]", "argument[1]['y']",
+        "Make it again",
     )  # fmt: skip
     other = [params[0], {**params[1], "b": np.zeros(8, np.int32)}]
-    message = refused(
-        TypeError, lambda: step(other, batch), "argument[0][1]['b']: got int32[8], compiled for float32[8]"
-    )
+    message = refused(TypeError, lambda: step(other, batch), "argument[0][1]['b']: got int32[8], made for float32[8]")
     assert "['w']" not in message, "only what differs is listed"
     refused(TypeError, lambda: step(params, {"x": batch["x"]}), "missing argument[1]['y']")
     refused(TypeError, lambda: step(params, {**batch, "z": 1}), "unexpected argument[1]['z']")

@@ -110,7 +110,7 @@ def test_with_rows_on_several_devices_of_a_rank():
 
 
 def test_a_function_gives_one_plan_for_a_compilation():
-    """It may measure, or count: all passes, of all loops, and the text afterwards have its first answer."""
+    """It may measure, or count: all passes, of all loops, have its first answer."""
     answers = [ResidualPlan([StageResiduals(offload=1.0), KEEP]), *[ResidualPlan.keep(2)] * 9]
     counted: list[ResidualPlan] = []
 
@@ -123,8 +123,8 @@ def test_a_function_gives_one_plan_for_a_compilation():
         return once(once(params, batch)[0], batch)
 
     made = built(two_loops, 2, chain(2), batch_of(4), residuals=residuals)
-    assert made.settings.residual_plan == made.settings.residuals == answers[0]
-    assert "offload" in made.as_text("offload")
+    assert made.settings.residual_plan == answers[0]
+    assert "offload" in made.program.as_text()
     assert len(counted) == 1
 
 
@@ -138,7 +138,8 @@ def test_stage_table_and_text_tell_what_is_kept():
     # What the backward reads of the forwards: stage 0 reads the batch alone, stage 1 what stage 0 has sent.
     assert [stage.activation_bytes for stage in again.stages] == [0, row]
     assert all(k.activation_bytes > a.activation_bytes for k, a in zip(kept.stages, again.stages, strict=True))
-    assert again.as_text("partition").count("tanh") == 2 * kept.as_text("partition").count("tanh")
+    texts = [compiled._built.loops[0].partition.as_text() for compiled in (again, kept)]
+    assert texts[0].count("tanh") == 2 * texts[1].count("tanh")
 
 
 def test_debug_nans_and_profile_walk_through_the_copies():

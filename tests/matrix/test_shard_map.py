@@ -111,8 +111,6 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
 }
 MESHES: dict[str, Callable[[MpmdMesh], Any]] = {
     "context": lambda mesh: None,
-    "whole": lambda mesh: mesh.jax_mesh,
-    "abstract": lambda mesh: mesh.jax_mesh.abstract_mesh,
     "submesh": lambda mesh: mesh.lowering_mesh(),
     "submesh_of_another_rank": lambda mesh: mesh.unstack[1],
     "abstract_submesh": lambda mesh: mesh.abstract_submesh,
@@ -169,16 +167,6 @@ def test_collectives_and_forms(kind: AxisType):
     check(build, mesh_of(kind), "context")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_mesh(kind: AxisType):
-    def build(given: Any) -> Any:
-        both = given if given is None else (given, given.abstract_mesh)
-        first, second = both or (None, None)
-        return step_of(partial(FORMS["sums"], mesh=first), partial(FORMS["moves"], mesh=second))
-
-    check(build, mesh_of(kind), "whole")
-
-
 def test_meshes_of_ranks():
     mesh = mesh_of(AxisType.Auto)
 
@@ -199,48 +187,22 @@ def test_every_form_on_every_mesh(form: str, given: str, kind: AxisType):
     def build(mesh: Any) -> Any:
         return step_of(*[partial(FORMS[form], mesh=mesh)] * 2)
 
-    if form == "unchecked" and given in ("whole", "abstract"):
-        with pytest.raises(ValueError, match=_REFUSED):
-            check(build, mesh_of(kind), given)
-        return
     check(build, mesh_of(kind), given, Std1F1B(2), GPipe(2), ZeroBubble(2))
 
 
-_REFUSED = re.compile(
-    r"the shard_map at \S*test_shard_map.py.* is over the whole mesh, \{'stage': 2, 'data': 2, 'tensor': 2\}, and uses "
-    r"its axis 'stage'.* Leave `mesh=` out, or pass the stage's mesh, `mpmd_mesh.lowering_mesh\(\)`"
-)
-
-
-def test_the_ranks_axis_is_refused():
-    """On one rank a sum over the ranks' axis would be another number, without a word."""
-    mesh = mesh_of(AxisType.Auto)
-
-    def over_ranks(p: Any, x: jax.Array, mesh: Any) -> jax.Array:
-        return jax.shard_map(
-            lambda x: jax.lax.psum(x, "stage"), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
-        )(x)
-
-    def by_rank(p: Any, x: jax.Array, mesh: Any) -> jax.Array:
-        return jax.shard_map(
-            jnp.sin, mesh=mesh, in_specs=P(("stage", "data")), out_specs=P(("stage", "data"))
-        )(x)  # fmt: skip
-
-    for block in (over_ranks, by_rank, FORMS["unchecked"]):
-        step = step_of(partial(block, mesh=mesh.jax_mesh), FORMS["local"])
-        with pytest.raises(ValueError, match=_REFUSED):
-            mpmd_jit_with_loop(step, mesh, static_argnums=2).compile(parameters(), BATCH, Std1F1B(2))
-    # The submesh has that axis too, with one rank on it.
-    check(lambda given: step_of(partial(over_ranks, mesh=given), FORMS["local"]), mesh, "submesh")
-
-
-def test_another_mesh_is_refused():
-    mesh = mesh_of(AxisType.Auto)
-    other = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    step = step_of(partial(FORMS["local"], mesh=other), FORMS["local"])
-    message = r"names a mesh beside that of a stage, \{'stage': 1, 'data': 2, 'tensor': 2\}: .* Leave `mesh=` out"
-    with pytest.raises(ValueError, match=message):
-        mpmd_jit_with_loop(step, mesh, static_argnums=2).compile(parameters(), BATCH, Std1F1B(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_mesh_is_refused(kind: AxisType):
+    """That of all ranks, too: on one rank a sum over the ranks' axis would be another number, without a word."""
+    mesh = mesh_of(kind)
+    beside = r"names a mesh beside that of a stage, \{'stage': 1, 'data': 2, 'tensor': 2\}: .* Leave `mesh=` out"
+    whole = r"the shard_map at \S*test_shard_map.py.* is over the whole mesh, \{'stage': 2, .* Leave `mesh=` out"
+    meshes = {beside: jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), whole: mesh.jax_mesh}
+    for message, refused in meshes.items():
+        step = step_of(partial(FORMS["local"], mesh=refused), FORMS["local"])
+        with pytest.raises(ValueError, match=message):
+            mpmd_jit_with_loop(step, mesh, in_specs=([SPECS] * 2, P(None, "data")), static_argnums=2).compile(
+                parameters(), BATCH, Std1F1B(2)
+            )
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,9 @@ def test_annotations(make, message):
 def test_arguments_of_a_compiled_program():
     ws, xs = weights(4), batches(2)
     compiled = mpmd.jit(accumulate, config(topology(2, 2), in_runs(4, 2)), donate_argnums=0).lower(ws, xs).compile()
-    with pytest.raises(TypeError, match=r"of another structure than it was lowered for: missing argument\[1\]\[1\]"):
+    with pytest.raises(TypeError, match=r"of another structure than it was made for: missing argument\[1\]\[1\]"):
         compiled(ws, xs[:1])
-    with pytest.raises(TypeError, match=r"argument\[1\]\[0\]: got float32\[2, 8\], lowered for float32\[4, 8\]"):
+    with pytest.raises(TypeError, match=r"argument\[1\]\[0\]: got float32\[2, 8\], made for float32\[4, 8\]"):
         compiled(ws, [x[:2] for x in xs])
     shape = jax.ShapeDtypeStruct(ws[0].shape, ws[0].dtype)
     with pytest.raises(TypeError, match=r"argument\[0\]\[0\] is a shape without a value .*an argument that no rank"):

@@ -237,5 +237,5 @@ def test_another_type_of_argument_compiles_again_and_a_compiled_one_refuses_it()
     f = tasks.mpmd(mesh, in_shardings=on)(lambda x: tasks.task(jnp.sin, out_shardings=on)(x))
     compiled = f.lower(X).compile()
     tree_allclose((f(X), f(X[0])), (jnp.sin(X), jnp.sin(X[0])))
-    with pytest.raises(TypeError, match=r"argument\[0\]: got float32\[2\], lowered for float32\[4, 2\]"):
+    with pytest.raises(TypeError, match=r"argument\[0\]: got float32\[2\], made for float32\[4, 2\]"):
         compiled(X[0])

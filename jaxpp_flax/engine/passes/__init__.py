@@ -46,7 +46,7 @@ PASSES: tuple[Pass, ...] = (
         "gather_parameters",
         lambda step, settings: gather_parameters(step, settings.specs, settings.shards, settings.fsdp),
         requires="opened loops",
-        ensures="with `fsdp=`, bodies read gathered parameters, and leave their gradients unplaced",
+        ensures="with `fsdp=`, bodies read parameters that are gathered before, and leave their gradients unplaced",
     ),
     Pass(
         "defer_reductions",
@@ -90,14 +90,14 @@ PASSES: tuple[Pass, ...] = (
         "place",
         lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks),
         requires="lowered loops",
-        ensures="every equation runs on the ranks that read its results; moves bring the rest. No program outside "
-        "loops fetches more than a window from host memory, or one leaf",
+        ensures="every equation runs on the ranks that read its results; other ranks get them",
     ),
     Pass(
         "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks),
         requires="a step on ranks",
-        ensures="instructions in the schedule's order, over values that are made once",
+        ensures="instructions in the schedule's order, over values that are made once. No program outside loops "
+        "fetches more than a window from host memory, or one leaf",
     ),
     Pass(
         "offload",

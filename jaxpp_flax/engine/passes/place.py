@@ -1,6 +1,6 @@
 """Place the work before, between and after the loops of a step on ranks.
 
-Two walks over the equations say where each runs, and a third writes them down:
+Two walks over the equations say where each runs:
 
 1. Forwards: which ranks can compute a value? What the loops read: the ranks of the tasks that read it. A gradient: the
    rank of its task. Other equations: the ranks that have all operands. If none has, small arrays go to large ones, and
@@ -8,35 +8,25 @@ Two walks over the equations say where each runs, and a third writes them down:
    can compute, from transferred numbers and in the program's own order, so that no schedule changes the result.
 2. Backwards: which ranks need a value? Those that compute with it; of a result, those that hold the argument that it
    updates. Of the ranks that can compute a value, those that need it do; if none does, the first.
-3. Each rank runs its equations in rounds: a round is a program, made of all that no transfer is missing for.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.data_flow import delayed
+from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
-from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
-from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, ResultRanks, Segment
-from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches, split_condition
+from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, graph_of, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.error_codes import documented
 
 __all__ = ["PlacementWarning", "place"]
 
 _SMALL_BYTES = 1024  # a smaller value may be copied to every rank
-
-_Work: TypeAlias = "defaultdict[int, dict[Equation, int]]"  # the round of each equation, by rank
-_Step: TypeAlias = "tuple[int, int, Segment | Loop | Move]"  # in order: by the round, and the kind of step within it
-_Read: TypeAlias = "defaultdict[int, set[Value]]"  # values by rank
 
 
 @documented("JPF903")
@@ -67,16 +57,15 @@ def place(
             if for_all[i]:
                 wanted[i] = result_ranks.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
     placer.demand(wanted)
-    return replace(placer.emit(), for_all=tuple(for_all))
+    need = {value: frozenset(ranks) for value, ranks in placer.need.items()}
+    return Placed(tuple(placer.nodes), step.inputs, outputs, placer.native, need, tuple(for_all))
 
 
 class _Placer:
     def __init__(self, step: Lowered, idle_ranks: frozenset[int]) -> None:
         self.idle_ranks = idle_ranks
         self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
-        self.nodes: list[Equation | Loop] = []
-        for node in step.nodes:
-            self.nodes += split_condition(node) if isinstance(node, Equation) and is_condition(node) else [node]
+        self.nodes: Sequence[Equation | Loop] = step.nodes
         self.arguments, self.results = set(self.inputs), set(values(self.outputs))
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}
@@ -91,12 +80,12 @@ class _Placer:
         wanted = _wanted_by_loops(self.nodes)
         self.location = {value: frozenset(wanted[value]) if wanted.get(value) else None for value in self.inputs}
         self.idle = {value for value, at in self.location.items() if at is None}
-        pending, self.nodes = self.nodes[::-1], []
+        pending, nodes = list(reversed(self.nodes)), list[Equation | Loop]()
         while pending:
             node = pending.pop()
             if isinstance(node, Loop):
                 self.location.update(node.homes)
-                self.nodes.append(node)
+                nodes.append(node)
                 continue
             demanded = frozenset(r for v in node.outputs for r in wanted.get(v, ()))
             if not demanded and is_condition(node) and self._mixes(node):
@@ -106,7 +95,8 @@ class _Placer:
             self.location.update(dict.fromkeys(node.outputs, location))
             if location is None and not node.effects and self.idle.issuperset(values(node.inputs)):
                 self.idle.update(v for v in node.outputs if not self._is_made_once(v))
-            self.nodes.append(as_copy(node) if node.primitive is place_with_p else node)
+            nodes.append(as_copy(node) if node.primitive is place_with_p else node)
+        self.nodes = nodes
         _warn(self.mixed)
 
     def _anchors(self, equation: Equation) -> list[tuple[Value, frozenset[int]]]:
@@ -176,62 +166,6 @@ class _Placer:
         if location is None:
             return set(self.idle_ranks) if value in self.idle else {0}
         return set(location) if value in self.arguments else {min(location)}
-
-    # The order of the steps.
-
-    def emit(self) -> Placed:
-        work, steps, read = self._earliest_rounds()
-        for rank, times in sorted(work.items()):
-            kept = {equation for equation in times if not read[rank].isdisjoint(equation.outputs)}
-            programs = [(at, part) for at, equations in delayed(times, kept) for part in stream_updates(equations)]
-            segments: list[tuple[int, int, Segment]] = []
-            for at, equations in reversed(programs):
-                graph = graph_of(equations, read[rank])
-                read[rank].update(graph.inputs)
-                segments.append((at, 0, Segment(rank, graph)))
-            steps += reversed(segments)
-        steps.sort(key=lambda step: step[:2])
-        results = tuple(frozenset(self.need[a]) if isinstance(a, Value) else frozenset({0}) for a in self.outputs)
-        arguments = tuple(frozenset(self.need[v]) for v in self.inputs)
-        return Placed(tuple(s for *_, s in steps), self.inputs, self.outputs, arguments, results)
-
-    def _earliest_rounds(self) -> tuple[_Work, list[_Step], _Read]:
-        """Return the first round in which each rank can run each of its equations.
-
-        Besides, return the loops, each in a round of its own, the moves at the end of each round, and what moves, loops
-        and the step's results read on each rank.
-        """
-        work: _Work = defaultdict(dict)
-        steps: list[_Step] = []
-        read: _Read = defaultdict(set)
-        ready: dict[tuple[Value, int], int] = {}  # the first round that can read a value on a rank
-        after_loop = 0
-        for value in self.results:
-            for rank in self.need[value]:
-                read[rank].add(value)
-        for node in self.nodes:
-            if isinstance(node, Loop):
-                reads = [(value, rank) for value, ranks in node.inputs() for rank in ranks]
-                for value, rank in reads:
-                    read[rank].add(value)
-                at = max([after_loop, *(ready.get(key, 0) for key in reads)])
-                steps.append((at, 1, node))
-                after_loop = at + 1
-                made = {value: dict.fromkeys(ranks, at) for value, ranks in node.homes.items()}
-            else:
-                rounds = dict[int, int]()
-                for rank in self.native[node]:
-                    rounds[rank] = max((ready.get((v, rank), 0) for v in values(node.inputs)), default=0)
-                    work[rank][node] = rounds[rank]
-                made = dict.fromkeys(node.outputs, rounds)
-            for value, rounds in made.items():
-                ready.update({(value, rank): at + isinstance(node, Loop) for rank, at in rounds.items()})
-                for target in sorted(self.need[value] - rounds.keys()):
-                    source = min(rounds)
-                    steps.append((rounds[source], 2, Move(value, source, target)))
-                    read[source].add(value)
-                    ready[value, target] = rounds[source] + 1
-        return work, steps, read
 
 
 def _wanted_by_loops(nodes: Sequence[Equation | Loop]) -> Mapping[Value, set[int]]:

@@ -1,20 +1,19 @@
-"""A step on ranks: loops, segments of outer equations and moves, in order. `place` makes it, `unroll` reads it."""
+"""A step on ranks: loops, and the equations around them. `place` makes it, `unroll` reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, values
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["ResultRanks", "Loop", "Move", "Placed", "Segment"]
+__all__ = ["Loop", "Placed", "ResultRanks"]
 
 
 _SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
@@ -65,8 +64,7 @@ class Loop:
 
     For each accumulator, `batch_dims` gives its dimension over the shards of the batch and the mesh axes of that
     dimension (see `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or
-    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut. `gathers` are the operands of
-    tasks that are gathered from outer values.
+    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut.
     """
 
     partition: Partition
@@ -80,7 +78,6 @@ class Loop:
     like: tuple[int | None, ...] = ()
     marks: tuple[Mark, ...] = ()
     cuts: tuple[int, ...] = ()
-    gathers: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
 
     @property
     def outputs(self) -> tuple[Value, ...]:
@@ -124,64 +121,52 @@ class Loop:
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
-    """Outer equations that one rank runs without waiting for another."""
-
-    rank: int
-    graph: Graph
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """A value copied from one rank to another."""
-
-    value: Value
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
 class Placed:
-    """The step in order; `arguments` and `results` give the ranks of each input and output.
+    """A step with the ranks of its work: `native` of each equation, and in `need` those that read each value.
 
     `for_all` marks the results that every process gets.
     """
 
-    steps: tuple[Segment | Move | Loop, ...]
+    nodes: tuple[Equation | Loop, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
-    arguments: tuple[frozenset[int], ...]
-    results: tuple[frozenset[int], ...]
-    for_all: tuple[bool, ...] = ()
+    native: Mapping[Equation, frozenset[int]]
+    need: Mapping[Value, frozenset[int]]
+    for_all: tuple[bool, ...]
+
+    def reads(self, node: Equation | Loop) -> list[tuple[Value, int]]:
+        """Return what an equation or a loop reads: the values, each with a rank that reads it."""
+        if isinstance(node, Loop):
+            return [(value, rank) for value, ranks in node.inputs() for rank in ranks]
+        return [(value, rank) for rank in self.native[node] for value in values(node.inputs)]
+
+    def makes(self, node: Equation | Loop) -> dict[Value, frozenset[int]]:
+        """Return what an equation or a loop makes: the values, each with the ranks on which it is made."""
+        return node.homes if isinstance(node, Loop) else dict.fromkeys(node.outputs, self.native[node])
+
+    def sent(self, node: Equation | Loop) -> Iterator[tuple[Value, int, int]]:
+        """Yield the values of an equation or a loop that other ranks read, each with its source and a target."""
+        for value, ranks in self.makes(node).items():
+            for target in sorted(self.need[value] - ranks):
+                yield value, min(ranks), target
 
     def verify(self) -> None:
         """Check that every rank has each value before it reads the value."""
-        have = {(v, r) for v, ranks in zip(self.inputs, self.arguments, strict=True) for r in ranks}
-        for step in self.steps:
-            if isinstance(step, Move):
-                if (step.value, step.source) not in have:
-                    raise VerificationError(f"a move takes a value that rank {step.source} does not have")
-                have.add((step.value, step.target))
-            elif isinstance(step, Segment):
-                step.graph.verify()
-                if any((v, step.rank) not in have for v in step.graph.inputs):
-                    raise VerificationError(f"a segment of rank {step.rank} reads what the rank does not have")
-                have.update((v, step.rank) for v in values(step.graph.outputs))
-            else:
-                if any((value, r) not in have for value, ranks in step.inputs() for r in ranks):
-                    raise VerificationError("a loop reads an operand that a rank does not have")
-                have.update((v, r) for v, ranks in step.homes.items() for r in ranks)
-        for atom, ranks in zip(self.outputs, self.results, strict=True):
-            if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
-                raise VerificationError("a result is missing on a rank")
+        have = {(value, rank) for value in self.inputs for rank in self.need[value]}
+        for node in self.nodes:
+            if not have.issuperset(self.reads(node)):
+                what = "a loop" if isinstance(node, Loop) else f"`{node.name}` at {node.where}"
+                raise VerificationError(f"{what} reads what a rank does not have")
+            have.update((value, rank) for value, ranks in self.makes(node).items() for rank in ranks)
+            have.update((value, target) for value, _, target in self.sent(node))
 
     def as_text(self) -> str:
         lines: list[str] = []
-        for step in self.steps:
-            if isinstance(step, Move):
-                lines.append(f"move {step.value.aval.str_short()} from rank {step.source} to rank {step.target}")
-            elif isinstance(step, Segment):
-                lines.append(f"rank {step.rank}:\n{step.graph.as_text()}")
-            else:
-                lines.append(step.as_text())
+        for node in self.nodes:
+            if isinstance(node, Loop):
+                lines.append(node.as_text())
+            elif ranks := sorted(self.native[node]):
+                made = ", ".join(value.aval.str_short() for value in node.outputs)
+                lines.append(f"ranks {ranks}: {node.name} makes {made} at {node.where}")
+            lines += [f"move {v.aval.str_short()} from rank {at} to rank {to}" for v, at, to in self.sent(node)]
         return "\n".join(lines)

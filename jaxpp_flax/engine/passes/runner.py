@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +32,7 @@ class Settings:
       specs: the partition of each input inside a submesh.
       shards: returns the number of shards over an entry of a spec.
       result_ranks: with several processes, the results that all of them get.
-      fsdp: gathers parameters in tasks of their own; None leaves them to each task that reads them.
+      fsdp: gathers parameters before the loops; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
@@ -105,17 +106,9 @@ def wants_verification() -> bool:
 
 
 def _new_folder(parent: Path) -> Path:
-    """Make a folder for one compiled function: `step_0`, or the next number that is free in all processes."""
+    """Make a folder for one compiled function: `step_0_...`, of a name that no other process makes."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = len(list(parent.glob("step_*")))
-    while True:
-        folder = parent / f"step_{number}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
+    return Path(tempfile.mkdtemp(prefix=f"step_{len(list(parent.iterdir()))}_", dir=parent))
 
 
 def _write_into(folder: Path) -> Observer:

@@ -1,8 +1,8 @@
 """Replace the whole mesh, and each rank's submesh, in a graph: a stage only sees its own submesh, without devices.
 
 `with_sharding_constraint(x, NamedSharding(mesh, P("data")))` is written for the mesh with its stage axis; inside a
-stage, the same partition is over the submesh. `jax.shard_map` over a mesh runs over the submesh; its manual axes stay
-manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps.
+stage, the same partition is over the submesh. `jax.shard_map` over the mesh of a rank runs over that of each; its
+manual axes stay manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpp_flax._compat import context_on_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.tracing.ir import Graph, inside, plain_literal
+from jaxpp_flax.engine.tracing.ir import Graph, plain_literal
 from jaxpp_flax.engine.tracing.rewriting import NestedRewriter, changed, is_same, part_of
 
 __all__ = ["on_submesh", "onto_mesh"]
@@ -27,7 +27,7 @@ def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
     """Return the same graph, with the abstract submesh in place of the whole mesh and of every rank's submesh.
 
     Raises:
-      ValueError: if a `shard_map` over the whole mesh uses the ranks' axis.
+      ValueError: if a `shard_map` is over the whole mesh.
     """
     return _Rewriter([mesh.jax_mesh, *mesh.unstack], mesh.abstract_submesh, mesh.mpmd_axis_name).graph(graph)
 
@@ -50,7 +50,7 @@ class _Rewriter:
         if mesh is self.submesh or mesh.empty or _identity(mesh) not in self.known:
             return mesh
         manual = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Manual]
-        if any(self.submesh.shape.get(n) != mesh.shape[n] for n in manual if n != self.stage_axis):
+        if any(self.submesh.shape.get(n) != mesh.shape[n] for n in manual):
             return mesh  # the shards would have other shapes
         moved = self.submesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual)) if manual else self.submesh
         return mesh if moved == mesh else moved
@@ -131,20 +131,14 @@ class _Rewriter:
         return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
     def _check_shard_map(self, name: str, params: Mapping[str, Any], source: Any) -> None:
-        """Refuse a `shard_map` whose ranks differ: on a submesh its results would be different."""
+        """Refuse a `shard_map` over the ranks' axis: on a submesh its results would be others, without a word."""
         axis = self.stage_axis
-        if name != "shard_map" or axis is None:
-            return
-        if self.mesh(params["mesh"]).shape.get(axis) == params["mesh"].shape.get(axis):
-            return
-        specs = [*params["in_specs"], *params["out_specs"]]
-        if any(axis in _names(spec) for spec in specs) or _uses_axis(params, axis):
+        if name == "shard_map" and self.mesh(params["mesh"]).shape.get(axis) != params["mesh"].shape.get(axis):
             where = source_info_util.summarize(source) if source is not None else "unknown"
             raise ValueError(
-                f"the shard_map at {where} is over the whole mesh, {dict(params['mesh'].shape)}, and uses its axis "
-                f"{axis!r}, in its specs, in a collective, or (with check_vma=False) in its gradient. A stage runs on "
-                f"one rank of that axis, where these numbers would be others. Leave `mesh=` out, or pass the stage's "
-                f"mesh, `mpmd_mesh.lowering_mesh()`, and name other axes of it."
+                f"the shard_map at {where} is over the whole mesh, {dict(params['mesh'].shape)}, but a stage runs on "
+                f"one rank of its axis {axis!r}. Leave `mesh=` out, or pass the stage's mesh, "
+                "`mpmd_mesh.lowering_mesh()`."
             )
 
 
@@ -158,18 +152,3 @@ def _identity(mesh: Mesh | AbstractMesh) -> Any:
     if isinstance(mesh, Mesh):
         return mesh.axis_names, mesh.devices.shape, tuple(mesh.devices.flat)
     return mesh.axis_names, mesh.axis_sizes
-
-
-def _names(entries: Any) -> set[Any]:
-    """Return the mesh axes in a spec, or in a parameter of a collective."""
-    if isinstance(entries, PartitionSpec):
-        entries = entries.partitions
-    if isinstance(entries, (tuple, list, set, frozenset)):
-        return {name for entry in entries for name in _names(entry)}
-    return {entries}
-
-
-def _uses_axis(params: Mapping[str, Any], axis: str) -> bool:
-    """Return whether an equation in the parameters' jaxprs communicates over a mesh axis, or asks for its index."""
-    used = (inner.params.get(name, ()) for inner in inside(params) for name in ("axes", "axis_name"))
-    return any(axis in _names(entries) for entries in used)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 
-from jaxpp_flax.engine.passes.fsdp.rule import Gather
+from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
-from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
+from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
+from jaxpp_flax.engine.passes.placed import Loop, Placed
 from jaxpp_flax.engine.program.builder import ProgramBuilder
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
-from jaxpp_flax.engine.tracing.ir import Graph, Value, values
+from jaxpp_flax.engine.program.program import Program, ProgramTask
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -58,14 +59,12 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
         ran[task].append(microbatch)
     in_order = {c.task for c in loop.partition.carries} | {a.task for a in loop.partition.accumulators if a.ordered}
     for index, (task, microbatches) in enumerate(zip(tasks, ran, strict=True)):
-        counts = Counter(microbatches)
-        for microbatch in range(loop.length):
-            if counts[microbatch] != 1:
-                raise ScheduleError(
-                    f"{name} runs {task.name} for microbatch {microbatch} {counts[microbatch]} times; each task of the "
-                    f"step must run exactly once for each of its {loop.length} microbatches. "
-                    "`jaxpp_flax.schedules.validate` checks a schedule without a model."
-                )
+        if sorted(microbatches) != [*range(loop.length)]:
+            raise ScheduleError(
+                f"{name} runs {task.name} for the microbatches {microbatches[:8]}; each task of the step must run "
+                f"exactly once for each of its {loop.length} microbatches. `jaxpp_flax.schedules.validate` checks a "
+                "schedule without a model."
+            )
         if index in in_order and microbatches != sorted(microbatches):
             raise ScheduleError(
                 f"{name} runs {task.name} for the microbatches in the order {microbatches[:8]}, but the task hands a "
@@ -113,36 +112,21 @@ class _LoopUnroller:
 
     def run(self) -> None:
         at = self.builder.at
-        gathered = self._read_operands()
+        for operand, edge in zip(self.loop.operands, self.part.operands, strict=True):
+            self.shared.update({(edge, rank): at[operand, rank] for rank in self.loop.readers.get(edge, ())})
         self._initial_accumulators()
         for carry in self.part.carries:
             for rank in {self.rank[carry.task], *self.carried[carry.result]}:
                 self.own[0][carry.result, rank] = at[self.loop.carry_init[carry.leaf], rank]
         numbers = [self.builder.task(self._program_task(i)) for i in range(len(self.part.tasks))]
-        start = len(self.builder.instructions)
         for task, microbatch in _scheduled(self.loop):
             self._run_task(task, numbers[task], microbatch)
-        if gathered:
-            _insert_gathers(self.builder, start, gathered, self.name)
         for edge, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
             at[edge, rank] = self.shared[accumulator.state, rank]
         for carry in self.part.carries:
             rank = self.rank[carry.task]
             at[self.loop.carry_results[carry.leaf], rank] = self.own[-1][carry.result, rank]
-
-    def _read_operands(self) -> dict[int, Gather]:
-        """Note the values of the operands on the ranks that read them; return those that must be gathered first."""
-        gathered: dict[int, Gather] = {}
-        for operand, edge in zip(self.loop.operands, self.part.operands, strict=True):
-            for rank in self.loop.readers.get(edge, ()):
-                if edge in self.loop.gathers:
-                    (value,) = self.builder.new(1)
-                    gathered[value] = self.loop.gathers[edge]
-                else:
-                    value = self.builder.at[operand, rank]
-                self.shared[edge, rank] = value
-        return gathered
 
     def _initial_accumulators(self) -> None:
         by_rank: dict[int, list[int]] = {}
@@ -204,49 +188,78 @@ class _LoopUnroller:
         return found
 
 
-def _insert_gathers(builder: ProgramBuilder, start: int, gathered: dict[int, Gather], prefix: str) -> None:
-    """Run a task that gathers parameters before the first run that reads them, from instruction `start` on."""
-    later, builder.instructions[start:] = builder.instructions[start:], ()
-    for instruction in later:
-        wanted = tuple(value for value in dict.fromkeys(instruction.reads()) if value in gathered)
-        if wanted and isinstance(instruction, Run):
-            rank, found = instruction.rank, [gathered.pop(value) for value in wanted]
-            equations = tuple(gather.equation for gather in found)
-            shards = tuple(shard for e in equations for shard in values(e.inputs))
-            graph = Graph(shards, tuple(e.outputs[0] for e in equations), equations)
-            specs = tuple(gather.spec for gather in found)
-            name = f"{prefix}gather_{builder.tasks[instruction.task].stage}"
-            task = builder.task(ProgramTask(name, rank, graph, out_specs=specs))
-            builder.instructions.append(Run(task, -1, rank, builder.values_of(shards, rank), wanted))
-        builder.instructions.append(instruction)
-
-
 def unroll(placed: Placed, num_ranks: int) -> Program:
-    """Turn a placed step into a program."""
+    """Turn a placed step into a program.
+
+    Each rank runs the equations around the loops in rounds: a round is a program, made of all that no transfer is
+    missing for. A loop has a round of its own.
+    """
     builder = ProgramBuilder(num_ranks)
-    for edge, ranks in zip(placed.inputs, placed.arguments, strict=True):
-        builder.argument(edge, sorted(ranks))
-    loops = segments = 0
-    pending: dict[tuple[int, int], list[Value]] = {}
-
-    def send_pending() -> None:
-        for (source, target), edges in pending.items():
-            builder.send(edges, source, target)
-        pending.clear()
-
-    for step in placed.steps:
-        if isinstance(step, Move):
-            pending.setdefault((step.source, step.target), []).append(step.value)
-            continue
-        send_pending()
-        if isinstance(step, Segment):
-            task = builder.task(ProgramTask(f"outer_{segments}", step.rank, step.graph))
-            builder.run_on(task, step.graph.inputs, step.graph.outputs)
-            segments += 1
-        else:
-            _LoopUnroller(builder, step, loops).run()
+    for edge in placed.inputs:
+        builder.argument(edge, sorted(placed.need[edge]))
+    rounds = _Rounds(placed)
+    segments = rounds.segments()
+    loops = outer = 0
+    for at in range(rounds.count):
+        for rank, graph in segments.get(at, ()):
+            task = builder.task(ProgramTask(f"outer_{outer}", rank, graph))
+            builder.run_on(task, graph.inputs, graph.outputs)
+            outer += 1
+        if (loop := rounds.loops.get(at)) is not None:
+            _LoopUnroller(builder, loop, loops).run()
             loops += 1
-    send_pending()
-    for atom, ranks in zip(placed.outputs, placed.results, strict=True):
-        builder.result(atom, ranks)
+        for (source, target), edges in rounds.moves.get(at, {}).items():
+            builder.send(edges, source, target)
+    for atom in placed.outputs:
+        builder.result(atom, placed.need[atom] if isinstance(atom, Value) else ())
     return builder.finish()
+
+
+class _Rounds:
+    """The first round in which each rank can run each equation, loop and move; a move is at the end of its round."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.loops: dict[int, Loop] = {}
+        self.moves: dict[int, dict[tuple[int, int], list[Value]]] = {}
+        self.work: dict[int, dict[Equation, int]] = {}  # the round of each equation, by rank
+        self.read: defaultdict[int, set[Value]] = defaultdict(set)  # what moves, loops and results read, by rank
+        self.count = 1
+        for value in values(placed.outputs):
+            for rank in placed.need[value]:
+                self.read[rank].add(value)
+        ready: dict[tuple[Value, int], int] = {}  # the first round that can read a value on a rank
+        for node in placed.nodes:
+            rounds = dict[int, int]()
+            if isinstance(node, Loop):
+                at = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in placed.reads(node))])
+                self.loops[at] = node
+                for value, rank in placed.reads(node):
+                    self.read[rank].add(value)
+                rounds = dict.fromkeys(frozenset[int]().union(*node.homes.values()), at)
+            else:
+                for rank in placed.native[node]:
+                    rounds[rank] = max((ready.get((v, rank), 0) for v in values(node.inputs)), default=0)
+                    self.work.setdefault(rank, {})[node] = rounds[rank]
+            for value, ranks in placed.makes(node).items():
+                ready.update({(value, rank): rounds[rank] + isinstance(node, Loop) for rank in ranks})
+            for value, source, target in placed.sent(node):
+                self.moves.setdefault(rounds[source], {}).setdefault((source, target), []).append(value)
+                self.read[source].add(value)
+                ready[value, target] = rounds[source] + 1
+            self.count = max([self.count, *(at + 1 for at in rounds.values())])
+
+    def segments(self) -> dict[int, list[tuple[int, Graph]]]:
+        """Return the programs of each round, in the order of ranks; what a program makes is what later ones read."""
+        found: dict[int, list[tuple[int, Graph]]] = {}
+        for rank, times in sorted(self.work.items()):
+            read = self.read[rank]
+            kept = {equation for equation in times if not read.isdisjoint(equation.outputs)}
+            programs = [(at, part) for at, equations in delayed(times, kept) for part in stream_updates(equations)]
+            graphs: list[tuple[int, Graph]] = []
+            for at, equations in reversed(programs):
+                graph = graph_of(equations, read)
+                read.update(graph.inputs)
+                graphs.append((at, graph))
+            for at, graph in reversed(graphs):
+                found.setdefault(at, []).append((rank, graph))
+        return found

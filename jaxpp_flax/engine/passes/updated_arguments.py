@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.passes.placed import Loop
-from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
 

@@ -241,8 +241,8 @@ class Program:
         for value in (*instruction.reads(), *self._ended(instruction)):
             if there.get(value) != rank:
                 return f"reads value {value}, which rank {rank} does not hold"
-        if (fault := self._fault_of_memory(instruction)) is not None:
-            return fault
+        if isinstance(instruction, Transfer) and len(instruction.sent) != len(instruction.received):
+            return f"sends {len(instruction.sent)} values and receives {len(instruction.received)}"
         if isinstance(instruction, Run) and (other := self.tasks[instruction.task].rank) != rank:
             return f"runs a task of rank {other} on rank {rank}"
         again = next((value for value in instruction.writes() if value in made), None)
@@ -257,30 +257,6 @@ class Program:
         if isinstance(instruction, Free):
             return instruction.values
         return self.taken_over(instruction) if isinstance(instruction, Run) else ()
-
-    @cached_property
-    def _on_host(self) -> set[int]:
-        """The values that were offloaded."""
-        moves = (i for i in self.instructions if isinstance(i, Transfer) and i.memory == HOST_MEMORY)
-        return {value for move in moves for value in move.received}
-
-    def _fault_of_memory(self, instruction: Instruction) -> str | None:
-        """Check that nothing but a fetch reads an offloaded value, and that transfers have both of their ends."""
-        if isinstance(instruction, Wait):
-            early = next((value for value in instruction.copies if value not in self._on_host), None)
-            return None if early is None else f"waits for value {early}, which was not offloaded"
-        memory = None
-        if isinstance(instruction, Transfer):
-            memory, sent, received = instruction.memory, len(instruction.sent), len(instruction.received)
-            if sent != received:
-                return f"sends {sent} values and receives {received}"
-            if memory is not None and instruction.source != instruction.target:
-                return f"moves values of rank {instruction.source}: a rank offloads its own"
-        for value in instruction.reads():
-            if (value in self._on_host) != (memory is not None and memory != HOST_MEMORY):
-                state = "is in host memory" if value in self._on_host else "was not offloaded"
-                return f"reads value {value}, which {state}"
-        return None
 
     def as_text(self) -> str:
         """Return one line of text for each instruction."""

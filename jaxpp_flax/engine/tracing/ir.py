@@ -271,7 +271,6 @@ def emit(
     outputs: Sequence[Value | None] | None = None,
     *,
     like: Equation | None = None,
-    struct: Callable[[Any], Any] | None = None,
 ) -> tuple[list[Equation], list[Atom]]:
     """Apply a function of arrays to `inputs`; return its equations and the atoms of its results.
 
@@ -280,10 +279,9 @@ def emit(
       inputs: its operands.
       outputs: the values of the results, None for a new value; by default all are new.
       like: an equation: the function is traced in its context, and the new equations get its source and labels.
-      struct: returns the types with which the function is traced; by default `struct_of`.
     """
     with like.context.manager if like is not None and like.context is not None else nullcontext():
-        jaxpr = jax.make_jaxpr(function)(*((struct or struct_of)(atom.aval) for atom in inputs))
+        jaxpr = jax.make_jaxpr(function)(*(struct_of(atom.aval) for atom in inputs))
     graph = applied(jaxpr, inputs)
     equations, results = list(graph.equations), list(graph.outputs)
     if outputs is not None:

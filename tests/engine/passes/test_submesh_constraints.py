@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
+from jaxpp_flax.engine.passes.submesh_constraints import on_submesh, onto_mesh
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
@@ -108,19 +108,22 @@ def test_a_graph_without_meshes_is_the_same_object():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_shard_map_moves_with_its_manual_axes(kind: AxisType):
-    mesh = mesh_of(kind)
-    whole = mesh.jax_mesh.abstract_mesh
-    fun = jax.shard_map(lambda x: jnp.sin(x) * 2, mesh=mesh.jax_mesh, in_specs=P("data"), out_specs=P("data"))
-    with jax.sharding.use_abstract_mesh(whole):
-        typed = NamedSharding(whole, P("data")) if kind is AxisType.Explicit else None
-        graph, _ = from_jaxpr(
-            jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=typed))
-        )
-    manual = mesh.abstract_submesh.update_axis_types(dict.fromkeys(mesh.abstract_submesh.axis_names, AxisType.Manual))
-    moved = on_submesh(graph, mesh)
+    """From the mesh of one rank to that of another, which has fewer devices along an axis that is not manual."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    one, other = (Mesh(of, ("data", "tensor"), axis_types=(kind,) * 2) for of in (devices, devices[:, :1]))
+    fun = jax.shard_map(
+        lambda x: jnp.sin(x) * 2, mesh=one, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )  # fmt: skip
+
+    def struct(mesh: Mesh) -> jax.ShapeDtypeStruct:
+        typed = NamedSharding(mesh.abstract_mesh, P("data")) if kind is AxisType.Explicit else None
+        return jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=typed)
+
+    with jax.sharding.use_abstract_mesh(one.abstract_mesh):
+        graph, _ = from_jaxpr(jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(struct(one)))
+    manual = other.abstract_mesh.update_axis_types({"data": AxisType.Manual})
+    moved = onto_mesh([one], other.abstract_mesh)(graph)
     moved.verify()
-    assert meshes(moved) == {mesh.abstract_submesh, manual}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_submesh):
-        typed = NamedSharding(mesh.abstract_submesh, P("data")) if kind is AxisType.Explicit else None
-        struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=typed)
-        assert jax.make_jaxpr(lambda x: moved.run(x))(struct).out_avals[0].shape == X.shape
+    assert meshes(moved) == {other.abstract_mesh, manual}
+    with jax.sharding.use_abstract_mesh(other.abstract_mesh):
+        assert jax.make_jaxpr(lambda x: moved.run(x))(struct(other)).out_avals[0].shape == X.shape

@@ -1,8 +1,8 @@
 """Let a loop read gathered parameters in place of their shards.
 
 A parameter qualifies if every microbatch reads it whole, and it is sharded over axes that also shard the examples of a
-microbatch. The loop's tasks then need no collective for it: `unroll` gathers it in a task of its own. On an Explicit
-mesh the gathered parameter has another type than its shards. The body's own `reshard` reads the gathered one, and the
+microbatch. An equation before the loops gathers it, and the loop's tasks need no collective for it. On an Explicit mesh
+the gathered parameter has another type than its shards. The body's own `reshard` reads the gathered one, and the
 `reshard` of the gradient to the parameter's partition waits until after the loop (see `defer_reductions`).
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -50,18 +49,29 @@ def gather_parameters(
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
     dims = propagate(step.graph.equations, known, shards)
     behind = follow(step.graph.equations, spec_of)
-    found = step.each(lambda loop: _gather_in_loop(loop, spec_of, behind, dims, shards, rule))
-    counts = Counter(v for loop in found.loops for gather in loop.gathered.values() for v in gather.equation.inputs)
-    if not counts:
+    gathers: dict[tuple[Value, PartitionSpec], Gather] = {}  # of all loops: two that read one parameter share it
+
+    def gather(operand: Value, spec: PartitionSpec) -> Gather:
+        if (operand, spec) not in gathers:
+            gathers[operand, spec] = _gather(operand, spec, shards, rule)
+        return gathers[operand, spec]
+
+    found = step.each(lambda loop: _gather_in_loop(loop, spec_of, behind, dims, gather, rule))
+    if not gathers:
         raise ValueError(_nothing_to_gather(step, spec_of, rule))
-    for value in [v for v, count in counts.items() if count > 1]:
-        warnings.warn(
-            f"{rule.name_of(value)}, {value.aval.str_short()}, is read by {counts[value]} loops, and each of them "
-            "gathers it and scatters its gradient. For one gather a step, compute both losses in one loop.",
-            FsdpWarning,
-            stacklevel=2,
-        )
-    return found
+    return replace(found, graph=_with_gathers(step, found.loops))
+
+
+def _with_gathers(step: Opened, loops: Sequence[OpenLoop]) -> Graph:
+    """Return the step with changed loops; each gather stands in front of the first loop that reads it."""
+    changed = {old.equation: new for old, new in zip(step.loops, loops, strict=True)}
+    equations: dict[Equation, None] = {}
+    for equation in step.graph.equations:
+        if (loop := changed.get(equation)) is not None:
+            equations.update(dict.fromkeys(gather.equation for gather in loop.gathered.values()))
+            equation = loop.equation
+        equations[equation] = None
+    return replace(step.graph, equations=tuple(equations))
 
 
 def _gather_in_loop(
@@ -69,7 +79,7 @@ def _gather_in_loop(
     spec_of: Mapping[Value, PartitionSpec],
     behind: Mapping[Value, tuple[Value, ...]],
     dims: Mapping[Value, BatchDim],
-    shards: ShardCounts,
+    gather: Callable[[Value, PartitionSpec], Gather],
     rule: FsdpRule,
 ) -> OpenLoop:
     body = loop.flat_body()
@@ -85,14 +95,16 @@ def _gather_in_loop(
             warn_of_derived(operand, derived[0], rule)
         if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
-        gather = _gather(operand, keep_axes(spec_of[operand], lambda name: name not in axes), shards, rule)
-        twins[value] = value if struct_of(value.aval).sharding is None else gather.equation.outputs[0]
-        gathered[twins[value]] = replace(gather, equation=replace(gather.equation, outputs=(twins[value],)))
+        found = gather(operand, keep_axes(spec_of[operand], lambda name: name not in axes))
+        twins[value] = value if struct_of(value.aval).sharding is None else Value(found.made.aval)
+        gathered[twins[value]] = found
     if not gathered:
         return loop
+    made = [gathered[twins[v]].made if v in twins else a for v, a in zip(body.constants, loop.constants, strict=True)]
+    equation = loop.equation.reading((*made, *loop.carry_init))
     body = _reading(body, twins, axes)
     _warn_of_shards(body, twins, operands, rule)
-    return replace(loop, body=body, gathered=gathered)
+    return replace(loop, equation=equation, body=body, gathered=gathered)
 
 
 def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: FsdpRule) -> Gather:
@@ -100,7 +112,7 @@ def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: Fsdp
     place = jax.lax.with_sharding_constraint if struct_of(operand.aval).sharding is None else jax.sharding.reshard
     (equation,), _ = emit(lambda x: place(x, sharding), [operand])
     parts = math.prod(shards(entry) for entry in spec.partitions if entry is not None)
-    return Gather(equation=equation, spec=spec, nbytes=operand.nbytes // parts)
+    return Gather(parameter=operand, equation=equation, spec=spec, nbytes=operand.nbytes // parts)
 
 
 def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBody:

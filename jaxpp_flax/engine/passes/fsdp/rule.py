@@ -21,7 +21,7 @@ class FsdpWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FsdpRule:
-    """Gather parameters as tasks of their own, and reduce their gradients once, after the loop.
+    """Gather parameters before the loops, and reduce their gradients once, after them.
 
     Attributes:
       mesh: the submesh of a rank, without devices.
@@ -43,14 +43,21 @@ class FsdpRule:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Gather:
-    """A parameter of a loop that is gathered.
+    """A parameter that is gathered before the loops that read it.
 
     Attributes:
-      equation: makes the gathered parameter from its shards.
+      parameter: its shards.
+      equation: makes the gathered parameter.
       spec: the partition of the gathered parameter.
       nbytes: the bytes of the gathered parameter on a device.
     """
 
+    parameter: Value
     equation: Equation
     spec: PartitionSpec
     nbytes: int
+
+    @property
+    def made(self) -> Value:
+        """The gathered parameter."""
+        return self.equation.outputs[0]

@@ -61,12 +61,10 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
 
 def _warn_of_reductions(loop: Loop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule) -> None:
     """Warn of gradients that cannot wait for the end of the loop."""
-    spec_of = dict(zip(inputs, specs, strict=True))
-    shards = [v for gather in loop.gathers.values() for v in values(gather.equation.inputs) if v in spec_of]
-    sharded = {(v.aval.shape, spec_of[v]) for v in shards}
+    axes = {name for dim in loop.batch_dims if dim is not None for name in axes_in((dim[1],))}
     for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):
         aval = accumulator.state.aval
-        if like is None or batch_dim is not None or (aval.shape, specs[like]) not in sharded:
+        if like is None or batch_dim is not None or axes.isdisjoint(axes_in(specs[like])):
             continue
         if _adds_something(loop.partition.tasks[accumulator.task].graph, accumulator):
             warnings.warn(

@@ -61,7 +61,6 @@ def _defer_in_loop(
         (v.aval.shape, name)
         for v, a in operands.items()
         for name in axes_in(spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
-        if v not in loop.gathered
     }
 
     def may_defer(gradient: Value, axes: Any) -> bool:

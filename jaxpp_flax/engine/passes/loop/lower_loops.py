@@ -106,7 +106,6 @@ class _Lowering:
             batch_dims=tuple(opened.batch_dims[accumulator.part_of] for accumulator in part.accumulators),
             marks=opened.body.marks,
             cuts=opened.cuts,
-            gathers=opened.gathered,
         )
 
     def _materialise(self, atoms: Sequence[Atom]) -> tuple[Value, ...]:

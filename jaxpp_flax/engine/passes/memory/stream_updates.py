@@ -1,9 +1,9 @@
 """Divide work that fetches arrays from host memory, so that a rank never has all of them on its devices at once.
 
 An optimizer whose state lies on the host moves each leaf to the devices, updates it and moves it back. One program for
-all of that may fetch every leaf before the first one leaves. So `place` runs it as several programs, one after another:
-each fetches the arrays of one leaf, or of several up to the window's bytes. XLA optimizes each alone, so a last bit may
-differ from that of one program.
+all of that may fetch every leaf before the first one leaves. So `unroll` makes several programs of it, one after
+another: each fetches the arrays of one leaf, or of several up to the window's bytes. XLA optimizes each alone, so a
+last bit may differ from that of one program.
 """
 
 from __future__ import annotations

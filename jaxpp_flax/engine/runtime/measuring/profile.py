@@ -144,7 +144,7 @@ class _MeasuredStep:
                 raise TimeoutError(
                     f"the step was measured, and what transfer {number} of its program brings did not arrive within "
                     f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
-                    "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
+                    "smaller batch or fewer microbatches; `compiled.as_text()` lists the transfers."
                 )
             self._check()
 

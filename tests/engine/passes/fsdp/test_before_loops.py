@@ -110,12 +110,11 @@ def test_the_order_of_axes_in_one_dimension_is_named():
         compared(step, specs, mesh_of(fsdp=2, tensor=2))
 
 
-def test_a_weight_of_two_loops_is_named():
+def test_a_weight_of_two_loops_is_gathered_once():
     def step(w: Any, b: Any) -> Any:
         return gradients(w, b), gradients(w, 2 * b)
 
-    with pytest.warns(FsdpWarning, match=r"argument\S*\[\d\], float32\[8,8\], is read by 2 loops, and each of them"):
-        compared(step)
+    assert executed(compared(step), in_loop=False)["all-gather"] == 2
 
 
 def test_a_second_input_is_seen_and_a_placed_weight_is_left_alone():

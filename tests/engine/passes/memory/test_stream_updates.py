@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.placed import Segment
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, memory_kind_of
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
@@ -80,8 +79,8 @@ def test_each_program_fetches_a_window(monkeypatch: pytest.MonkeyPatch):
 
 def test_work_within_the_window_stays_one_program():
     pipelined, arguments = compiled_step()
-    segments = [x for x in pipelined.compile(*arguments)._plan.built.placed.steps if isinstance(x, Segment)]
-    fetching = [x.graph.equations for x in segments if any(map(stream_updates._fetched_bytes, x.graph.equations))]
+    outer = [task.graph.equations for task in pipelined.compile(*arguments).program.tasks if task.stage is None]
+    fetching = [equations for equations in outer if any(map(stream_updates._fetched_bytes, equations))]
     assert len(fetching) == 2
     for equations in fetching:
         assert stream_updates.stream_updates(equations) == [list(equations)]
