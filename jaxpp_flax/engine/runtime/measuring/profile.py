@@ -4,7 +4,7 @@
 end are the times of the work itself. Waiting costs some overlap of dispatch with work; the tasks' times and the idle
 gaps between them are real. With several processes, each one measures its own ranks, and all get all times.
 
-`run_timed`, inside `collect_task_times_ms`, waits for each task before it starts the next one on any rank. Nothing
+`timed`, inside `collect_task_times_ms`, waits for each task before it starts the next one on any rank. Nothing
 overlaps, so such a step is slower than others.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.schedules.task import FusedTask, Task
 
-__all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
+__all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "timed"]
 
 _WAIT_SECONDS = 600.0
 
@@ -46,8 +47,7 @@ def run_profiled(
     program: Program,
     steps: Sequence[Step | None],
     environment: list[Any],
-    at_once: int | None = None,
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[int],
     crossings: Sequence[int] = (),
     *,
     ordered: bool = False,
@@ -58,9 +58,7 @@ def run_profiled(
       program: the program that runs.
       steps: the runtime's steps, one for each instruction; None for work of other processes.
       environment: arguments and indices in their places; receives the results.
-      at_once: the number of tasks that may run at a time, over all ranks. If ranks are virtual devices on fewer cores,
-        pass the number of cores: then a task's time does not include its wait for a core.
-      ranks: the ranks of this process; None: all.
+      ranks: the ranks of this process.
       crossings: the numbers of the transfers in which other processes take part, ascending.
       ordered: True if every process must begin the crossings in this order.
 
@@ -70,37 +68,32 @@ def run_profiled(
     Raises:
       RuntimeError: if a task failed; the failure is the cause.
     """
-    own = range(program.num_ranks) if ranks is None else ranks
-    step = _MeasuredStep(
-        program, steps, environment, len(own) if at_once is None else at_once, own, crossings, ordered=ordered
-    )
-    for rank in own:
+    step = _MeasuredStep(program, steps, environment, ranks, crossings, ordered=ordered)
+    for rank in ranks:
         # A daemon: after a failure, a thread may wait for another process forever.
         threading.Thread(target=step.run_rank, args=(rank,), daemon=True).start()
-    for _ in own:
+    for _ in ranks:
         if (failure := step.ended.get()) is not None:
             raise RuntimeError(
                 "a task failed while the step was measured; its error is above this one, and is to be mended"
             ) from failure
-    return [timing for rank in own for timing in step.timings[rank]]
+    return [timing for rank in ranks for timing in step.timings[rank]]
 
 
 class _MeasuredStep:
-    """One step that is measured: its ranks run in threads, and share the environment and the cores."""
+    """One step that is measured: its ranks run in threads, and share the environment."""
 
     def __init__(
         self,
         program: Program,
         steps: Sequence[Step | None],
         environment: list[Any],
-        cores: int,
         own: Sequence[int],
         crossings: Sequence[int],
         *,
         ordered: bool,
     ) -> None:
         self.program, self.steps, self.environment = program, steps, environment
-        self.cores = threading.Semaphore(cores)
         self.own = frozenset(own)
         self.ended: SimpleQueue[BaseException | None] = SimpleQueue()  # how each rank ended
         self.failed = False
@@ -181,11 +174,10 @@ class _MeasuredStep:
             self._next.popleft()
 
     def _task(self, run: Run, step: Step) -> None:
-        with self.cores:
-            start = time.perf_counter() - self.begin
-            step(self.environment)
-            jax.block_until_ready([self.environment[value] for value in run.outputs])
-            end = time.perf_counter() - self.begin
+        start = time.perf_counter() - self.begin
+        step(self.environment)
+        jax.block_until_ready([self.environment[value] for value in run.outputs])
+        end = time.perf_counter() - self.begin
         scheduled = self.program.tasks[run.task].scheduled(run.microbatch)
         if scheduled is not None:
             self.timings[run.rank].append(TaskTiming(rank=run.rank, task=scheduled, start=start, end=end))
@@ -240,19 +232,19 @@ def collector() -> TaskTimes | None:
     return _collector.get()
 
 
-def run_timed(
-    program: Program, steps: Sequence[Callable[[list[Any]], None] | None], environment: list[Any], times: TaskTimes
-) -> None:
-    """Run one step over `environment`, one task at a time, adding each task's milliseconds to `times`."""
-    for instruction, step in zip(program.instructions, steps, strict=True):
-        if step is None:
-            continue
-        if not isinstance(instruction, Run):
-            step(environment)
-            continue
-        jax.block_until_ready([environment[value] for value in instruction.inputs])
-        begin = time.perf_counter()
-        step(environment)
-        jax.block_until_ready([environment[value] for value in instruction.outputs])
-        task = program.tasks[instruction.task]
-        times.setdefault(task.name, []).append((time.perf_counter() - begin) * 1e3)
+def timed(program: Program, steps: Sequence[Step | None], times: TaskTimes) -> list[Step | None]:
+    """Return the runtime's steps so that one task runs at a time, and adds its milliseconds to `times`."""
+    return [
+        partial(_time_one, times.setdefault(program.tasks[instruction.task].name, []), instruction, step)
+        if step is not None and isinstance(instruction, Run)
+        else step
+        for instruction, step in zip(program.instructions, steps, strict=True)
+    ]
+
+
+def _time_one(times: list[float], run: Run, step: Step, environment: list[Any]) -> None:
+    jax.block_until_ready([environment[value] for value in run.inputs])
+    begin = time.perf_counter()
+    step(environment)
+    jax.block_until_ready([environment[value] for value in run.outputs])
+    times.append((time.perf_counter() - begin) * 1e3)

@@ -16,7 +16,7 @@ def measure(first: Callable[[list[Any]], None], second: Callable[[list[Any]], No
     """Two ranks send to each other: rank 0 runs `first`, then rank 1 runs `second`."""
     transfers = (Transfer(0, 1, (0,), (1,)), Transfer(1, 0, (1,), (2,)))
     program = Program(transfers, (), (), (), {}, 3, 2)
-    profile.run_profiled(program, [first, second], [None] * 3)
+    profile.run_profiled(program, [first, second], [None] * 3, range(2))
 
 
 def test_what_does_not_arrive_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
@@ -54,5 +54,5 @@ def test_transfers_of_several_processes_begin_in_one_order_if_the_transport_need
     )
     program = Program(transfers, (), (), (), {}, 10, 3)
     steps = [lambda _, number=number: begun.append(number) for number in range(5)]
-    profile.run_profiled(program, steps, [None] * 10, None, [1], range(5), ordered=ordered)
+    profile.run_profiled(program, steps, [None] * 10, [1], range(5), ordered=ordered)
     assert begun == (list(range(5)) if ordered else [1, 3])
