@@ -53,9 +53,7 @@ def looking_away() -> Generator[None]:
 
 
 @contextmanager
-def watched(
-    program: Program, steps: Sequence[Step | None], environment: list[Any]
-) -> Generator[Sequence[Step | None]]:
+def watched(program: Program, steps: Sequence[Step | None], environment: list[Any]) -> Generator[Sequence[Step | None]]:
     """Look for the special values that the switches ask for, in one step of a program; give the steps to run for it.
 
     As under `jax.jit`, only special values that reach a result are an error; a masked one is not. The error names the
