@@ -161,13 +161,9 @@ class Runtime:
           FloatingPointError: as `run`; the checks then count as time of the tasks.
         """
         self._begin(environment)
-        ranks, ordered = self._mesh.local_ranks, False
-        clock = None
-        if self._distributed is not None:
-            connection = self._distributed.connection
-            clock, ordered = StepClock(connection.group), connection.transport.needs_global_order
+        clock = None if self._distributed is None else StepClock(self._distributed.connection.group)
         with watched(self.program, self._unbounded, environment) as steps:
-            timings = run_profiled(self.program, steps, environment, ranks, self._crossings, ordered=ordered)
+            timings = run_profiled(self.program, steps, environment, self._mesh.local_ranks, self._crossings)
             return timings if clock is None else clock.gather(timings)
 
 

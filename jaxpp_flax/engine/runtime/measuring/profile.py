@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,8 +48,6 @@ def run_profiled(
     environment: list[Any],
     ranks: Sequence[int],
     crossings: Sequence[int] = (),
-    *,
-    ordered: bool = False,
 ) -> list[TaskTiming]:
     """Run one step over `environment`, each rank in a thread of its own, and time the loop's tasks.
 
@@ -59,8 +56,8 @@ def run_profiled(
       steps: the runtime's steps, one for each instruction; None for work of other processes.
       environment: arguments and indices in their places; receives the results.
       ranks: the ranks of this process.
-      crossings: the numbers of the transfers in which other processes take part, ascending.
-      ordered: True if every process must begin the crossings in this order.
+      crossings: the numbers of the transfers in which other processes take part, ascending. One thread begins them in
+        this order, because some transports need one order in all processes.
 
     Returns:
       The times of the tasks of these ranks.
@@ -68,11 +65,12 @@ def run_profiled(
     Raises:
       RuntimeError: if a task failed; the failure is the cause.
     """
-    step = _MeasuredStep(program, steps, environment, ranks, crossings, ordered=ordered)
-    for rank in ranks:
+    step = _MeasuredStep(program, steps, environment, ranks, crossings)
+    threads = [partial(step.run_rank, rank) for rank in ranks] + [step.run_crossings] * bool(crossings)
+    for run in threads:
         # A daemon: after a failure, a thread may wait for another process forever.
-        threading.Thread(target=step.run_rank, args=(rank,), daemon=True).start()
-    for _ in ranks:
+        threading.Thread(target=step.run, args=(run,), daemon=True).start()
+    for _ in threads:
         if (failure := step.ended.get()) is not None:
             raise RuntimeError(
                 "a task failed while the step was measured; its error is above this one, and is to be mended"
@@ -90,88 +88,74 @@ class _MeasuredStep:
         environment: list[Any],
         own: Sequence[int],
         crossings: Sequence[int],
-        *,
-        ordered: bool,
     ) -> None:
         self.program, self.steps, self.environment = program, steps, environment
         self.own = frozenset(own)
-        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()  # how each rank ended
+        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()  # how each thread ended
         self.failed = False
         self.timings: dict[int, list[TaskTiming]] = {rank: [] for rank in own}
-        self._arrived = {n: threading.Event() for n, i in enumerate(program.instructions) if isinstance(i, Transfer)}
-        self._crossings, self._turn = frozenset(crossings), threading.Condition()
-        self._next = deque(crossings if ordered else ())
-        self._pass_over_others()
+        transfers = [n for n, instruction in enumerate(program.instructions) if isinstance(instruction, Transfer)]
+        self._arrived = {number: threading.Event() for number in transfers}
+        self._reached = {number: threading.Event() for number in crossings}  # by the rank that sends
         self.begin = time.perf_counter()
 
-    def run_rank(self, rank: int) -> None:
-        """Run the instructions of one rank in order."""
+    def run(self, part: Callable[[], None]) -> None:
+        """Run a part of the step, and note how it ended."""
         try:
-            for number, (instruction, step) in enumerate(zip(self.program.instructions, self.steps, strict=True)):
-                if step is None:
-                    continue
-                if isinstance(instruction, Transfer):
-                    self._transfer(rank, number, instruction, step)
-                elif instruction.rank == rank and isinstance(instruction, Run):
-                    self._task(instruction, step)
-                elif instruction.rank == rank:
-                    step(self.environment)
+            part()
         except BaseException as error:
             self.ended.put(error)
             self.failed = True
-            for event in self._arrived.values():
+            for event in (*self._arrived.values(), *self._reached.values()):
                 event.set()
-            with self._turn:
-                self._turn.notify_all()
         else:
             self.ended.put(None)
 
-    def _transfer(self, rank: int, number: int, transfer: Transfer, step: Step) -> None:
-        if rank == transfer.source or (rank == transfer.target and transfer.source not in self.own):
-            self._copy(number, step)
-            if transfer.target in self.own:
-                jax.block_until_ready([self.environment[value] for value in transfer.received])
-            self._arrived[number].set()
-        elif rank == transfer.target:
-            if not self._arrived[number].wait(_WAIT_SECONDS):
-                raise TimeoutError(
-                    f"the step was measured, and what transfer {number} of its program brings did not arrive within "
-                    f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
-                    "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
-                )
-            self._check()
+    def run_rank(self, rank: int) -> None:
+        """Run the instructions of one rank in order."""
+        for number, (instruction, step) in enumerate(zip(self.program.instructions, self.steps, strict=True)):
+            if step is None:
+                continue
+            if isinstance(instruction, Transfer):
+                self._transfer(rank, number, instruction, step)
+            elif instruction.rank == rank and isinstance(instruction, Run):
+                self._task(instruction, step)
+            elif instruction.rank == rank:
+                step(self.environment)
 
-    def _check(self) -> None:
-        if self.failed:
-            raise RuntimeError("another rank failed while its task was measured")
+    def run_crossings(self) -> None:
+        """Begin the transfers between processes in order.
 
-    def _copy(self, number: int, step: Step) -> None:
-        """Begin a transfer; those of several processes one at a time, and in the program's order if that is needed.
-
-        The order cannot wait in a circle: the thread that begins the next transfer needs only earlier instructions.
+        The order cannot wait in a circle: what the next transfer sends needs only earlier instructions.
         """
-        if number not in self._crossings:
-            step(self.environment)
-            return
-        with self._turn:
-            if self._next:
-                self._turn.wait_for(lambda: self._next[0] == number or self.failed)
-                self._check()
-            step(self.environment)
-            if self._next:
-                self._next.popleft()
-                self._pass_over_others()
-                self._turn.notify_all()
-
-    def _pass_over_others(self) -> None:
-        """Take part in the transfers between other processes that come next."""
-        while self._next:
-            transfer, step = self.program.instructions[self._next[0]], self.steps[self._next[0]]
-            if isinstance(transfer, Transfer) and not self.own.isdisjoint((transfer.source, transfer.target)):
-                return
+        for number, reached in self._reached.items():
+            transfer, step = self.program.instructions[number], self.steps[number]
+            if isinstance(transfer, Transfer) and transfer.source in self.own:
+                self._await(reached, number)
             if step is not None:
                 step(self.environment)
-            self._next.popleft()
+            self._arrived[number].set()
+
+    def _transfer(self, rank: int, number: int, transfer: Transfer, step: Step) -> None:
+        if rank == transfer.source and number in self._reached:
+            self._reached[number].set()
+            self._await(self._arrived[number], number)  # the instructions that follow may free what is sent
+        elif rank == transfer.source:
+            step(self.environment)
+            self._arrived[number].set()
+        if rank == transfer.target:
+            self._await(self._arrived[number], number)
+            jax.block_until_ready([self.environment[value] for value in transfer.received])
+
+    def _await(self, event: threading.Event, number: int) -> None:
+        if not event.wait(_WAIT_SECONDS):
+            raise TimeoutError(
+                f"the step was measured, and what transfer {number} of its program brings did not arrive within "
+                f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
+                "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
+            )
+        if self.failed:
+            raise RuntimeError("another rank failed while its task was measured")
 
     def _task(self, run: Run, step: Step) -> None:
         start = time.perf_counter() - self.begin
