@@ -1,7 +1,6 @@
-"""The file that touches private names of JAX, each with its reason and with a fallback in public API.
+"""The file that touches private names of JAX, each with its reason, and with a fallback in public API.
 
-Set the environment variable ``JAXPP_FLAX_PUBLIC_API_ONLY=1`` to use only the fallbacks. They also run if a future JAX
-moves or renames these private names.
+The fallbacks run if a future JAX moves or renames these private names.
 """
 
 from __future__ import annotations
@@ -38,13 +37,9 @@ __all__ = [
     "why_one_process",
 ]
 
-PUBLIC_API_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
-
 
 def _private(module: str, name: str) -> Any:
-    """Return a private object of JAX; None if this JAX lacks it, or if only public names may be used."""
-    if PUBLIC_API_ONLY:
-        return None
+    """Return a private object of JAX; None if this JAX lacks it."""
     try:
         return attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError):
@@ -123,15 +118,10 @@ def why_one_process() -> str | None:
     """Return why several processes cannot run here, and what to change; None if they can."""
     if _distributed_state is not None:
         return None
-    needs = "they find each other by the key-value store of jax.distributed, which has no public name"
-    if PUBLIC_API_ONLY:
-        return (
-            f"JAXPP_FLAX_PUBLIC_API_ONLY is set, and several processes cannot do with that: {needs}. Unset it in every "
-            "process, or run one process with all devices."
-        )
     return (
-        f"several processes cannot run on JAX {jax.__version__}: {needs}, and it is not where this package looks for "
-        "it. Use a version of JAX that the package was tested with (`python -m jaxpp_flax.doctor`), or one process."
+        f"several processes cannot run on JAX {jax.__version__}: they find each other by the key-value store of "
+        "jax.distributed, which has no public name, and it is not where this package looks for it. Use a version of "
+        "JAX that the package was tested with (`python -m jaxpp_flax.doctor`), or one process."
     )
 
 
@@ -163,7 +153,7 @@ def poison(connection: Any) -> bool:
       Whether it took effect.
     """
     breaker = getattr(connection, "_poison_connection", None)
-    if breaker is None or PUBLIC_API_ONLY:
+    if breaker is None:
         return False
     breaker()
     return True
@@ -276,8 +266,6 @@ def context_on_mesh(context: Any, mesh: Any) -> Any:
     context lacks the settings of `jax.experimental.compute_on` and of XLA metadata.
     """
     try:
-        if PUBLIC_API_ONLY:
-            raise AttributeError
         copied = object.__new__(type(context))
         for slot in type(context).__slots__:
             if slot != "__weakref__" and hasattr(context, slot):

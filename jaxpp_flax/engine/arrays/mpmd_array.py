@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax import _compat
 from jaxpp_flax.engine.arrays import replicas
@@ -166,10 +166,6 @@ class MpmdArray:
         return self._sharding.is_fully_addressable
 
     _partially_addressable_arrays = property(lambda self: self._parts)
-
-    @property
-    def _mpmd_local_sharding(self) -> NamedSharding:
-        return self._sharding.local_sharding(next(iter(self._parts), self._sharding.ranks[0]))
 
     # Values.
 

@@ -67,10 +67,7 @@ class Runtime:
         indices = {key: value for key, value in self.program.indices.items() if key[0] in local}
         scalar = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
         on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
-        if not all(sharding.is_fully_addressable for sharding in on_rank.values()):
-            return {value: place(scalar[m], on_rank[rank]) for (rank, m), value in indices.items()}
-        placed = copy_arrays([scalar[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
-        return dict(zip(indices.values(), placed, strict=True))
+        return {value: place(scalar[m], on_rank[rank]) for (rank, m), value in indices.items()}
 
     def _bind(self, number: int, instruction: Instruction, local: set[int]) -> Step | None:
         if isinstance(instruction, Transfer):
