@@ -129,7 +129,7 @@ def round_trips(arguments: Any) -> dict[str, dict[str, float]]:
         rounds = arguments.repeats if nbytes > 1 << 20 else 10 * arguments.repeats
 
         def ours(number: int, x: Any, parcels: Any = parcels, name: str = name) -> Any:
-            tags = [Tag(f"bench-{name}", number, way, what="a round trip") for way in (0, 1)]
+            tags = [Tag(f"bench-{name}", number, way, number, "a round trip") for way in (0, 1)]
             if me == 0:
                 link.transport.send([x], parcels[0], tags[0])
                 return link.recv(parcels[1], tags[1])[0]

@@ -1,7 +1,6 @@
-"""The file that touches private names of JAX, each with its reason and with a fallback in public API.
+"""The file that touches private names of JAX, each with its reason, and with a fallback in public API.
 
-Set the environment variable ``JAXPP_FLAX_PUBLIC_API_ONLY=1`` to use only the fallbacks. They also run if a future JAX
-moves or renames these private names.
+The fallbacks run if a future JAX moves or renames these private names.
 """
 
 from __future__ import annotations
@@ -38,13 +37,9 @@ __all__ = [
     "why_one_process",
 ]
 
-PUBLIC_API_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
-
 
 def _private(module: str, name: str) -> Any:
-    """Return a private object of JAX; None if this JAX lacks it, or if only public names may be used."""
-    if PUBLIC_API_ONLY:
-        return None
+    """Return a private object of JAX; None if this JAX lacks it."""
     try:
         return attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError):
@@ -98,25 +93,11 @@ def private_names_in_use() -> dict[str, bool]:
     }
 
 
-# Without the private name, `trace_context` reads these settings: they change numbers, dtypes or errors.
-_TRACE_SETTINGS = (
-    "jax_allow_f16_reductions", "jax_auto_pcast", "jax_check_static_indices", "jax_custom_jvp3", "jax_custom_vjp3",
-    "jax_debug_key_reuse", "jax_default_device", "jax_default_matmul_precision", "jax_disable_jit",
-    "jax_enable_x64", "jax_explicit_x64_dtypes", "jax_high_dynamic_range_gumbel",
-    "jax_hlo_source_file_canonicalization_regex", "jax_mutable_array_checks", "jax_no_execution",
-    "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_random_seed_offset", "jax_remat3",
-    "jax_remat_barrier_no_cotangents", "jax_remove_size_one_mesh_axis_from_type", "jax_scan3",
-    "jax_softmax_custom_jvp", "jax_threefry_gpu_kernel_lowering", "jax_threefry_partitionable",
-    "jax_use_direct_linearize", "jax_use_emit_pipeline_primitive", "jax_use_shardy_partitioner", "check_vma",
-    "eager_constant_folding",
-)  # fmt: skip
-
-
 def trace_context() -> Hashable:
     """Return JAX's settings and contexts that a trace depends on, as a part of a key; `jax.jit` uses the same key.
 
-    Without JAX's own function the settings are read one by one. Contexts without a public name stay unseen then:
-    `jax.experimental.compute_on`, XLA metadata, layout modes, the axes of an outer `jax.vmap`.
+    Without JAX's own function all settings are read, also those that change no trace. Contexts without a public name
+    stay unseen then: `jax.experimental.compute_on`, XLA metadata, layout modes, the axes of an outer `jax.vmap`.
 
     Example:
       >>> import jax
@@ -129,8 +110,7 @@ def trace_context() -> Hashable:
     """
     if _trace_context is not None:
         return _trace_context()
-    # A setting that this version lacks cannot change.
-    settings = tuple(getattr(jax.config, name, None) for name in _TRACE_SETTINGS)
+    settings = tuple(getattr(jax.config, name, None) for name in jax.config.values)
     return (*settings, jax.sharding.get_abstract_mesh())
 
 
@@ -138,15 +118,10 @@ def why_one_process() -> str | None:
     """Return why several processes cannot run here, and what to change; None if they can."""
     if _distributed_state is not None:
         return None
-    needs = "they find each other by the key-value store of jax.distributed, which has no public name"
-    if PUBLIC_API_ONLY:
-        return (
-            f"JAXPP_FLAX_PUBLIC_API_ONLY is set, and several processes cannot do with that: {needs}. Unset it in every "
-            "process, or run one process with all devices."
-        )
     return (
-        f"several processes cannot run on JAX {jax.__version__}: {needs}, and it is not where this package looks for "
-        "it. Use a version of JAX that the package was tested with (`python -m jaxpp_flax.doctor`), or one process."
+        f"several processes cannot run on JAX {jax.__version__}: they find each other by the key-value store of "
+        "jax.distributed, which has no public name, and it is not where this package looks for it. Use a version of "
+        "JAX that the package was tested with (`python -m jaxpp_flax.doctor`), or one process."
     )
 
 
@@ -178,7 +153,7 @@ def poison(connection: Any) -> bool:
       Whether it took effect.
     """
     breaker = getattr(connection, "_poison_connection", None)
-    if breaker is None or PUBLIC_API_ONLY:
+    if breaker is None:
         return False
     breaker()
     return True
@@ -291,8 +266,6 @@ def context_on_mesh(context: Any, mesh: Any) -> Any:
     context lacks the settings of `jax.experimental.compute_on` and of XLA metadata.
     """
     try:
-        if PUBLIC_API_ONLY:
-            raise AttributeError
         copied = object.__new__(type(context))
         for slot in type(context).__slots__:
             if slot != "__weakref__" and hasattr(context, slot):
@@ -342,28 +315,16 @@ def copy_arrays(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> l
     if _batched_copy is None or len(arrays) != len(shardings):
         return copy_arrays_public(arrays, shardings)
     device_lists: list[Any] = []
-    others: list[int] = []
-    for index, array in enumerate(arrays):
+    for array, sharding in zip(arrays, shardings, strict=True):
         devices = None
         # A deleted array also takes the public way, which raises an error; the batched copy would crash. It would also
         # leave an array uncommitted, whose next operation would move it to the first device.
         if type(array) is _array_type and array.committed and not array.is_deleted():
-            devices = _device_list_for(array.sharding, shardings[index], array.shape)
+            devices = _device_list_for(array.sharding, sharding, array.shape)
         if devices is None:
-            others.append(index)
+            return copy_arrays_public(arrays, shardings)
         device_lists.append(devices)
-    if not others:
-        return _batched_copy(arrays, device_lists, shardings, [_always_copy] * len(arrays))
-    slow = copy_arrays_public([arrays[i] for i in others], [shardings[i] for i in others])
-    rest = [i for i, devices in enumerate(device_lists) if devices is not None]
-    fast = _batched_copy(
-        [arrays[i] for i in rest],
-        [device_lists[i] for i in rest],
-        [shardings[i] for i in rest],
-        [_always_copy] * len(rest),
-    )
-    results = dict(zip([*others, *rest], [*slow, *fast], strict=True))
-    return [results[i] for i in range(len(arrays))]
+    return _batched_copy(arrays, device_lists, shardings, [_always_copy] * len(arrays))
 
 
 def copy_arrays_public(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:

@@ -11,10 +11,9 @@ did not come from this client is not copied.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,15 +61,12 @@ class Origin:
     executable: Any
     options: Any
     loaded_from: bytes | None = None
-    _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def load_for(self, devices: Sequence[Any]) -> Any:
         """Load the executable for other devices."""
         options = deepcopy(self.options)
         options.device_assignment = device_assignment_type.create(np.array([[device.id for device in devices]]))
-        with self._lock:  # threads that copy at once share the bytes
-            serialized = self._serialized
-        return self.client.deserialize_executable(serialized, device_list_type(tuple(devices)), options)
+        return self.client.deserialize_executable(self._serialized, device_list_type(tuple(devices)), options)
 
     @cached_property
     def _serialized(self) -> bytes:

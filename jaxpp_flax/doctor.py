@@ -105,7 +105,7 @@ def versions() -> list[Finding]:
             Finding("jax", f"jax {jax_version} and jaxlib {jaxlib_version} do not fit", "pip install -U jax jaxlib")
         )
     hidden = sorted(name for name, used in _compat.private_names_in_use().items() if not used)
-    if hidden and not os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY"):
+    if hidden:
         findings.append(
             Finding(
                 "JAX internals",
@@ -258,7 +258,7 @@ def surroundings(environment: Mapping[str, str]) -> list[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 1024:
         findings.append(Finding("open files", f"at most {files}", "ulimit -n 4096"))
-    for name in ("JAXPP_FLAX_PUBLIC_API_ONLY", "JAXPP_FLAX_VERIFY", "JAXPP_FLAX_DUMP"):
+    for name in ("JAXPP_FLAX_VERIFY", "JAXPP_FLAX_DUMP"):
         if environment.get(name):
             findings.append(Finding(name, "is set: slower than need be"))
     return findings or [Finding("surroundings", "no proxy in the way; files enough")]

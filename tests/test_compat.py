@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import _compat
 from jaxpp_flax._compat import copy_arrays, copy_arrays_public, private_names_in_use
-from tests.running import run_python
 
 both_ways = pytest.mark.parametrize("copy", [copy_arrays, copy_arrays_public], ids=["private", "public"])
 Copy = Callable[..., list[jax.Array]]
@@ -183,22 +182,6 @@ def test_without_the_private_copy_the_public_one_runs(monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(result, np.arange(3))
 
 
-@pytest.mark.processes
-def test_the_switch_leaves_private_names_alone():
-    script = (
-        "from jaxpp_flax import _compat\nfrom jaxpp_flax.engine.runtime import reshard\n"
-        "import jax, jax.numpy as jnp, numpy as np\n"
-        "from jax.sharding import Mesh, PartitionSpec as P\n"
-        "from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding\n"
-        "assert not any(_compat.private_names_in_use().values())\n"
-        "mesh = MpmdMesh(Mesh(np.array(jax.devices()), ('stage',)), 'stage')\n"
-        "[x] = reshard.spmd_to_mpmd_reshard(mesh, [jnp.arange(3.)], [MpmdSharding(mesh, {1}, P())])\n"
-        "print(np.asarray(x * 2 + jnp.sum(jnp.asarray(x)) - x), float(x[1]), jax.tree.map(jnp.copy, [x]))\n"
-    )
-    done = run_python("-c", script, JAXPP_FLAX_PUBLIC_API_ONLY="1")
-    assert done.stdout.strip() == "[3. 4. 5.] 1.0 [Array([0., 1., 2.], dtype=float32)]"
-
-
 class Boxed:
     """A type that stands for an array, as MpmdArray does."""
 
@@ -228,23 +211,24 @@ def test_without_private_names_every_other_feature_says_that_it_is_not_there(mon
     assert "one process" in str(_compat.why_one_process())
 
 
-def test_a_connection_is_poisoned_only_by_the_private_name(monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_is_poisoned_only_by_the_private_name():
     calls: list[int] = []
     connection = SimpleNamespace(_poison_connection=lambda: calls.append(1))
     assert _compat.poison(connection)
     assert not _compat.poison(SimpleNamespace())
-    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", True)
-    assert not _compat.poison(connection)
     assert calls == [1]
 
 
-@pytest.mark.parametrize("public", [False, True])
-def test_an_equations_context_moves_to_another_mesh(monkeypatch: pytest.MonkeyPatch, public: bool):
-    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", public)
+def meshes() -> tuple[AbstractMesh, AbstractMesh]:
     whole, part = (
         Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Explicit,)).abstract_mesh
         for count in (4, 2)
     )
+    return whole, part
+
+
+def test_an_equations_context_moves_to_another_mesh():
+    whole, part = meshes()
     with jax.sharding.use_abstract_mesh(whole):
         (equation,) = jax.make_jaxpr(jnp.sin)(jax.ShapeDtypeStruct((4,), jnp.float32)).eqns
     assert equation.ctx.cur_abstract_mesh == whole
@@ -252,6 +236,21 @@ def test_an_equations_context_moves_to_another_mesh(monkeypatch: pytest.MonkeyPa
     assert type(moved) is type(equation.ctx)
     assert moved.cur_abstract_mesh == part
     assert equation.ctx.cur_abstract_mesh == whole
+
+
+class Context:
+    """An equation's context that cannot be copied by its slots: it has none."""
+
+    def __init__(self) -> None:
+        self.mesh = jax.sharding.get_abstract_mesh()
+
+
+def test_a_context_without_slots_is_made_anew_on_the_mesh():
+    whole, part = meshes()
+    with jax.sharding.use_abstract_mesh(whole):
+        context = Context()
+        assert _compat.context_on_mesh(context, part).mesh == part
+    assert context.mesh == whole
 
 
 @pytest.mark.parametrize("listed", [True, False])

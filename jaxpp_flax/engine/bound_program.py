@@ -63,7 +63,6 @@ class BoundProgram:
 
     The program's first arguments are `constants`, the arrays that the function closes over. `wanted` is the program's
     demand for each argument. `results` holds functions that make the results from the environment after a run.
-    `blocks` are the names of the user's blocks by task, for a profiler.
 
     With several processes, all of them make this object at the same point: they connect, wait until each of them has
     compiled its tasks, and compare the constants.
@@ -76,10 +75,9 @@ class BoundProgram:
         constants: Sequence[Any],
         wanted: Sequence[Wanted],
         results: Sequence[Callable[[list[Any]], Any]],
-        blocks: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         program, distributed = executables.program, executables.distributed
-        self.runtime = Runtime(executables, blocks)
+        self.runtime = Runtime(executables)
         self._signature, self._num_values, self._distributed = signature, program.num_values, distributed
         self._results = tuple(results)
         self._calls = 0
@@ -118,10 +116,10 @@ class BoundProgram:
         self.runtime.run(environment)
         return self._collect(environment)
 
-    def profile(self, leaves: Sequence[Any], at_once: int | None = None) -> tuple[Any, list[TaskTiming]]:
+    def profile(self, leaves: Sequence[Any]) -> tuple[Any, list[TaskTiming]]:
         """Run the program and measure it: return the results, and the times of the loop's tasks on all ranks."""
         environment = self._environment(leaves)
-        timings = self.runtime.profile(environment, at_once)
+        timings = self.runtime.profile(environment)
         return self._collect(environment), timings
 
     def _environment(self, leaves: Sequence[Any]) -> list[Any]:

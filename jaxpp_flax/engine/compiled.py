@@ -18,7 +18,7 @@ from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages, task_blocks
+from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
 __all__ = ["Compiled"]
@@ -48,8 +48,7 @@ class Compiled:
         if not self._can_run:  # nothing can be put on devices that are only described
             return
         results = [self._result(i) for i in range(len(program.results))]
-        blocks = task_blocks(built, program)
-        self._bound = BoundProgram(self._executables, signature, consts, plan.wanted, results, blocks)
+        self._bound = BoundProgram(self._executables, signature, consts, plan.wanted, results)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

@@ -14,7 +14,6 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
 from jaxpp_flax.engine.blocks import residuals_of
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
-from jaxpp_flax.engine.passes.unroll import loop_prefix
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Program, Run
@@ -29,7 +28,6 @@ __all__ = [
     "analyse_memory",
     "sum_costs",
     "summarise_stages",
-    "task_blocks",
     "walk_memory",
 ]
 
@@ -104,15 +102,6 @@ def _blocks(loop: Loop) -> list[tuple[str, ...]]:
     names, starts = segment_names(loop.marks), [0, *(cut + 1 for cut in loop.cuts)]
     ends = [*starts[1:], len(loop.marks)]
     return [names[start:end] or names[-1:] for start, end in zip(starts, ends, strict=True)]  # the last mark may cut
-
-
-def task_blocks(built: Built, program: Program) -> dict[int, tuple[str, ...]]:
-    """Return the names of the blocks that each task of a loop computes, by the task's number."""
-    of_name: dict[str, tuple[str, ...]] = {}
-    for number, loop in enumerate(built.loops):
-        blocks = _blocks(loop)
-        of_name.update((loop_prefix(number) + task.name, blocks[task.stage]) for task in loop.partition.tasks)
-    return {n: of_name[task.name] for n, task in enumerate(program.tasks) if task.name in of_name}
 
 
 def _parameters(part: Partition, stage: int) -> list[Value]:

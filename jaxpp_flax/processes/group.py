@@ -297,7 +297,7 @@ def process_group() -> ProcessGroup:
 
     Raises:
       CoordinationError: if there are several processes and their key-value store, which has no public name, is not
-        to be used (`JAXPP_FLAX_PUBLIC_API_ONLY`) or not where it was in the JAX versions known.
+        where it was in the JAX versions known.
 
     Example:
       >>> process_group().process_count

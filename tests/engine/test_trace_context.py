@@ -98,14 +98,7 @@ def test_the_public_settings_see_the_mesh(monkeypatch: pytest.MonkeyPatch):
         assert _compat.trace_context() != before
 
 
-# Settings that only some of the versions have.
-OF_SOME_VERSIONS = {"jax_custom_jvp3", "jax_remat_barrier_no_cotangents"}
-
-
-def test_the_public_settings_are_settings(monkeypatch: pytest.MonkeyPatch):
-    """A name that JAX does not know would be read as None for ever."""
-    missing = {name for name in _compat._TRACE_SETTINGS if not hasattr(jax.config, name)}
-    assert missing <= OF_SOME_VERSIONS
+def test_the_public_settings_are_all_settings(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "_trace_context", None)
     for name in ("jax_auto_pcast", "jax_threefry_gpu_kernel_lowering", "jax_remove_size_one_mesh_axis_from_type"):
         before, value = _compat.trace_context(), getattr(jax.config, name)

@@ -37,7 +37,7 @@ IMPORTED = (
     "jaxpp_flax.trainers", "tests.engine.toys",
 )  # fmt: skip
 # JAX reads these when it is imported: a program that needs other values than the tests' gets an interpreter of its own.
-READ_BY_IMPORTS = ("JAX_", "JAXPP_FLAX_PUBLIC_API_ONLY", "PYTHON")
+READ_BY_IMPORTS = ("JAX_", "PYTHON")
 # Except for these, which are read, or set by `run`, when the program begins.
 SET_LATER = ("JAX_NUM_CPU_DEVICES", "JAX_LOCAL_DEVICE_IDS")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax import _compat
 from jaxpp_flax.engine.arrays import replicas
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.processes import errors_naming_failed_process
 
 __all__ = ["MpmdArray", "MpmdSharding"]
@@ -47,13 +47,10 @@ class MpmdArray:
         ranks). Each replica lies on its rank's devices, sharded by `mpmd_sharding.spec`.
       mpmd_sharding: the ranks of the array, and its partition inside each.
       shape, dtype: of the whole array; needed only if no replica is local.
-      mpmd_mesh, mpmd_idxs, spec: the parts of the sharding instead of `mpmd_sharding`, as earlier versions of JaxPP
-        take them; by default, `spec` is the spec of the first replica.
 
     Raises:
       ValueError: if a replica is not on the devices of a rank of the sharding, has another sharding, or differs from
         the others in shape or dtype; or if no replica is local and `shape` or `dtype` is missing.
-      TypeError: if neither `mpmd_sharding` nor its parts are given, or both.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -82,19 +79,13 @@ class MpmdArray:
     def __init__(
         self,
         partially_addressable_arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
-        mpmd_sharding: MpmdSharding | None = None,
+        mpmd_sharding: MpmdSharding,
         shape: Sequence[int] | None = None,
         dtype: Any = None,
-        *,
-        mpmd_mesh: MpmdMesh | None = None,
-        mpmd_idxs: Iterable[int] | None = None,
-        spec: PartitionSpec | None = None,
     ) -> None:
-        pieces, sharding = partially_addressable_arrays, mpmd_sharding
-        if mpmd_mesh is not None or sharding is None:
-            sharding = replicas.sharding_of_pieces(pieces, sharding, mpmd_mesh, mpmd_idxs, spec)
+        sharding = mpmd_sharding
         self._sharding = sharding if sharding.mesh_ids else sharding.on_ranks(sharding.ranks)
-        self._parts = replicas.replicas_by_rank(pieces, sharding)
+        self._parts = replicas.replicas_by_rank(partially_addressable_arrays, sharding)
         self.aval = replicas.checked_type(self._parts, sharding, shape, dtype)
 
     def __init_subclass__(cls) -> None:
@@ -175,10 +166,6 @@ class MpmdArray:
         return self._sharding.is_fully_addressable
 
     _partially_addressable_arrays = property(lambda self: self._parts)
-
-    @property
-    def _mpmd_local_sharding(self) -> NamedSharding:
-        return self._sharding.local_sharding(next(iter(self._parts), self._sharding.ranks[0]))
 
     # Values.
 

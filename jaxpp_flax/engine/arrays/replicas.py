@@ -7,32 +7,10 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 
-__all__ = ["checked_type", "ranks_text", "replicas_by_rank", "sharding_of_pieces", "type_text"]
-
-
-def sharding_of_pieces(
-    arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
-    sharding: Any,
-    mesh: MpmdMesh | None,
-    ranks: Iterable[int] | None,
-    spec: PartitionSpec | None,
-) -> MpmdSharding:
-    """Make the sharding of an `MpmdArray` from its parts, as earlier versions of JaxPP take them."""
-    if sharding is not None or mesh is None or ranks is None:
-        raise TypeError(
-            "MpmdArray needs either `mpmd_sharding` (an `MpmdSharding(mpmd_mesh, ranks, spec)`) or both `mpmd_mesh` "
-            f"and `mpmd_idxs`, with `spec`; it got mpmd_sharding={sharding!r}, mpmd_mesh={mesh!r}, "
-            f"mpmd_idxs={ranks!r}."
-        )
-    first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
-    if spec is None and first is not None and isinstance(first.sharding, NamedSharding):
-        spec = first.sharding.spec
-    memory_kind = named_memory(getattr(first, "sharding", None))
-    return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec, memory_kind)
+__all__ = ["checked_type", "ranks_text", "replicas_by_rank", "type_text"]
 
 
 def replicas_by_rank(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run
 
-__all__ = ["SpecialValues", "kinds_looked_for", "looking_away", "refuse_disabled_jit"]
+__all__ = ["kinds_looked_for", "looking_away", "refuse_disabled_jit", "watched"]
 
 Step = Callable[[list[Any]], None]
 
@@ -52,35 +52,38 @@ def looking_away() -> Generator[None]:
         yield
 
 
-@dataclass(eq=False)
-class SpecialValues:
-    """Watches one step of a program for NaNs or infinities.
+@contextmanager
+def watched(program: Program, steps: Sequence[Step | None], environment: list[Any]) -> Generator[Sequence[Step | None]]:
+    """Look for the special values that the switches ask for, in one step of a program; give the steps to run for it.
 
     As under `jax.jit`, only special values that reach a result are an error; a masked one is not. The error names the
     task that made the first special value. The step waits for every task, so it is slower than others.
 
     Args:
       program: the program that runs.
-      kinds: some of "nan" and "inf".
+      steps: the runtime's steps, one for each instruction; None for work of other processes.
+      environment: arguments in their places; receives the results.
     """
+    kinds = kinds_looked_for()
+    if not kinds:
+        yield steps
+        return
+    watch = _Watch(program, kinds)
+    watch.keep_arguments(environment)
+    yield [
+        None if step is None else partial(watch.step, instruction, step)
+        for instruction, step in zip(program.instructions, steps, strict=True)
+    ]
+    watch.check_results(environment)
+
+
+@dataclass(eq=False)
+class _Watch:
+    """Watches one step of a program for some `kinds` of special values, "nan" and "inf"."""
 
     program: Program
     kinds: tuple[str, ...]
-    _special: set[int] = field(default_factory=set[int])  # of the values that tasks make
-    _first: str = ""
-
-    @classmethod
-    def wanted(cls, program: Program) -> SpecialValues | None:
-        """Make a watch for the kinds that `jax.debug_nans` and `jax.debug_infs` ask for now, or None."""
-        kinds = kinds_looked_for()
-        return cls(program, kinds) if kinds else None
-
-    def watching(self, steps: Sequence[Step | None]) -> list[Step | None]:
-        """Return the runtime's steps, one for each instruction, each followed by a check of its outputs."""
-        return [
-            None if step is None else partial(self._step, instruction, step)
-            for instruction, step in zip(self.program.instructions, steps, strict=True)
-        ]
+    first: str = ""  # what the first task did that made one
 
     def keep_arguments(self, environment: list[Any]) -> None:
         """Copy donated arguments, so that the step reuses the copies: with these switches `jax.jit` donates nothing."""
@@ -90,35 +93,31 @@ class SpecialValues:
                 with looking_away():
                     environment[value] = place(environment[value], environment[value].sharding, may_alias=False)
 
-    def finish(self) -> None:
-        """Refuse results that hold such a value, naming the first task that made one."""
-        if not self.program.returned.isdisjoint(self._special):
-            raise FloatingPointError(
-                f"{self._first}. To find the operation, run the same step under `jax.jit`, with the same switch."
-            )
-
-    def _step(self, instruction: Any, step: Step, environment: list[Any]) -> None:
+    def step(self, instruction: Instruction, step: Step, environment: list[Any]) -> None:
+        """Run one step; note the first task that makes a special value."""
         # JAX's own check would also refuse values that reach no result, and its error names no task.
         with looking_away():
             step(environment)
-            if isinstance(instruction, Transfer):
-                pairs = zip(instruction.sent, instruction.received, strict=True)
-                self._special.update(received for sent, received in pairs if sent in self._special)
-            elif isinstance(instruction, Run):
-                found = {value: self._found(environment[value]) for value in instruction.outputs}
-                self._special.update(value for value, kind in found.items() if kind)
-                self._note(instruction, next(filter(None, found.values()), ""))
+            if self.first or not isinstance(instruction, Run):
+                return
+            kind = next(filter(None, (self._found(environment[value]) for value in instruction.outputs)), "")
+        if kind:
+            task = self.program.tasks[instruction.task]
+            stage = "" if task.stage is None else f", stage {task.stage}, microbatch {instruction.microbatch}"
+            self.first = f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage})"
 
-    def _note(self, run: Run, kind: str) -> None:
-        if not kind or self._first:
-            return
-        task = self.program.tasks[run.task]
-        stage = "" if task.stage is None else f", stage {task.stage}, microbatch {run.microbatch}"
-        self._first = f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage})"
+    def check_results(self, environment: list[Any]) -> None:
+        """Refuse results that hold a special value."""
+        results = (environment[value] for value in self.program.returned - self.program.preset.keys())
+        with looking_away():
+            if self.first and any(map(self._found, results)):
+                raise FloatingPointError(
+                    f"{self.first}. To find the operation, run the same step under `jax.jit`, with the same switch."
+                )
 
     def _found(self, array: Any) -> str:
-        """Return the first of the kinds that an array holds in this process, or ""."""
-        if not jnp.issubdtype(array.dtype, np.inexact):
+        """Return the first of the kinds that an array holds in this process, or "" if there is none."""
+        if array is None or not jnp.issubdtype(array.dtype, np.inexact):
             return ""
         tests = {"nan": np.isnan, "inf": np.isinf}
         shards = [np.asarray(shard.data) for shard in array.addressable_shards]

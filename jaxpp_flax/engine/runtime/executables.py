@@ -7,12 +7,12 @@ types, nothing is chosen: no task waits for another one, and threads compile the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
@@ -23,7 +23,6 @@ from jaxpp_flax.engine.runtime.held_values import (
     Held,
     explicit_spec,
     held_after,
-    same_partition,
     spec_in_type,
     spec_of,
 )
@@ -101,9 +100,8 @@ class _Walk:
     result_specs: Sequence[PartitionSpec | None]
     argument_avals: Sequence[Any]
     distributed: DistributedProgram | None
-    distinct: dict[int, list[tuple[AllHeld, _Result]]] = field(default_factory=dict)  # runs by task, with their inputs
-    by_held: dict[tuple[int, AllHeld], _Result] = field(default_factory=dict)
-    carried: dict[tuple[Held, int], Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
+    results: dict[Hashable, _Result] = field(default_factory=dict)  # by the task and the partitions of its inputs
+    first: dict[int, AllHeld] = field(default_factory=dict)  # the outputs of each task's first run
     variants: dict[int, Callable[[], Any]] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
@@ -116,42 +114,35 @@ class _Walk:
         self.held: dict[int, Held] = dict.fromkeys(program.indices.values(), Held(PartitionSpec()))
         for ranks, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
             self.held.update(dict.fromkeys(ranks.values(), Held(spec, aval)))
-        self.compiled: list[Callable[[], Any] | None] = [None] * len(program.tasks)
+        self.compiled: dict[int, Callable[[], Any] | None] = {}
 
     def run(self, number: int, run: Run) -> None:
-        key = run.task, tuple(map(self.held.__getitem__, run.inputs))
-        result = self.by_held.get(key)
+        # Within a loop all runs of a task are alike; other programs may read values that were made elsewhere.
+        elsewhere = None if self.program.tasks[run.task].rank in self.mesh.local_ranks else self.shared
+        key = run.task, None if elsewhere else tuple([self.held[value].partition for value in run.inputs])
+        result = self.results.get(key)
         if result is None:
-            result = self.by_held[key] = self._result(run)
+            result = self._result(run) if elsewhere is None else self._result_of_other(run, elsewhere)
+            self.results[key] = result
         compiled, made = result
-        if compiled is not None and compiled is not self.compiled[run.task]:
+        if compiled is not self.compiled.setdefault(run.task, compiled):
             self.variants[number] = compiled
         self.held.update(zip(run.outputs, made, strict=True))
 
-    def _result(self, run: Run) -> _Result:
-        """Return the result of a run, which may be unlike all earlier ones."""
-        # Within a loop all runs are alike; other programs may read values that were made elsewhere.
-        inputs = tuple(self.held[value] for value in run.inputs)
-        known = self.distinct.setdefault(run.task, [])
-        for others, result in known:
-            if result[0] is None or all(map(same_partition, inputs, others)):
-                return result
-        result = self._new_result(run, known[0][1][1] if known else None)
-        known.append((inputs, result))
-        return result
+    def _result_of_other(self, run: Run, shared: SharedSpecs) -> _Result:
+        """Return what is known of a run on another process's rank; that process tells it when it has compiled."""
+        task = self.program.tasks[run.task]
+        of_other = partial(_spec_of_other, shared, self.program, run.task)
+        return None, held_after(task, task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))])
 
-    def _new_result(self, run: Run, first: AllHeld | None) -> _Result:
-        """Compile a run's task if its rank is of this process; `first` are the outputs of the task's first run."""
-        task, shared = self.program.tasks[run.task], self.shared
-        if shared is not None and task.rank not in self.mesh.local_ranks:
-            of_other = partial(_spec_of_other, shared, self.program, run.task)
-            found = task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))]
-            return None, held_after(task, found)
+    def _result(self, run: Run) -> _Result:
+        """Compile a run's task for the partition of its inputs."""
+        task, shared, first = self.program.tasks[run.task], self.shared, self.first.get(run.task)
         if first is not None:
             # Other processes know the partition of the first run's results only.
             return self._compile(run) if shared is None else (self._compile(run, [h.spec for h in first])[0], first)
         compiled, made = self._compile(run)
-        self.compiled[run.task] = compiled
+        self.first[run.task] = made
         if shared is not None and not task.out_specs:
             shared.publish(self.program, run.task, [held.spec for held in made])
         return compiled, made
@@ -196,7 +187,9 @@ class _Walk:
         for value, received in zip(transfer.sent, transfer.received, strict=True):
             held = self.held[value]
             if not self._alike(transfer):
-                held = self._carried_over(held, transfer.target)
+                # Found only when it is read: another process may still compile the task that makes the value.
+                found = partial(_carried_over, held, self.mesh.unstack[transfer.target])
+                held = replace(held, found=found, rank=None if held.rank is None else transfer.target)
             if wanted := self.wanted.get(received):  # P() is no wish: the sender may keep it partitioned
                 held = replace(held, found=wanted)
             self.held[received] = held
@@ -204,15 +197,6 @@ class _Walk:
     def _alike(self, transfer: Transfer) -> bool:
         """Return whether both ends of a transfer have meshes of one shape; then a spec means the same on both."""
         return self.mesh_shapes[transfer.source] == self.mesh_shapes[transfer.target]
-
-    def _carried_over(self, held: Held, target: int) -> Held:
-        key = held, target
-        if key not in self.carried:
-            mesh = self.mesh.unstack[target]
-            # Found only when it is read: another process may still compile the task that makes the value.
-            rank = None if held.rank is None else target
-            self.carried[key] = replace(held, found=lambda: carried_over(held.spec, mesh, held.shape), rank=rank)
-        return self.carried[key]
 
     def finish(self) -> None:
         """Add tasks for the results that need another partition."""
@@ -225,7 +209,6 @@ class _Walk:
         ]
         avals = {results[position][rank]: self.held[results[position][rank]].aval for position, rank in wanted}
         self.program = with_own_results(self.program, avals, wanted)
-        self.compiled += [None] * (len(self.program.tasks) - len(self.compiled))
         for number, run in enumerate(self.program.instructions[end:], end):
             if isinstance(run, Run):
                 specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
@@ -246,7 +229,7 @@ class _Walk:
             program=self.program,
             mesh=self.mesh,
             distributed=self.distributed,
-            tasks=tuple(compiled and compiled() for compiled in self.compiled),
+            tasks=tuple(compiled and compiled() for compiled in map(self.compiled.get, range(len(self.program.tasks)))),
             in_specs=tuple(self.argument_specs),
             out_specs=tuple(
                 self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
@@ -256,6 +239,10 @@ class _Walk:
             nbytes={value: sizes[held] for value, held in self.held.items()},
             variants={number: compiled() for number, compiled in self.variants.items()},
         )
+
+
+def _carried_over(held: Held, mesh: Mesh) -> PartitionSpec:
+    return carried_over(held.spec, mesh, held.shape)
 
 
 def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:

@@ -14,16 +14,15 @@ from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.tracing.ir import struct_of
 
-__all__ = ["AllHeld", "Held", "explicit_spec", "held_after", "same_partition", "spec_in_type", "spec_of"]
+__all__ = ["AllHeld", "Held", "explicit_spec", "held_after", "spec_in_type", "spec_of"]
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What is known of a value; compared by identity.
+    """What is known of a value; one object stands for the values of all microbatches.
 
-    One object stands for the values of all microbatches: runs of a task that read the same objects make the same
-    objects. So each run only needs a lookup. `found` is the spec, or a function that returns it: another process may
-    still compile the task that makes the value. `rank` is that task's rank, None for an argument of the step.
+    `found` is the spec, or a function that returns it: another process may still compile the task that makes the value.
+    `rank` is that task's rank, None for an argument of the step.
     """
 
     found: PartitionSpec | Callable[[], PartitionSpec]
@@ -33,6 +32,11 @@ class Held:
     @cached_property
     def spec(self) -> PartitionSpec:
         return self.found if isinstance(self.found, PartitionSpec) else self.found()
+
+    @cached_property
+    def partition(self) -> PartitionSpec:
+        """The spec in one standard way, for comparing."""
+        return canonical(self.spec)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,8 +78,3 @@ def explicit_spec(aval: Any, mesh: Mesh) -> PartitionSpec | None:
 def spec_of(sharding: Any) -> PartitionSpec | None:
     """Return the spec of a sharding that XLA chose; None if no spec can say it."""
     return canonical(sharding.spec) if isinstance(sharding, NamedSharding) else None
-
-
-def same_partition(one: Held, other: Held) -> bool:
-    """Return whether two values have one partition."""
-    return one is other or canonical(one.spec) == canonical(other.spec)

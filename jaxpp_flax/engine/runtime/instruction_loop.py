@@ -5,8 +5,8 @@ It never waits for a result; it waits for the end of an offload only where a `Re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
-from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
+from jaxpp_flax.engine.runtime.debug_switches import watched
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.measuring.gathered_times import StepClock
-from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming, collector, run_profiled, run_timed
-from jaxpp_flax.engine.runtime.measuring.trace_names import instruction_names, is_profiled, run_named
+from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming, collector, run_profiled, timed
+from jaxpp_flax.engine.runtime.measuring.trace_names import is_profiled, named
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -38,10 +38,9 @@ class Runtime:
     and list accesses. With several processes, only instructions of this process's ranks become functions.
     """
 
-    def __init__(self, executables: Executables, blocks: Mapping[int, Sequence[str]] | None = None) -> None:
+    def __init__(self, executables: Executables) -> None:
         program, mesh, distributed = executables.program, executables.mesh, executables.distributed
         self.program = program
-        self._blocks = blocks or {}
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
         self._crossings: list[int] = []  # the transfers in which other processes take part
         self._distributed = distributed
@@ -60,23 +59,15 @@ class Runtime:
                 partial(_after, before, step) if isinstance(instruction, Run) and step is not None else step
                 for instruction, step in zip(program.instructions, bound, strict=True)
             ]
-        self._bound = bound
-        self._steps = [step for step in bound if step is not None]
+        self._steps = bound
         self._indices = self._place_indices(local)
-
-    @cached_property
-    def _names(self) -> list[Any]:
-        return list(instruction_names(self.program, self._blocks))
 
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
         """Put the microbatch indices as scalars on each rank's devices, once: no step pays for it."""
         indices = {key: value for key, value in self.program.indices.items() if key[0] in local}
         scalar = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
         on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
-        if not all(sharding.is_fully_addressable for sharding in on_rank.values()):
-            return {value: place(scalar[m], on_rank[rank]) for (rank, m), value in indices.items()}
-        placed = copy_arrays([scalar[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
-        return dict(zip(indices.values(), placed, strict=True))
+        return {value: place(scalar[m], on_rank[rank]) for (rank, m), value in indices.items()}
 
     def _bind(self, number: int, instruction: Instruction, local: set[int]) -> Step | None:
         if isinstance(instruction, Transfer):
@@ -142,20 +133,14 @@ class Runtime:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         self._begin(environment)
-        bound, steps = self._bound, self._steps
-        if (watch := SpecialValues.wanted(self.program)) is not None:
-            watch.keep_arguments(environment)
-            bound = watch.watching(bound)
-            steps = [step for step in bound if step is not None]
-        if (times := collector()) is not None:
-            run_timed(self.program, bound, environment, times)
-        elif is_profiled():
-            run_named(self._names, bound, environment)
-        else:
+        with watched(self.program, self._steps, environment) as steps:
+            if (times := collector()) is not None:
+                steps = timed(self.program, steps, times)
+            if is_profiled():
+                steps = named(self.program, steps)
             for step in steps:
-                step(environment)
-        if watch is not None:
-            watch.finish()
+                if step is not None:
+                    step(environment)
 
     def _begin(self, environment: Environment) -> None:
         self._calls += 1
@@ -164,8 +149,8 @@ class Runtime:
         for value, index in self._indices.items():
             environment[value] = index
 
-    def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
-        """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
+    def profile(self, environment: Environment) -> list[TaskTiming]:
+        """Run one step as `run` does, measuring when each task of the loop ran.
 
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
@@ -173,21 +158,10 @@ class Runtime:
           FloatingPointError: as `run`; the checks then count as time of the tasks.
         """
         self._begin(environment)
-        bound = self._unbounded
-        if (watch := SpecialValues.wanted(self.program)) is not None:
-            watch.keep_arguments(environment)
-            bound = watch.watching(bound)
-        if self._distributed is None:
-            timings = run_profiled(self.program, bound, environment, at_once)
-        else:
-            connection = self._distributed.connection
-            clock = StepClock(connection.group)
-            ordered, ranks = connection.transport.needs_global_order, self._mesh.local_ranks
-            own = run_profiled(self.program, bound, environment, at_once, ranks, self._crossings, ordered=ordered)
-            timings = clock.gather(own)
-        if watch is not None:
-            watch.finish()
-        return timings
+        clock = None if self._distributed is None else StepClock(self._distributed.connection.group)
+        with watched(self.program, self._unbounded, environment) as steps:
+            timings = run_profiled(self.program, steps, environment, self._mesh.local_ranks, self._crossings)
+            return timings if clock is None else clock.gather(timings)
 
 
 # `partial` of these functions makes the steps: a closure is five objects to the garbage collector, a partial two.

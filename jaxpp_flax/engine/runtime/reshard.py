@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -44,8 +44,8 @@ def spmd_to_mpmd_reshard(
       spmd_arrays: a pytree of `jax.Array`s on any devices, `MpmdArray`s, NumPy arrays or scalars. With several
         processes, `jax.Array`s lie on the devices of `mpmd_mesh`, and each process passes the same host values.
       mpmd_shardings: a pytree of `MpmdSharding`s over `mpmd_mesh`: of the same structure, or a prefix of it.
-      threshold: the bytes that one group of leaves may add to any one device before the next group begins; a larger
-        leaf forms a group alone. Default: a third of the free memory; 256 MiB if the free memory is unknown.
+      threshold: the bytes of one group of leaves, counted in shards, as if one device got them all; a larger leaf forms
+        a group alone. Default: a third of the free memory; 256 MiB if the free memory is unknown.
       donate: delete each source once it is moved, so that the tree is never in memory twice. This applies to JAX's
         arrays; NumPy arrays stay as they are.
 
@@ -183,18 +183,13 @@ def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(np.result_type(leaf))
 
 
-def _cost(path: str, leaf: Any, shardings: Iterable[Sharding]) -> dict[Hashable, int]:
-    """Return the bytes that the leaf adds to each device."""
-    shape, itemsize = np.shape(leaf), _dtype(leaf).itemsize
-    cost: dict[Hashable, int] = {}
-    for sharding in shardings:
-        try:
-            shard_shape = sharding.shard_shape(shape)
-        except ValueError as error:
-            raise ValueError(f"reshard: leaf {path} of shape {shape} does not fit its sharding. {error}") from error
-        for device in sharding.device_set:
-            cost[device] = cost.get(device, 0) + math.prod(shard_shape) * itemsize
-    return cost
+def _cost(path: str, leaf: Any, shardings: Iterable[Sharding]) -> int:
+    """Return the bytes that the leaf adds to a device, if all of its places are on one device."""
+    shape = np.shape(leaf)
+    try:
+        return sum(math.prod(sharding.shard_shape(shape)) for sharding in shardings) * _dtype(leaf).itemsize
+    except ValueError as error:
+        raise ValueError(f"reshard: leaf {path} of shape {shape} does not fit its sharding. {error}") from error
 
 
 def _budget(mpmd_mesh: MpmdMesh, threshold: int | None) -> int:
@@ -208,17 +203,14 @@ def _budget(mpmd_mesh: MpmdMesh, threshold: int | None) -> int:
     return max(min(free) // 3, 1) if free else _DEFAULT_THRESHOLD
 
 
-def _groups(costs: Sequence[Mapping[Hashable, int]], budget: int) -> Iterable[list[int]]:
-    """Cut indices, in order, into groups that add at most `budget` bytes to any device; a larger leaf stays alone."""
+def _groups(costs: Sequence[int], budget: int) -> Iterable[list[int]]:
+    """Cut indices, in order, into groups of at most `budget` bytes; a larger leaf stays alone."""
     group: list[int] = []
-    total: dict[Hashable, int] = {}
     for index, cost in enumerate(costs):
-        if group and any(total.get(device, 0) + size > budget for device, size in cost.items()):
+        if group and cost + sum(costs[i] for i in group) > budget:
             yield group
-            group, total = [], {}
+            group = []
         group.append(index)
-        for device, size in cost.items():
-            total[device] = total.get(device, 0) + size
     if group:
         yield group
 

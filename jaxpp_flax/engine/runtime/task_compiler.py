@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -27,30 +27,21 @@ from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
-__all__ = ["TaskCompiler", "Waiting"]
+__all__ = ["TaskCompiler"]
 
 MeshT = TypeVar("MeshT", bound=RankMeshes)
 
 
-@dataclass(frozen=True, eq=False)
-class Waiting:
-    """Something that a thread makes: a call waits for it, and returns it.
+@dataclass(eq=False)
+class _Distinct:
+    """A distinct task: lowered, compiled by a thread for the first rank that has it, and copied for the others.
 
-    Args:
-      future: gives it, or None: then the caller must make it.
-      here: makes it in the caller's thread.
+    A call of `original` and of the `executables`, which stand by devices, waits for the result.
     """
 
-    future: Future[Any]
-    here: Callable[[], Any]
-
-    @cached_property
-    def _made(self) -> Any:
-        made = self.future.result()
-        return self.here() if made is None else made
-
-    def __call__(self) -> Any:
-        return self._made
+    lowered: Any
+    original: Callable[[], Original]
+    executables: dict[Any, Callable[[], Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,14 +56,17 @@ class TaskCompiler(Generic[MeshT]):
     mesh: MeshT
     options: Mapping[str, Any] | None = None
     rank_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
-    lowerings: int = 0
     compilations: int = 0
-    executables: int = 0
     _keys: Fingerprinter = field(default_factory=Fingerprinter)  # tells equal tasks
-    _lowered: dict[Hashable, Any] = field(default_factory=dict)
-    _originals: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Waiting])  # by lowering
-    _started: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Waiting])  # by lowering and devices
-    _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+    _distinct: dict[Hashable, _Distinct] = field(default_factory=dict[Hashable, _Distinct])
+
+    @property
+    def lowerings(self) -> int:
+        return len(self._distinct)
+
+    @property
+    def executables(self) -> int:
+        return sum(len(distinct.executables) for distinct in self._distinct.values())
 
     def compile(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
@@ -82,44 +76,30 @@ class TaskCompiler(Generic[MeshT]):
 
     def start(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
-    ) -> Waiting:
-        """Let threads compile a task; a call of the result waits for its executable."""
-        graph = self._keys.graph(task.graph)
-        mesh = self._lowering_mesh(task, graph)
+    ) -> Callable[[], Any]:
+        """Let a thread compile a task; a call of the result waits for its executable."""
+        mesh, options = self._lowering_mesh(task), self.rank_options.get(task.rank, self.options)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
-        key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
-        options = self.rank_options.get(task.rank)
-        optioned = key, None if options is None else tuple(sorted(options.items()))
+        key = (
+            mesh, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate, trace_context(),
+            tuple(sorted((options or {}).items())),
+        )  # fmt: skip
+        distinct = self._distinct.get(key)
+        if distinct is None:
+            lowered = self._lower(task, mesh, in_specs, out_specs)
+            distinct = self._distinct[key] = _Distinct(lowered, self._compile_for(lowered, task.rank))
         devices = self.mesh.rank_devices(task.rank)
-        started = self._started.get((optioned, devices))
-        if started is None:
-            self.executables += 1
-            lowered = self._lowered.get(key)
-            if lowered is None:
-                lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
-                self.lowerings += 1
-            started = self._started[optioned, devices] = self._start(optioned, lowered, task.rank)
-        return started
+        if devices not in distinct.executables:
+            distinct.executables[devices] = cache(partial(self._executable, distinct, task.rank))
+        return distinct.executables[devices]
 
-    def _start(self, key: Hashable, lowered: Any, rank: int) -> Waiting:
-        """Compile for the first rank; copy the executable for others, which takes a twentieth of the time."""
-        original = self._originals.get(key)
-        if original is None:
-            original = self._originals[key] = self._compile_for(lowered, rank)
-        mesh = self.mesh.unstack[rank]
+    def _executable(self, distinct: _Distinct, rank: int) -> Any:
+        """Return the copy for a rank, which takes a twentieth of the time; or compile what cannot be copied."""
+        copy = distinct.original().copy_for(self.mesh.unstack[rank])
+        return self._compile_for(distinct.lowered, rank)().compiled if copy is None else copy
 
-        def copied() -> Any:
-            found = original.future.result()
-            return found and found.copy_for(mesh)
-
-        def here() -> Any:
-            copy = original().copy_for(mesh)
-            return self._compile_for(lowered, rank)().compiled if copy is None else copy
-
-        return Waiting(self._copying.submit(copied), here)
-
-    def _compile_for(self, lowered: Any, rank: int) -> Waiting:
-        """Let a thread compile a lowered task for a rank: an `Original`."""
+    def _compile_for(self, lowered: Any, rank: int) -> Callable[[], Original]:
+        """Let a thread compile a lowered task for a rank; a call of the result waits for it."""
         self.compilations += 1
         devices, options = self.mesh.rank_devices(rank), self.rank_options.get(rank, self.options)
 
@@ -129,23 +109,18 @@ class TaskCompiler(Generic[MeshT]):
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         settings = compile_settings()
-        return Waiting(self._compiling.submit(lambda: here() if compile_settings() == settings else None), here)
+        future = self._compiling.submit(lambda: here() if compile_settings() == settings else None)
+        return cache(lambda: future.result() or here())
 
     @cached_property
     def _compiling(self) -> ThreadPoolExecutor:
         # From Python 3.13 on, the cores of this process alone.
         return ThreadPoolExecutor(getattr(os, "process_cpu_count", os.cpu_count)(), "compiling")
 
-    @cached_property
-    def _copying(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(thread_name_prefix="copying")  # of its own: most of these threads wait
-
-    def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
+    def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
         """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
         mesh = self.mesh.unstack[task.rank]
-        if graph not in self._for_devices:
-            self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
-        return mesh if self._for_devices[graph] else mesh.abstract_mesh
+        return mesh if any(needs_devices(e.primitive) for e in everywhere(task.graph)) else mesh.abstract_mesh
 
     def _lower(
         self,

@@ -89,19 +89,6 @@ def test_several_ranks_on_one_device():
     np.testing.assert_array_equal(jax.jit(lambda a: a + 1)(x), VALUE + 1)
 
 
-def test_the_parts_of_a_sharding_in_its_place():
-    mesh = stage_data()
-    part = jax.device_put(VALUE, NamedSharding(mesh.unstack[1], P("data")))
-    x = MpmdArray([part], mpmd_mesh=mesh, mpmd_idxs=frozenset({1}))
-    assert (x.mpmd_idxs, x.spec) == ((1,), P("data"))
-    empty = MpmdArray([], mpmd_mesh=mesh, mpmd_idxs={2, 0}, spec=P("data"), shape=(4, 2), dtype=jnp.float32)
-    assert (empty.mpmd_idxs, empty.spec, empty.shape) == ((0, 2), P("data"), (4, 2))
-    with pytest.raises(TypeError, match=r"either `mpmd_sharding`.* or both `mpmd_mesh` and `mpmd_idxs`"):
-        MpmdArray([part], mpmd_mesh=mesh)
-    with pytest.raises(TypeError, match="either `mpmd_sharding`"):
-        MpmdArray([part])
-
-
 class TestErrors:
     def test_wrong_devices(self):
         sharding = MpmdSharding(stage_data(), {1}, P())

@@ -278,13 +278,11 @@ def test_job_files_are_what_they_are_for():
     subprocess.run(["bash", "-n", str(jobs / "slurm.sh")], check=True)
 
 
-def test_public_names_alone_are_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_jax_without_the_store_is_for_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(_compat, "_distributed_state", None)
-    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", True)
     assert main(["-n", "2", __file__]) == 2
-    assert "JAXPP_FLAX_PUBLIC_API_ONLY is set" in capsys.readouterr().err
-    with pytest.raises(LaunchError, match=r"Unset it in every process, or run one process"):
-        initialize(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0)
-    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", False)
+    assert "which has no public name" in capsys.readouterr().err
     with pytest.raises(LaunchError, match=r"cannot run on JAX \d.*tested with"):
         initialize(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0)

@@ -1,4 +1,4 @@
-"""`Profile` writes a trace of the chosen steps, with the names of stages, microbatches and layers."""
+"""`Profile` writes a trace of the chosen steps, with the names of tasks, microbatches and layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def events(folder):
         return json.load(opened)["traceEvents"]
 
 
-def test_the_trace_names_tasks_blocks_and_steps(tmp_path):
+def test_the_trace_names_tasks_and_steps(tmp_path):
     t, seen = trainer(), []
 
     class Message(Callback):
@@ -43,13 +43,9 @@ def test_the_trace_names_tasks_blocks_and_steps(tmp_path):
     by_name = {}
     for event in found:
         by_name.setdefault(event.get("name"), []).append(event.get("args"))
-    blocks = [" ".join(of.blocks) for of in t.compile(m.make_batch(8, 0)).stages]
-    for name, stage in [("fwd_0", 0), ("fwd_bwd_1", 1), ("bwd_0", 0)]:
+    for name in ("fwd_0", "fwd_bwd_1", "bwd_0"):
         for microbatch in range(2):
-            tasks = by_name[f"{name} microbatch {microbatch}"]
-            assert len(tasks) == 2  # once in each step
-            assert {task["blocks"] for task in tasks} == {blocks[stage]}
-            assert {task["rank"] for task in tasks} == {str(stage)}
+            assert len(by_name[f"{name} microbatch {microbatch}"]) == 2  # once in each step
     assert "transfer 0 to 1" in by_name
     # The devices' operations tell the task, and the profile holds the scopes of each: see the file for xprof.
     assert {e["args"]["hlo_module"] for e in found if "hlo_module" in e.get("args", {})} >= {"jit_fwd_0", "jit_bwd_0"}

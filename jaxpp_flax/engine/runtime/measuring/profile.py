@@ -4,7 +4,7 @@
 end are the times of the work itself. Waiting costs some overlap of dispatch with work; the tasks' times and the idle
 gaps between them are real. With several processes, each one measures its own ranks, and all get all times.
 
-`run_timed`, inside `collect_task_times_ms`, waits for each task before it starts the next one on any rank. Nothing
+`timed`, inside `collect_task_times_ms`, waits for each task before it starts the next one on any rank. Nothing
 overlaps, so such a step is slower than others.
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +25,7 @@ import jax
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.schedules.task import FusedTask, Task
 
-__all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
+__all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "timed"]
 
 _WAIT_SECONDS = 600.0
 
@@ -46,11 +46,8 @@ def run_profiled(
     program: Program,
     steps: Sequence[Step | None],
     environment: list[Any],
-    at_once: int | None = None,
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[int],
     crossings: Sequence[int] = (),
-    *,
-    ordered: bool = False,
 ) -> list[TaskTiming]:
     """Run one step over `environment`, each rank in a thread of its own, and time the loop's tasks.
 
@@ -58,11 +55,9 @@ def run_profiled(
       program: the program that runs.
       steps: the runtime's steps, one for each instruction; None for work of other processes.
       environment: arguments and indices in their places; receives the results.
-      at_once: the number of tasks that may run at a time, over all ranks. If ranks are virtual devices on fewer cores,
-        pass the number of cores: then a task's time does not include its wait for a core.
-      ranks: the ranks of this process; None: all.
-      crossings: the numbers of the transfers in which other processes take part, ascending.
-      ordered: True if every process must begin the crossings in this order.
+      ranks: the ranks of this process.
+      crossings: the numbers of the transfers in which other processes take part, ascending. One thread begins them in
+        this order, because some transports need one order in all processes.
 
     Returns:
       The times of the tasks of these ranks.
@@ -70,122 +65,103 @@ def run_profiled(
     Raises:
       RuntimeError: if a task failed; the failure is the cause.
     """
-    own = range(program.num_ranks) if ranks is None else ranks
-    step = _MeasuredStep(
-        program, steps, environment, len(own) if at_once is None else at_once, own, crossings, ordered=ordered
-    )
-    for rank in own:
+    step = _MeasuredStep(program, steps, environment, ranks, crossings)
+    threads = [partial(step.run_rank, rank) for rank in ranks] + [step.run_crossings] * bool(crossings)
+    for run in threads:
         # A daemon: after a failure, a thread may wait for another process forever.
-        threading.Thread(target=step.run_rank, args=(rank,), daemon=True).start()
-    for _ in own:
+        threading.Thread(target=step.run, args=(run,), daemon=True).start()
+    for _ in threads:
         if (failure := step.ended.get()) is not None:
             raise RuntimeError(
                 "a task failed while the step was measured; its error is above this one, and is to be mended"
             ) from failure
-    return [timing for rank in own for timing in step.timings[rank]]
+    return [timing for rank in ranks for timing in step.timings[rank]]
 
 
 class _MeasuredStep:
-    """One step that is measured: its ranks run in threads, and share the environment and the cores."""
+    """One step that is measured: its ranks run in threads, and share the environment."""
 
     def __init__(
         self,
         program: Program,
         steps: Sequence[Step | None],
         environment: list[Any],
-        cores: int,
         own: Sequence[int],
         crossings: Sequence[int],
-        *,
-        ordered: bool,
     ) -> None:
         self.program, self.steps, self.environment = program, steps, environment
-        self.cores = threading.Semaphore(cores)
         self.own = frozenset(own)
-        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()  # how each rank ended
+        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()  # how each thread ended
         self.failed = False
         self.timings: dict[int, list[TaskTiming]] = {rank: [] for rank in own}
-        self._arrived = {n: threading.Event() for n, i in enumerate(program.instructions) if isinstance(i, Transfer)}
-        self._crossings, self._turn = frozenset(crossings), threading.Condition()
-        self._next = deque(crossings if ordered else ())
-        self._pass_over_others()
+        transfers = [n for n, instruction in enumerate(program.instructions) if isinstance(instruction, Transfer)]
+        self._arrived = {number: threading.Event() for number in transfers}
+        self._reached = {number: threading.Event() for number in crossings}  # by the rank that sends
         self.begin = time.perf_counter()
 
-    def run_rank(self, rank: int) -> None:
-        """Run the instructions of one rank in order."""
+    def run(self, part: Callable[[], None]) -> None:
+        """Run a part of the step, and note how it ended."""
         try:
-            for number, (instruction, step) in enumerate(zip(self.program.instructions, self.steps, strict=True)):
-                if step is None:
-                    continue
-                if isinstance(instruction, Transfer):
-                    self._transfer(rank, number, instruction, step)
-                elif instruction.rank == rank and isinstance(instruction, Run):
-                    self._task(instruction, step)
-                elif instruction.rank == rank:
-                    step(self.environment)
+            part()
         except BaseException as error:
             self.ended.put(error)
             self.failed = True
-            for event in self._arrived.values():
+            for event in (*self._arrived.values(), *self._reached.values()):
                 event.set()
-            with self._turn:
-                self._turn.notify_all()
         else:
             self.ended.put(None)
 
-    def _transfer(self, rank: int, number: int, transfer: Transfer, step: Step) -> None:
-        if rank == transfer.source or (rank == transfer.target and transfer.source not in self.own):
-            self._copy(number, step)
-            if transfer.target in self.own:
-                jax.block_until_ready([self.environment[value] for value in transfer.received])
-            self._arrived[number].set()
-        elif rank == transfer.target:
-            if not self._arrived[number].wait(_WAIT_SECONDS):
-                raise TimeoutError(
-                    f"the step was measured, and what transfer {number} of its program brings did not arrive within "
-                    f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
-                    "smaller batch or fewer microbatches; `compiled.as_text()` lists the transfers."
-                )
-            self._check()
+    def run_rank(self, rank: int) -> None:
+        """Run the instructions of one rank in order."""
+        for number, (instruction, step) in enumerate(zip(self.program.instructions, self.steps, strict=True)):
+            if step is None:
+                continue
+            if isinstance(instruction, Transfer):
+                self._transfer(rank, number, instruction, step)
+            elif instruction.rank == rank and isinstance(instruction, Run):
+                self._task(instruction, step)
+            elif instruction.rank == rank:
+                step(self.environment)
 
-    def _check(self) -> None:
+    def run_crossings(self) -> None:
+        """Begin the transfers between processes in order.
+
+        The order cannot wait in a circle: what the next transfer sends needs only earlier instructions.
+        """
+        for number, reached in self._reached.items():
+            transfer, step = self.program.instructions[number], self.steps[number]
+            if isinstance(transfer, Transfer) and transfer.source in self.own:
+                self._await(reached, number)
+            if step is not None:
+                step(self.environment)
+            self._arrived[number].set()
+
+    def _transfer(self, rank: int, number: int, transfer: Transfer, step: Step) -> None:
+        if rank == transfer.source and number in self._reached:
+            self._reached[number].set()
+            self._await(self._arrived[number], number)  # the instructions that follow may free what is sent
+        elif rank == transfer.source:
+            step(self.environment)
+            self._arrived[number].set()
+        if rank == transfer.target:
+            self._await(self._arrived[number], number)
+            jax.block_until_ready([self.environment[value] for value in transfer.received])
+
+    def _await(self, event: threading.Event, number: int) -> None:
+        if not event.wait(_WAIT_SECONDS):
+            raise TimeoutError(
+                f"the step was measured, and what transfer {number} of its program brings did not arrive within "
+                f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
+                "smaller batch or fewer microbatches; `compiled.as_text()` lists the transfers."
+            )
         if self.failed:
             raise RuntimeError("another rank failed while its task was measured")
 
-    def _copy(self, number: int, step: Step) -> None:
-        """Begin a transfer; those of several processes one at a time, and in the program's order if that is needed.
-
-        The order cannot wait in a circle: the thread that begins the next transfer needs only earlier instructions.
-        """
-        if number not in self._crossings:
-            step(self.environment)
-            return
-        with self._turn:
-            if self._next:
-                self._turn.wait_for(lambda: self._next[0] == number or self.failed)
-                self._check()
-            step(self.environment)
-            if self._next:
-                self._next.popleft()
-                self._pass_over_others()
-                self._turn.notify_all()
-
-    def _pass_over_others(self) -> None:
-        """Take part in the transfers between other processes that come next."""
-        while self._next:
-            transfer, step = self.program.instructions[self._next[0]], self.steps[self._next[0]]
-            if isinstance(transfer, Transfer) and not self.own.isdisjoint((transfer.source, transfer.target)):
-                return
-            if step is not None:
-                step(self.environment)
-            self._next.popleft()
-
     def _task(self, run: Run, step: Step) -> None:
-        with self.cores:
-            start = time.perf_counter() - self.begin
-            step(self.environment)
-            jax.block_until_ready([self.environment[value] for value in run.outputs])
-            end = time.perf_counter() - self.begin
+        start = time.perf_counter() - self.begin
+        step(self.environment)
+        jax.block_until_ready([self.environment[value] for value in run.outputs])
+        end = time.perf_counter() - self.begin
         scheduled = self.program.tasks[run.task].scheduled(run.microbatch)
         if scheduled is not None:
             self.timings[run.rank].append(TaskTiming(rank=run.rank, task=scheduled, start=start, end=end))
@@ -240,19 +216,19 @@ def collector() -> TaskTimes | None:
     return _collector.get()
 
 
-def run_timed(
-    program: Program, steps: Sequence[Callable[[list[Any]], None] | None], environment: list[Any], times: TaskTimes
-) -> None:
-    """Run one step over `environment`, one task at a time, adding each task's milliseconds to `times`."""
-    for instruction, step in zip(program.instructions, steps, strict=True):
-        if step is None:
-            continue
-        if not isinstance(instruction, Run):
-            step(environment)
-            continue
-        jax.block_until_ready([environment[value] for value in instruction.inputs])
-        begin = time.perf_counter()
-        step(environment)
-        jax.block_until_ready([environment[value] for value in instruction.outputs])
-        task = program.tasks[instruction.task]
-        times.setdefault(task.name, []).append((time.perf_counter() - begin) * 1e3)
+def timed(program: Program, steps: Sequence[Step | None], times: TaskTimes) -> list[Step | None]:
+    """Return the runtime's steps so that one task runs at a time, and adds its milliseconds to `times`."""
+    return [
+        partial(_time_one, times.setdefault(program.tasks[instruction.task].name, []), instruction, step)
+        if step is not None and isinstance(instruction, Run)
+        else step
+        for instruction, step in zip(program.instructions, steps, strict=True)
+    ]
+
+
+def _time_one(times: list[float], run: Run, step: Step, environment: list[Any]) -> None:
+    jax.block_until_ready([environment[value] for value in run.inputs])
+    begin = time.perf_counter()
+    step(environment)
+    jax.block_until_ready([environment[value] for value in run.outputs])
+    times.append((time.perf_counter() - begin) * 1e3)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from jax.profiler import TraceAnnotation
 
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 
-__all__ = ["instruction_names", "is_profiled", "run_named"]
+__all__ = ["instruction_names", "is_profiled", "named"]
 
-Name = tuple[str, dict[str, Any]]
+Step = Callable[[list[Any]], None]
 
 
 def is_profiled() -> bool:
@@ -20,40 +20,26 @@ def is_profiled() -> bool:
     return TraceAnnotation.is_enabled()
 
 
-def instruction_names(program: Program, blocks: Mapping[int, Sequence[str]]) -> Iterator[Name | None]:
-    """Yield each instruction's name and its facts for a trace; None for an instruction without work.
-
-    Args:
-      program: the program that runs.
-      blocks: the names of the user's blocks, by task.
-    """
+def instruction_names(program: Program) -> Iterator[str]:
+    """Yield the name of each instruction of a program for a trace; "" for one without work."""
     for instruction in program.instructions:
         if isinstance(instruction, Transfer):
-            yield f"transfer {instruction.source} to {instruction.target}", {"values": len(instruction.sent)}
+            yield f"transfer {instruction.source} to {instruction.target}"
         elif isinstance(instruction, Run):
             task = program.tasks[instruction.task]
-            facts: dict[str, Any] = {"rank": instruction.rank}
-            if task.stage is None:
-                yield task.name, facts
-            else:
-                facts |= {"stage": task.stage, "microbatch": instruction.microbatch}
-                if instruction.task in blocks:
-                    # The profiler separates the facts by these characters.
-                    facts["blocks"] = re.sub("[,#=]", "_", " ".join(blocks[instruction.task]))
-                yield f"{task.name} microbatch {instruction.microbatch}", facts
+            yield task.name if task.stage is None else f"{task.name} microbatch {instruction.microbatch}"
         else:
-            yield None
+            yield ""
 
 
-def run_named(
-    names: Sequence[Name | None], steps: Sequence[Callable[[list[Any]], None] | None], environment: list[Any]
-) -> None:
-    """Run one step over `environment`; each dispatch has its name in the trace."""
-    for name, step in zip(names, steps, strict=True):
-        if step is None:
-            continue
-        if name is None:
-            step(environment)
-            continue
-        with TraceAnnotation(name[0], **name[1]):
-            step(environment)
+def named(program: Program, steps: Sequence[Step | None]) -> list[Step | None]:
+    """Return the runtime's steps, one for each instruction, so that each dispatch has its name in the trace."""
+    return [
+        step if step is None or not name else partial(_run_named, name, step)
+        for name, step in zip(instruction_names(program), steps, strict=True)
+    ]
+
+
+def _run_named(name: str, step: Step, environment: list[Any]) -> None:
+    with TraceAnnotation(name):
+        step(environment)

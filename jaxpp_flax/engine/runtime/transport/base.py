@@ -29,7 +29,7 @@ class Tag:
       step: the step as the user counts them, for messages.
       number: the place of the transfer in the program's one global list of instructions. It identifies the edge, the
         microbatch and the direction. The leaves of a transfer go in one parcel, in the program's order.
-      call: the number of the program's call; None: one call for each step. After a restore, step numbers repeat.
+      call: the number of the program's call. The step does not tell calls apart: after a restore, steps repeat.
       what: for errors: a description of what the receiver waits for.
 
     Example:
@@ -43,7 +43,7 @@ class Tag:
     program: str
     step: int
     number: int
-    call: int | None = None
+    call: int = 0
     what: str = ""
 
     @property
@@ -53,8 +53,7 @@ class Tag:
 
     def id(self, source: int, target: int) -> int:
         """Hash a transfer from process `source` to process `target` to 63 bits, so that no number comes twice."""
-        call = self.step if self.call is None else self.call
-        text = f"{self.program}/{call}/{self.number}/{source}/{target}"
+        text = f"{self.program}/{self.call}/{self.number}/{source}/{target}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -54,10 +54,9 @@ class Window:
 
     def _wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
         what = tag.awaited
-        try:
-            with self._group.waiting(what, parcel.source, run):
+        with self._group.waiting(what, parcel.source, run):
+            try:
                 array.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            with self._group.waiting(what, on=parcel.source):
+            except jax.errors.JaxRuntimeError as error:
                 observe_broken_connection(self._group, parcel.source, what, error)
                 self._group.check(error)

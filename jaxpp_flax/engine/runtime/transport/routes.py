@@ -82,16 +82,10 @@ class Route:
         return sorted(own, key=lambda entry: entry[0].source != self.process)
 
     @cached_property
-    def _is_direct(self) -> bool:
-        """Whether each leaf goes whole from one device to one other in one parcel, so that nothing is made of it."""
-        hops = [hop for _, hops in self._own for hop in hops]
-        return (
-            len(self._own) == len(self.parcels) == 1
-            and [hop.leaf for hop in hops] == [*range(len(self.leaves))]
-            and all(hop.cut is None and len(hop.targets) == 1 for hop in hops)
-            and all(len(end.device_set) == 1 for leaf in self.leaves for end in (leaf.source, leaf.target))
-            and not any(is_key(leaf.dtype) for leaf in self.leaves)
-        )
+    def _devices(self) -> list[list[Device]]:
+        """For each leaf, the devices of this process at its target."""
+        of = [leaf.target.devices_indices_map(leaf.shape) for leaf in self.leaves]
+        return [[device for device in devices if device.process_index == self.process] for devices in of]
 
     def move(self, connection: Connection, arrays: Sequence[Any], private: Sequence[bool], tag: Tag) -> list[Any]:
         """Send, receive or pass by: move the arrays, one for each leaf, from source to target.
@@ -102,12 +96,6 @@ class Route:
           The arrays at the target; None for those without parts in this process.
         """
         count = connection.window.before_task
-        if self._is_direct:
-            ((parcel, hops),) = self._own
-            if parcel.target == self.process:
-                return connection.recv(parcel, tag)
-            connection.transport.send(self._pack(arrays, hops, private, count), parcel, tag)
-            return [None] * len(arrays)
         arrived: list[tuple[_Hop, jax.Array]] = []
         for parcel, hops in self.parcels if connection.transport.needs_global_order else self._own:
             if parcel.source == self.process:
@@ -125,7 +113,7 @@ class Route:
 
         `count` is called before each computation.
         """
-        values = list(arrays) if self._is_direct else [_taken(arrays[hop.leaf], hop, count) for hop in hops]
+        values = [_taken(arrays[hop.leaf], hop, count) for hop in hops]
         copied = [i for i, hop in enumerate(hops) if private[hop.leaf] and hop.cut is None]
         if copied:
             own = copy_arrays([values[i] for i in copied], [values[i].sharding for i in copied])
@@ -154,7 +142,8 @@ class Route:
         targets = [SingleDeviceSharding(device) for _, device, _ in copies]
         for (hop, device, _), copy in zip(copies, copy_arrays([s for *_, s in copies], targets), strict=True):
             parts[hop.leaf].setdefault(device, []).append((hop.piece, copy))
-        return [_joined(leaf, part, self.process, count) for leaf, part in zip(self.leaves, parts, strict=True)]
+        leaves = zip(self.leaves, self._devices, parts, strict=True)
+        return [_joined(leaf, local, part, count) if local else None for leaf, local, part in leaves]
 
 
 def plan(leaves: tuple[Leaf, ...], process: int) -> Route:
@@ -203,7 +192,7 @@ def _hops(number: int, leaf: Leaf) -> list[_Hop]:
 
 def _taken(array: jax.Array, hop: _Hop, count: Callable[[], None]) -> jax.Array:
     """Return the region of a hop on its source, in the form that a transport takes."""
-    value = to_wire(_shard_on(array, hop.source))
+    value = _to_wire(_shard_on(array, hop.source))
     if hop.cut is None:
         return value
     count()
@@ -216,56 +205,53 @@ def _shard_on(array: jax.Array, device: Device) -> jax.Array:
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
-def _joined(leaf: Leaf, parts: _Pieces, process: int, count: Callable[[], None]) -> jax.Array | None:
-    local = [d for d in leaf.target.devices_indices_map(leaf.shape) if d.process_index == process]
-    if not local:
-        return None
+def _joined(leaf: Leaf, local: Sequence[Device], parts: _Pieces, count: Callable[[], None]) -> jax.Array:
     if 0 in leaf.shape:
-        return empty(leaf)
+        return _empty(leaf)
     shards: list[jax.Array] = []
     for device in local:
         pieces = parts[device]
         if len(pieces) > 1:
             count()
-        shards.append(from_wire(join(pieces) if len(pieces) > 1 else pieces[0][1], leaf.dtype))
+        shards.append(_from_wire(join(pieces) if len(pieces) > 1 else pieces[0][1], leaf.dtype))
     if len(leaf.target.device_set) == 1 and shards[0].sharding == leaf.target:
         return shards[0]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shards, dtype=leaf.dtype)
 
 
-def empty(leaf: Leaf) -> jax.Array:
+def _empty(leaf: Leaf) -> jax.Array:
     """Make an array without elements at its target: there is nothing to move."""
-    data = key_data_type(leaf.shape, leaf.dtype) if is_key(leaf.dtype) else leaf
-    return place(from_wire(jnp.zeros(data.shape, data.dtype), leaf.dtype), leaf.target)
+    data = _key_data_type(leaf.shape, leaf.dtype) if _is_key(leaf.dtype) else leaf
+    return place(_from_wire(jnp.zeros(data.shape, data.dtype), leaf.dtype), leaf.target)
 
 
 # PRNG keys are sent as their integers.
 
 
-def is_key(dtype: Any) -> bool:
+def _is_key(dtype: Any) -> bool:
     """Return whether this is the dtype of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def key_data_type(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _key_data_type(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of the integers of such keys."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def to_wire(array: jax.Array) -> jax.Array:
+def _to_wire(array: jax.Array) -> jax.Array:
     """Convert an array to the form that a transport takes."""
-    return jax.random.key_data(array) if is_key(array.dtype) else array
+    return jax.random.key_data(array) if _is_key(array.dtype) else array
 
 
-def from_wire(array: jax.Array, dtype: Any) -> jax.Array:
-    """Invert `to_wire`."""
-    return jax.random.wrap_key_data(array, impl=key_impl(dtype)) if is_key(dtype) else array
+def _from_wire(array: jax.Array, dtype: Any) -> jax.Array:
+    """Invert `_to_wire`."""
+    return jax.random.wrap_key_data(array, impl=key_impl(dtype)) if _is_key(dtype) else array
 
 
 def _wire_type(leaf: Leaf, hop: _Hop) -> jax.ShapeDtypeStruct:
     shape, alone = size_of(hop.piece), SingleDeviceSharding(hop.targets[0])
-    if is_key(leaf.dtype):
-        data = key_data_type(shape, leaf.dtype)
+    if _is_key(leaf.dtype):
+        data = _key_data_type(shape, leaf.dtype)
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=alone)
     # On a rank of one device, an array with the target's sharding needs no new wrapping.
     whole = len(leaf.target.device_set) == 1 and shape == leaf.shape

@@ -18,14 +18,12 @@ ARGUMENTS = ([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
 def forward(w, x):
     with jax.named_scope("my_scope"):
         x = jnp.tanh(x @ w[0])
-    return mark_stage_end(x, "a=1,b") @ w[1]
+    return mark_stage_end(x) @ w[1]
 
 
 def test_the_names_of_instructions():
     compiled = mpmd_jit(forward, MESH).compile(*ARGUMENTS)
-    names = [name for name in instruction_names(compiled.program, {1: ("a=1,b",)}) if name is not None]
-    assert ("fwd_0 microbatch 0", {"rank": 0, "stage": 0, "microbatch": 0, "blocks": "a_1_b"}) in names
-    assert ("transfer 0 to 1", {"values": 1}) in names
+    assert {"fwd_0 microbatch 0", "transfer 0 to 1"} <= set(instruction_names(compiled.program))
 
 
 def test_compiled_code_keeps_the_scopes():
@@ -35,8 +33,8 @@ def test_compiled_code_keeps_the_scopes():
 
 def test_a_step_makes_names_only_while_a_profile_runs(tmp_path, monkeypatch):
     seen = []
-    run_named = instruction_loop.run_named
-    monkeypatch.setattr(instruction_loop, "run_named", lambda *args: (seen.append(1), run_named(*args)))
+    named = instruction_loop.named
+    monkeypatch.setattr(instruction_loop, "named", lambda *args: seen.append(1) or named(*args))
     step = mpmd_jit(forward, MESH)
     plain = step(*ARGUMENTS)
     assert not seen

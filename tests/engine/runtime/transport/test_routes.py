@@ -150,11 +150,11 @@ def test_any_partition_becomes_any_other(source: NamedSharding, target: NamedSha
             np.testing.assert_array_equal(*data, err_msg=name)
 
 
-def test_ids_tell_program_step_transfer_and_direction_apart():
+def test_ids_tell_program_call_transfer_and_direction_apart():
     ids = {
-        Tag(program, step, number).id(source, target)
+        Tag(program, 0, number, call).id(source, target)
         for program in ("a", "b")
-        for step in range(20)
+        for call in range(20)
         for number in range(20)
         for source, target in ((0, 1), (1, 0), (0, 2))
     }
