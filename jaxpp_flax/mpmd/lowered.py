@@ -44,11 +44,11 @@ class MpmdLowered:
         self.built, self._meshes, self._config, self._compiler = built, topology, config, compiler
         self.out_info = out_info
         self.signature, self._out_specs, self._constants = signature, out_specs, constants
-        placement, names = built.placement, topology.names
-        self._homes = [ranks[0] for ranks in placement.arguments[len(constants) :]]
+        placed, names = built.placed, topology.names
+        self._homes = [ranks[0] for ranks in placed.arguments[len(constants) :]]
         for leaf, home in zip(signature.leaves, self._homes, strict=True):
             check_within(leaf.spec, topology.unstack[home], f"argument{leaf.path}", names[home])
-        for position, (spec, rank) in enumerate(zip(out_specs, placement.results, strict=True)):
+        for position, (spec, rank) in enumerate(zip(out_specs, placed.results, strict=True)):
             check_within(spec, topology.unstack[rank], f"result {position}", names[rank])
         self._specs = signature.specs(len(constants))
 
@@ -88,7 +88,7 @@ class MpmdLowered:
     def function_mesh_assignment(self) -> FunctionIOMeshAssignment:
         """The names of the meshes of arguments and results."""
         names = self._meshes.names
-        results = [names[rank] for rank in self.built.placement.results]
+        results = [names[rank] for rank in self.built.placed.results]
         return FunctionIOMeshAssignment(
             self._like_arguments([names[home] for home in self._homes]),
             jax.tree_util.tree_unflatten(self.signature.out_tree, results),
@@ -112,8 +112,8 @@ class MpmdLowered:
     @cached_property
     def _wanted(self) -> list[Wanted]:
         """The ranks and the shardings with which the program reads its constants and arguments."""
-        avals = [value.aval for value in self.built.step.inputs]
-        return wanted_inputs(self._meshes, self.built.placement.arguments, self._specs, self.signature, avals)
+        avals = [value.aval for value in self.built.placed.inputs]
+        return wanted_inputs(self._meshes, self.built.placed.arguments, self._specs, self.signature, avals)
 
     @property
     def output_shardings(self) -> Any:
@@ -122,7 +122,7 @@ class MpmdLowered:
 
     @property
     def _result_shardings(self) -> list[NamedSharding]:
-        placed = zip(self.built.placement.results, self._executables.out_specs, self.built.step.outputs, strict=True)
+        placed = zip(self.built.placed.results, self._executables.out_specs, self.built.placed.outputs, strict=True)
         return [
             NamedSharding(self._meshes.unstack[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
             for rank, spec, atom in placed
@@ -131,7 +131,7 @@ class MpmdLowered:
     @property
     def transferred_bytes(self) -> int:
         """The bytes that one call sends between meshes."""
-        return self.built.placement.transferred
+        return self.built.placed.transferred
 
     def compile(
         self,
@@ -175,7 +175,7 @@ class MpmdLowered:
 
     @cached_property
     def _compiled(self) -> MpmdCompiled:
-        executables, avals = self._executables, [atom.aval for atom in self.built.step.outputs]
+        executables, avals = self._executables, [atom.aval for atom in self.built.placed.outputs]
         found = zip(executables.program.results, self._result_shardings, avals, strict=True)
         results = [array_result(*each) for each in found]
         bound = BoundProgram(executables, self.signature, self._constants, self._wanted, results)
@@ -188,7 +188,7 @@ class MpmdLowered:
 
     @cached_property
     def _executables(self) -> Executables:
-        avals = [value.aval for value in self.built.step.inputs]
+        avals = [value.aval for value in self.built.placed.inputs]
         return compile_program(self.built.program, self._compiler, self._specs, self._out_specs, avals)
 
     def as_text(self, dialect: str | None = None) -> str:
@@ -241,7 +241,7 @@ class MpmdCompiled:
 
     def memory_analysis(self) -> dict[str, MemoryAnalysis]:
         """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
-        avals = [value.aval for value in self._lowered.built.step.inputs]
+        avals = [value.aval for value in self._lowered.built.placed.inputs]
         found = walk_memory(self._executables.program, self._executables, self._lowered._meshes, avals)
         return dict(zip(self._lowered._meshes.names, found, strict=True))
 
