@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxpp_flax.mpmd.shardings import Asked, asked_of, check_meshes, spec_of
 __all__ = ["MpmdTraced", "MpmdWrapped", "jit"]
 
 
+@dataclass(frozen=True, eq=False)
 class MpmdTraced:
     """A traced function, not partitioned yet.
 
@@ -38,10 +40,11 @@ class MpmdTraced:
       ((), Array(2., dtype=float32))
     """
 
-    def __init__(
-        self, wrapped: MpmdWrapped, call: Call, structs: list[jax.ShapeDtypeStruct], asked: list[Asked], traced: Any
-    ) -> None:
-        self._wrapped, self._parts, self._traced = wrapped, (call, structs, asked), traced
+    _wrapped: MpmdWrapped
+    _call: Call
+    _structs: list[jax.ShapeDtypeStruct]
+    _asked: list[Asked]
+    _traced: Any
 
     @property
     def fun_name(self) -> str:
@@ -60,8 +63,24 @@ class MpmdTraced:
 
     def lower(self) -> MpmdLowered:
         """Partition the function; see `MpmdWrapped.lower`."""
+        wrapped, call, out_info = self._wrapped, self._call, self.out_info
+        config, parameters = wrapped.mpmd_config, wrapped.parameters
         with context_mesh(None):  # no mesh around the call may change what is built
-            return self._wrapped._partition(*self._parts, self._traced)  # pyright: ignore[reportPrivateUsage]
+            graph, constants = from_jaxpr(self.jaxpr)
+            check_memory_requests(graph, (device for mesh in config.meshes.unstack for device in mesh.devices.flat))
+            asked_out, donated = wrapped.asked_of_results(out_info), parameters.donated(call)
+            in_ranks, out_ranks = ([one.rank for one in of] for of in (self._asked, asked_out))
+            built = build(graph, len(constants), config, in_ranks, out_ranks, donated, keep_unused=wrapped.keep_unused)
+            homes = [config.meshes.unstack[ranks[0]] for ranks in built.placed.arguments[len(constants) :]]
+            in_specs = [
+                one.spec if one.spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
+                for one, leaf, home in zip(self._asked, call.leaves, homes, strict=True)
+            ]
+            out_tree, out_specs = jax.tree.structure(out_info), [one.spec for one in asked_out]
+            types = Signature.of(
+                call, self._structs, in_specs, out_tree, donated, function=self.fun_name, made="lowered"
+            )
+            return MpmdLowered(built, types, config, out_specs, tuple(constants), wrapped.compiler, out_info)
 
 
 class MpmdWrapped:
@@ -78,32 +97,33 @@ class MpmdWrapped:
         name: str,
     ) -> None:
         functools.update_wrapper(self, fun)
-        self.mpmd_config, self.name, self._keep_unused = config, name, keep_unused
+        self.mpmd_config, self.name, self.keep_unused = config, name, keep_unused
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
-        self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
+        self._fun, self.parameters = fun, Parameters(donate_argnums=numbers)
 
         @functools.wraps(fun)
         def moving(*args: Any) -> Any:
             """Move the function's results to the memories that are asked of them."""
             leaves, tree = jax.tree.flatten(fun(*args))
-            asked = self._asked_of_results(jax.tree.unflatten(tree, leaves))
+            asked = self.asked_of_results(jax.tree.unflatten(tree, leaves))
             return jax.tree.unflatten(tree, [moved(leaf, one.memory) for leaf, one in zip(leaves, asked, strict=True)])
 
         self._jitted = jax.jit(moving)
-        self._compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
+        self.compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Run the function; compile it first if the arguments' structure, types or specs, or JAX's settings are new."""
-        call = self._parameters.split(self._fun, args, {})
+        call = self.parameters.split(self._fun, args, {})
         key = call.tree, tuple(zip(_structs(call), map(spec_of, call.leaves), strict=True)), trace_settings()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self.lower(*args).compile()
         return compiled.run(call.leaves)
 
-    def _asked_of_results(self, results: Any) -> list[Asked]:
+    def asked_of_results(self, results: Any) -> list[Asked]:
+        """Return what is asked of each result."""
         config = self.mpmd_config
         return asked_of(results, self._out_shardings, config.output_mesh_assignment, config, "out")
 
@@ -117,9 +137,9 @@ class MpmdWrapped:
         """
         refuse_disabled_jit("a function under mpmd.jit")
         config = self.mpmd_config
-        call = self._parameters.split(self._fun, args, {})
-        check_meshes(_arguments(call, call.leaves), config)
+        call = self.parameters.split(self._fun, args, {})
         leaves = _arguments(call, call.leaves)
+        check_meshes(leaves, config)
         asked = asked_of(leaves, self._in_shardings, config.input_mesh_assignment, config, "in")
         with context_mesh(None):  # no mesh around the call may change what is built
             structs = _structs(call, list(call.paths()), [one.memory for one in asked])
@@ -136,25 +156,6 @@ class MpmdWrapped:
           RuntimeError: under `jax.disable_jit`.
         """
         return self.trace(*args).lower()
-
-    def _partition(
-        self, call: Call, structs: list[jax.ShapeDtypeStruct], asked: list[Asked], traced: Any
-    ) -> MpmdLowered:
-        config, out_info = self.mpmd_config, traced.out_info
-        graph, constants = from_jaxpr(traced.jaxpr)
-        check_memory_requests(graph, (device for mesh in config.meshes.unstack for device in mesh.devices.flat))
-        asked_out = self._asked_of_results(out_info)
-        donated, ranks = self._parameters.donated(call), [[one.rank for one in of] for of in (asked, asked_out)]
-        built = build(graph, len(constants), config, *ranks, donated, keep_unused=self._keep_unused)
-        homes = [config.meshes.unstack[ranks[0]] for ranks in built.placed.arguments[len(constants) :]]
-        in_specs = [
-            one.spec if one.spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
-            for one, leaf, home in zip(asked, call.leaves, homes, strict=True)
-        ]
-        out_tree = jax.tree.structure(out_info)
-        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self.name, made="lowered")
-        out_specs = [one.spec for one in asked_out]
-        return MpmdLowered(built, signature, config, out_specs, tuple(constants), self._compiler, out_info)
 
 
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:

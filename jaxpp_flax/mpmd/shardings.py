@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
@@ -93,12 +93,13 @@ def _check_axes(sharding: NamedSharding, config: MpmdConfig, where: str) -> None
         )
 
 
-def check_within(spec: PartitionSpec | None, mesh: Mesh, where: str, mesh_name: str) -> None:
+def check_within(spec: PartitionSpec | None, meshes: Topology, rank: int, where: str) -> None:
     """Refuse a spec with an axis that the mesh lacks."""
+    mesh = meshes.unstack[rank]
     for axis in axes_in(spec or ()):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{where} is to be partitioned by {spec}, but it lives on mesh {mesh_name!r}, whose axes are "
+                f"{where} is to be partitioned by {spec}, but it lives on mesh {meshes.names[rank]!r}, whose axes are "
                 f"{dict(mesh.shape)}. Use its axes, or assign it to another mesh (`input_mesh_assignment`, "
                 "`output_mesh_assignment`)."
             )
@@ -110,17 +111,14 @@ def spec_of(leaf: Any) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArgumentHome:
-    """The meshes on which a program reads an argument; `check` refuses an array that was placed elsewhere.
-
-    `ranks` is empty for an argument that the program does not keep: that one may be anywhere.
-    """
+    """The meshes on which a program reads an argument; none for one that it does not keep, which may be anywhere."""
 
     path: str
     topology: Topology
     ranks: tuple[int, ...]
-    _accepted: set[Sharding] = field(default_factory=set[Sharding], init=False, repr=False, compare=False)
+    _accepted: set[Sharding] = field(default_factory=set[Sharding], init=False, repr=False)
 
     def check(self, leaf: Any, function: str) -> None:
         """Refuse an array that is committed to other devices than those of the argument's meshes.
@@ -128,18 +126,15 @@ class ArgumentHome:
         Raises:
           ValueError: naming the argument, its mesh and the mesh where the array is.
         """
-        if not self.ranks or not isinstance(leaf, jax.Array) or leaf.sharding in self._accepted:
+        if not self.ranks or not isinstance(leaf, jax.Array) or leaf.sharding in self._accepted or not leaf.committed:
             return
-        if not leaf.committed:
-            return
-        devices = leaf.sharding.device_set
-        if any(devices == set(self.topology.rank_devices(rank)) for rank in self.ranks):
+        names, devices = self.topology.names, leaf.sharding.device_set
+        there = [rank for rank in range(len(names)) if devices == set(self.topology.rank_devices(rank))]
+        if not set(there).isdisjoint(self.ranks):
             self._accepted.add(leaf.sharding)
             return
-        names = self.topology.names
-        there = [repr(name) for rank, name in enumerate(names) if devices == set(self.topology.rank_devices(rank))]
-        where = f"mesh {' and '.join(there)}" if there else f"devices {sorted(device.id for device in devices)}"
-        home = " and ".join(repr(names[rank]) for rank in self.ranks)
+        lies, home = (" and ".join(repr(names[rank]) for rank in ranks) for ranks in (there, self.ranks))
+        where = f"mesh {lies}" if there else f"devices {sorted(device.id for device in devices)}"
         raise ValueError(
             f"argument{self.path} of {function} lies on {where}, but the program reads it on mesh {home}. Place the "
             "arguments first: `args = jax.device_put(args, lowered.function_named_shardings.input_specs)`. Arrays that "

@@ -68,7 +68,7 @@ def infer(
             ranks[node] = (fixed[node] if node in fixed else _cheapest(node, *costs[node], need),)
         for value in node.inputs:
             need[value].update(ranks[node])
-    homes = {value: (rank,) for value, rank in argument_ranks.items()}
+    homes: dict[Value, tuple[int, ...]] = {value: (rank,) for value, rank in argument_ranks.items()}
     homes.update({value: tuple(sorted(need[value])) for value in constants})
     for node in step.nodes:  # an argument lives where it is updated, so that the next step finds it there
         if node.origin is None and node.call is None and node not in copied:
@@ -76,10 +76,13 @@ def infer(
                 homes.setdefault(value, ranks[node])
     for value in step.inputs:
         homes.setdefault(value, (min(need[value], default=0),))
-    native = {**homes, **{value: ranks[node] for node in step.nodes for value in node.outputs}}
+    native: dict[Atom, tuple[int, ...]] = {
+        **homes,
+        **{value: ranks[node] for node in step.nodes for value in node.outputs},
+    }
     nodes, at = _on_ranks(step.nodes, ranks)
     results = [
-        rank if rank is not None else native[atom][0] if native.get(atom) else 0
+        (native.get(atom) or (0,))[0] if rank is None else rank
         for atom, rank in zip(step.outputs, result_ranks, strict=True)
     ]
     return Placed(

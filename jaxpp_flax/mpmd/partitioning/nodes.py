@@ -117,8 +117,8 @@ def _names_inside(params: Mapping[str, Any], known: dict[int, frozenset[str]]) -
 def _node(equation: Equation, known: dict[int, frozenset[str]]) -> Node:
     """Make a node of one equation."""
     origin, is_tensor, call, names = _scopes(getattr(equation.source, "name_stack", ""), equation.late)
-    named = origin is not None and not is_tensor
-    backward = equation.late or (origin.transpose_count > 0 if named else equation.transposed)
+    transposed = equation.transposed if origin is None or is_tensor else origin.transpose_count > 0
+    backward = equation.late or transposed
     kind = TaskKind.BACKWARD if backward else TaskKind.FORWARD
     # `call` makes the index of a microbatch so. Inside the microbatch's work, it would make that work's program unique.
     is_index = equation.primitive is jax.lax.copy_p and not values(equation.inputs)
