@@ -63,12 +63,24 @@ def updated_arguments(
 
 
 def arguments_of_sums(
-    equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Atom], starts: Iterable[Value]
+    equations: Sequence[Equation],
+    inputs: Sequence[Value],
+    outputs: Sequence[Atom],
+    starts: Iterable[Value],
+    read: Collection[Value],
 ) -> dict[Value, int]:
-    """Return the arguments that sums without a loop update, by the constants with which the sums start."""
+    """Return the arguments that sums without a loop update, by the constants with which the sums start.
+
+    `read` holds what the work that is summed reads: arguments among it come first, as those that a loop reads.
+    """
+    edges = list(_edges(equations, ()))
     of_outputs, _ = updated_arguments(equations, inputs, outputs, ())
-    renewed = [(0, k, v) for k, v in zip(of_outputs, outputs, strict=True) if k is not None and isinstance(v, Value)]
-    results = _nearest(_reversed(list(_edges(equations, ()))), renewed)
+    renewed = [
+        (0 if inputs[k] in read else len(edges), k, v)
+        for k, v in zip(of_outputs, outputs, strict=True)
+        if k is not None and isinstance(v, Value)
+    ]
+    results = _nearest(_reversed(edges), renewed)
     found = {value: _of_shape(results.get(value, {}), tuple(value.aval.shape)) for value in starts}
     return {value: position for value, position in found.items() if position is not None}
 

@@ -80,7 +80,8 @@ def _like(placed: Placed) -> Mapping[Value, int]:
     """Return, for constants that start a sum, the arguments whose shardings they get: those that the sums update."""
     starts = [v for node in placed.nodes if not node.inputs for v in node.outputs if v.aval.ndim]
     unnamed = [equation for node in placed.nodes if node.origin is None for equation in node.equations]
-    return arguments_of_sums(unnamed, placed.inputs, placed.outputs, starts)
+    named = {value for node in placed.nodes if node.origin is not None for value in node.inputs}
+    return arguments_of_sums(unnamed, placed.inputs, placed.outputs, starts, named)
 
 
 def _task(fragment: Fragment, graph: Graph, like: Sequence[int | None]) -> ProgramTask:
