@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.mpmd.ops import check_name, computation_scope
+from jaxpp_flax.mpmd.ops import check_name, name_scope
 
 __all__ = ["named_computation"]
 
@@ -67,7 +67,7 @@ def _named_class(base: Any, call: Any, name: str, transpose_count: int, like: An
     """Make a subclass of the same name: Linen names submodules, and so parameters, after their class."""
 
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with computation_scope(name, transpose_count):
+        with name_scope("computation", name, transpose_count):
             return call(self, *args, **kwargs)
 
     like = base if like is None else like

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 import jax
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
-from jaxpp_flax.engine.arrays.layouts import with_memories
+from jaxpp_flax.engine.arrays.layouts import moved
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
 from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
@@ -20,20 +21,12 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
 from jaxpp_flax.mpmd.partitioning.build import build
-from jaxpp_flax.mpmd.shardings import (
-    assigned_memories,
-    check_meshes,
-    memories_of,
-    memory_shardings,
-    mesh_ranks,
-    ranks_of_shardings,
-    spec_of,
-    specs_of,
-)
+from jaxpp_flax.mpmd.shardings import Asked, asked_of, check_meshes, spec_of
 
 __all__ = ["MpmdTraced", "MpmdWrapped", "jit"]
 
 
+@dataclass(frozen=True, eq=False)
 class MpmdTraced:
     """A traced function, not partitioned yet.
 
@@ -46,8 +39,11 @@ class MpmdTraced:
       ((), Array(2., dtype=float32))
     """
 
-    def __init__(self, wrapped: MpmdWrapped, call: Call, structs: list[jax.ShapeDtypeStruct], traced: Any) -> None:
-        self._wrapped, self._call, self._structs, self._traced = wrapped, call, structs, traced
+    _wrapped: MpmdWrapped
+    _call: Call
+    _structs: list[jax.ShapeDtypeStruct]
+    _asked: list[Asked]
+    _traced: Any
 
     @property
     def fun_name(self) -> str:
@@ -66,8 +62,21 @@ class MpmdTraced:
 
     def lower(self) -> MpmdLowered:
         """Partition the function; see `MpmdWrapped.lower`."""
+        wrapped, call, out_info = self._wrapped, self._call, self.out_info
+        config, parameters = wrapped.mpmd_config, wrapped.parameters
         with context_mesh(None):  # no mesh around the call may change what is built
-            return self._wrapped._partition(self._call, self._structs, self._traced)  # pyright: ignore[reportPrivateUsage]
+            graph, constants = from_jaxpr(self.jaxpr)
+            asked_out, donated = wrapped.asked_of_results(out_info), parameters.donated(call)
+            in_ranks, out_ranks = ([one.rank for one in of] for of in (self._asked, asked_out))
+            built = build(graph, len(constants), config, in_ranks, out_ranks, donated, keep_unused=wrapped.keep_unused)
+            homes = [config.meshes.unstack[ranks[0]] for ranks in built.placed.arguments[len(constants) :]]
+            in_specs = [
+                one.spec if one.spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
+                for one, leaf, home in zip(self._asked, call.leaves, homes, strict=True)
+            ]
+            out_tree, out_specs = jax.tree.structure(out_info), [one.spec for one in asked_out]
+            types = Signature.of(call, self._structs, in_specs, out_tree, donated, function=self.fun_name)
+            return MpmdLowered(built, types, config, out_specs, tuple(constants), wrapped.compiler, out_info)
 
 
 class MpmdWrapped:
@@ -84,23 +93,35 @@ class MpmdWrapped:
         name: str,
     ) -> None:
         functools.update_wrapper(self, fun)
-        self.mpmd_config, self.name, self._keep_unused = config, name, keep_unused
+        self.mpmd_config, self.name, self.keep_unused = config, name, keep_unused
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
-        self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
-        assigned = memory_shardings(config.output_mesh_assignment, config)
-        self._jitted = jax.jit(with_memories(with_memories(fun, assigned), out_shardings))
-        self._compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
+        self._fun, self.parameters = fun, Parameters(donate_argnums=numbers)
+
+        @functools.wraps(fun)
+        def moving(*args: Any) -> Any:
+            """Move the function's results to the memories that are asked of them."""
+            leaves, tree = jax.tree.flatten(fun(*args))
+            asked = self.asked_of_results(jax.tree.unflatten(tree, leaves))
+            return jax.tree.unflatten(tree, [moved(leaf, one.memory) for leaf, one in zip(leaves, asked, strict=True)])
+
+        self._jitted = jax.jit(moving)
+        self.compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Run the function; compile it first if the arguments' structure, types or specs, or JAX's settings are new."""
-        call = self._parameters.split(self._fun, args, {})
+        call = self.parameters.split(self._fun, args, {})
         key = call.tree, tuple(zip(_structs(call), map(spec_of, call.leaves), strict=True)), trace_settings()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self.lower(*args).compile()
         return compiled.run(call.leaves)
+
+    def asked_of_results(self, results: Any) -> list[Asked]:
+        """Return what is asked of each result."""
+        config = self.mpmd_config
+        return asked_of(results, self._out_shardings, config.output_mesh_assignment, config, "out")
 
     def trace(self, *args: Any) -> MpmdTraced:
         """Trace the function for arguments like these; `.lower()` of the result partitions it.
@@ -112,16 +133,15 @@ class MpmdWrapped:
         """
         refuse_disabled_jit("a function under mpmd.jit")
         config = self.mpmd_config
-        call = self._parameters.split(self._fun, args, {})
-        check_meshes(_arguments(call, call.leaves), config)
+        call = self.parameters.split(self._fun, args, {})
         leaves = _arguments(call, call.leaves)
-        kinds = memories_of(self._in_shardings, leaves, "in_shardings")
-        kinds = assigned_memories(config.input_mesh_assignment, kinds, leaves, "input_mesh_assignment")
+        check_meshes(leaves, config)
+        asked = asked_of(leaves, self._in_shardings, config.input_mesh_assignment, config, "in")
         with context_mesh(None):  # no mesh around the call may change what is built
-            structs = _structs(call, list(call.paths()), kinds)
+            structs = _structs(call, list(call.paths()), [one.memory for one in asked])
             with context_mesh(config.sharding_mesh):
                 traced = self._jitted.trace(*_arguments(call, structs))
-        return MpmdTraced(self, call, structs, traced)
+        return MpmdTraced(self, call, structs, asked, traced)
 
     def lower(self, *args: Any) -> MpmdLowered:
         """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -132,29 +152,6 @@ class MpmdWrapped:
           RuntimeError: under `jax.disable_jit`.
         """
         return self.trace(*args).lower()
-
-    def _partition(self, call: Call, structs: list[jax.ShapeDtypeStruct], traced: Any) -> MpmdLowered:
-        config, shapes, out_info = self.mpmd_config, _arguments(call, structs), traced.out_info
-        graph, constants = from_jaxpr(traced.jaxpr)
-        asked = specs_of(self._in_shardings, shapes, config, "in_shardings")
-        out_specs = specs_of(self._out_shardings, out_info, config, "out_shardings")
-        in_ranks = mesh_ranks(config.input_mesh_assignment, shapes, config.meshes, "input_mesh_assignment")
-        out_ranks = mesh_ranks(config.output_mesh_assignment, out_info, config.meshes, "output_mesh_assignment")
-        out_kinds = memories_of(self._out_shardings, out_info, "out_shardings")
-        assigned_memories(config.output_mesh_assignment, out_kinds, out_info, "output_mesh_assignment")
-        if config.read_input_output_mesh_from_shardings:
-            in_ranks = ranks_of_shardings(self._in_shardings, shapes, config, "in_shardings")
-            out_ranks = ranks_of_shardings(self._out_shardings, out_info, config, "out_shardings")
-        donated = self._parameters.donated(call)
-        built = build(graph, len(constants), config, in_ranks, out_ranks, donated, keep_unused=self._keep_unused)
-        homes = [config.meshes.unstack[ranks[0]] for ranks in built.placement.arguments[len(constants) :]]
-        in_specs = [
-            spec if spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
-            for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
-        ]
-        out_tree = jax.tree.structure(out_info)
-        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self.name)
-        return MpmdLowered(built, signature, config, out_specs, tuple(constants), self._compiler, out_info)
 
 
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,30 +28,24 @@ from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, FunctionNamedShardin
 __all__ = ["MpmdCompiled", "MpmdLowered"]
 
 
+@dataclass(frozen=True, eq=False)
 class MpmdLowered:
     """A function partitioned into programs for the meshes of a topology; `compile()` makes it run."""
 
-    def __init__(
-        self,
-        built: Built,
-        signature: Signature,
-        config: MpmdConfig,
-        out_specs: Sequence[PartitionSpec | None],
-        constants: tuple[Any, ...],
-        compiler: TaskCompiler[Topology],
-        out_info: Any,
-    ) -> None:
-        topology = compiler.mesh
-        self.built, self._meshes, self._config, self._compiler = built, topology, config, compiler
-        self.out_info = out_info
-        self.signature, self._out_specs, self._constants = signature, out_specs, constants
-        placement, names = built.placement, topology.names
-        self._homes = [ranks[0] for ranks in placement.arguments[len(constants) :]]
-        for leaf, home in zip(signature.leaves, self._homes, strict=True):
-            check_within(leaf.spec, topology.unstack[home], f"argument{leaf.path}", names[home])
-        for position, (spec, rank) in enumerate(zip(out_specs, placement.results, strict=True)):
-            check_within(spec, topology.unstack[rank], f"result {position}", names[rank])
-        self._specs = signature.specs(len(constants))
+    built: Built
+    signature: Signature
+    config: MpmdConfig
+    out_specs: Sequence[PartitionSpec | None]
+    constants: tuple[Any, ...]
+    compiler: TaskCompiler[Topology]
+    out_info: Any
+
+    def __post_init__(self) -> None:
+        meshes = self.config.meshes
+        for leaf, home in zip(self.signature.leaves, self._homes, strict=True):
+            check_within(leaf.spec, meshes, home, f"argument{leaf.path}")
+        for position, (spec, rank) in enumerate(zip(self.out_specs, self.built.placed.results, strict=True)):
+            check_within(spec, meshes, rank, f"result {position}")
 
     @property
     def name(self) -> str:
@@ -60,12 +55,12 @@ class MpmdLowered:
     @property
     def topology(self) -> dict[str, Mesh]:
         """The named meshes."""
-        return dict(zip(self._meshes.names, self._meshes.meshes, strict=True))
+        return dict(self.config.topology)
 
     @property
     def sharding_info(self) -> MpmdJitShardingInfo:
         """The shardings and meshes of arguments and results, with the topology and the assignment."""
-        assigned = self._config.mesh_and_stage_assignment
+        assigned = self.config.mesh_and_stage_assignment
         return MpmdJitShardingInfo(
             self.function_named_shardings, self.function_mesh_assignment, self.topology, assigned
         )
@@ -87,33 +82,18 @@ class MpmdLowered:
     @property
     def function_mesh_assignment(self) -> FunctionIOMeshAssignment:
         """The names of the meshes of arguments and results."""
-        names = self._meshes.names
-        results = [names[rank] for rank in self.built.placement.results]
+        names = self.config.meshes.names
+        results = [names[rank] for rank in self.built.placed.results]
         return FunctionIOMeshAssignment(
             self._like_arguments([names[home] for home in self._homes]),
             jax.tree_util.tree_unflatten(self.signature.out_tree, results),
         )
 
     @property
-    def _argument_ranks(self) -> list[tuple[int, ...]]:
-        """The ranks that take each argument; none for an argument that the program does not keep."""
-        return [tuple(ranks) for ranks in self.built.program.arguments[len(self._constants) :]]
-
-    def _like_arguments(self, leaves: Sequence[Any]) -> Any:
-        args, _ = jax.tree_util.tree_unflatten(self.signature.tree, leaves)
-        return args
-
-    @property
     def input_shardings(self) -> Any:
         """See `function_named_shardings`."""
-        places = zip(self._wanted[len(self._constants) :], self._homes, strict=True)
+        places = zip(self._wanted[len(self.constants) :], self._homes, strict=True)
         return self._like_arguments([wanted.on(home) for wanted, home in places])
-
-    @cached_property
-    def _wanted(self) -> list[Wanted]:
-        """The ranks and the shardings with which the program reads its constants and arguments."""
-        avals = [value.aval for value in self.built.step.inputs]
-        return wanted_inputs(self._meshes, self.built.placement.arguments, self._specs, self.signature, avals)
 
     @property
     def output_shardings(self) -> Any:
@@ -121,17 +101,41 @@ class MpmdLowered:
         return jax.tree_util.tree_unflatten(self.signature.out_tree, self._result_shardings)
 
     @property
-    def _result_shardings(self) -> list[NamedSharding]:
-        placed = zip(self.built.placement.results, self._executables.out_specs, self.built.step.outputs, strict=True)
-        return [
-            NamedSharding(self._meshes.unstack[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
-            for rank, spec, atom in placed
-        ]
-
-    @property
     def transferred_bytes(self) -> int:
         """The bytes that one call sends between meshes."""
-        return self.built.placement.transferred
+        return self.built.placed.transferred
+
+    def _like_arguments(self, leaves: Sequence[Any]) -> Any:
+        args, _ = jax.tree_util.tree_unflatten(self.signature.tree, leaves)
+        return args
+
+    @cached_property
+    def _homes(self) -> list[int]:
+        """The rank of each argument."""
+        return [ranks[0] for ranks in self.built.placed.arguments[len(self.constants) :]]
+
+    @cached_property
+    def _specs(self) -> list[PartitionSpec]:
+        return self.signature.specs(len(self.constants))
+
+    @cached_property
+    def input_types(self) -> list[Any]:
+        """The types of the program's constants and arguments."""
+        return [value.aval for value in self.built.placed.inputs]
+
+    @cached_property
+    def _wanted(self) -> list[Wanted]:
+        """The ranks and the shardings with which the program reads its constants and arguments."""
+        ranks = self.built.placed.arguments
+        return wanted_inputs(self.config.meshes, ranks, self._specs, self.signature, self.input_types)
+
+    @property
+    def _result_shardings(self) -> list[NamedSharding]:
+        placed, meshes = self.built.placed, self.config.meshes.unstack
+        return [
+            NamedSharding(meshes[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
+            for rank, spec, atom in zip(placed.results, self.executables.out_specs, placed.outputs, strict=True)
+        ]
 
     def compile(
         self,
@@ -167,29 +171,26 @@ class MpmdLowered:
                 "device_assignment is not taken: a program runs on the meshes for which it is lowered. Build the "
                 "topology of `make_config` from these devices."
             )
-        lowered = self
-        if compiler_options:
-            options = options_of_ranks(compiler_options, self._meshes.names)
-            lowered = self._with_compiler(TaskCompiler(self._meshes, rank_options=options))
-        return lowered._compiled
+        if not compiler_options:
+            return self._compiled
+        options = options_of_ranks(compiler_options, self.config.meshes.names)
+        return replace(self, compiler=TaskCompiler(self.config.meshes, rank_options=options))._compiled
 
     @cached_property
     def _compiled(self) -> MpmdCompiled:
-        executables, avals = self._executables, [atom.aval for atom in self.built.step.outputs]
-        found = zip(executables.program.results, self._result_shardings, avals, strict=True)
-        results = [array_result(*each) for each in found]
-        bound = BoundProgram(executables, self.signature, self._constants, self._wanted, results)
-        return MpmdCompiled(self, executables, bound)
-
-    def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:
-        """Return this program on the meshes of another compiler."""
-        parts = self.built, self.signature, self._config, self._out_specs, self._constants
-        return MpmdLowered(*parts, compiler, self.out_info)
+        results = [
+            array_result(result, sharding, atom.aval)
+            for result, sharding, atom in zip(
+                self.executables.program.results, self._result_shardings, self.built.placed.outputs, strict=True
+            )
+        ]
+        bound = BoundProgram(self.executables, self.signature, self.constants, self._wanted, results)
+        return MpmdCompiled(self, bound)
 
     @cached_property
-    def _executables(self) -> Executables:
-        avals = [value.aval for value in self.built.step.inputs]
-        return compile_program(self.built.program, self._compiler, self._specs, self._out_specs, avals)
+    def executables(self) -> Executables:
+        """The compiled tasks of the program."""
+        return compile_program(self.built.program, self.compiler, self._specs, self.out_specs, self.input_types)
 
     def as_text(self, dialect: str | None = None) -> str:
         """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"`.
@@ -198,22 +199,21 @@ class MpmdLowered:
           ValueError: for any other dialect.
         """
         if dialect in (None, "mpmd"):
-            return as_text(self.built, self._meshes.names, self.signature.function, self._specs)
+            return as_text(self.built, self.config.meshes.names, self.name, self._specs)
         if dialect == "program":
-            return self._executables.program.as_text()
+            return self.executables.program.as_text()
         raise ValueError(
             f"as_text knows no dialect {dialect!r}; use 'mpmd' or 'program'. The partitioner works on jaxprs and its "
             "fragments run as XLA programs of their own, so there is no MLIR module of the whole program."
         )
 
 
+@dataclass(frozen=True, eq=False)
 class MpmdCompiled:
     """A compiled program; it takes arguments of the structure and types for which it was lowered."""
 
-    def __init__(self, lowered: MpmdLowered, executables: Executables, bound: BoundProgram) -> None:
-        self._lowered, self._executables, self._bound = lowered, executables, bound
-        leaves = zip(lowered.signature.leaves, lowered._argument_ranks, strict=True)
-        self._homes = [ArgumentHome(leaf.path, lowered._meshes, ranks) for leaf, ranks in leaves]
+    _lowered: MpmdLowered
+    _bound: BoundProgram
 
     @property
     def input_shardings(self) -> Any:
@@ -237,13 +237,13 @@ class MpmdCompiled:
 
     def cost_analysis(self) -> dict[str, dict[str, float]]:
         """Return, for each mesh, XLA's costs of one call, added up over the mesh's fragments: "flops" and others."""
-        return dict(zip(self._lowered._meshes.names, sum_costs(self._executables), strict=True))
+        return dict(zip(self._lowered.topology, sum_costs(self._lowered.executables), strict=True))
 
     def memory_analysis(self) -> dict[str, MemoryAnalysis]:
         """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
-        avals = [value.aval for value in self._lowered.built.step.inputs]
-        found = walk_memory(self._executables.program, self._executables, self._lowered._meshes, avals)
-        return dict(zip(self._lowered._meshes.names, found, strict=True))
+        lowered, executables = self._lowered, self._lowered.executables
+        found = walk_memory(executables.program, executables, lowered.config.meshes, lowered.input_types)
+        return dict(zip(lowered.topology, found, strict=True))
 
     def __call__(self, *args: Any) -> Any:
         """Run the program; host arrays, and arrays that JAX may move (not committed), are copied to their mesh.
@@ -261,6 +261,15 @@ class MpmdCompiled:
         Raises:
           ValueError: if an array was placed on another mesh than its own.
         """
-        for leaf, home in zip(leaves, self._homes, strict=True):
+        for leaf, home in zip(leaves, self._argument_homes, strict=True):
             home.check(leaf, self._lowered.name)
         return self._bound.run(leaves)
+
+    @cached_property
+    def _argument_homes(self) -> list[ArgumentHome]:
+        lowered = self._lowered
+        read = lowered.built.program.arguments[len(lowered.constants) :]
+        return [
+            ArgumentHome(leaf.path, lowered.config.meshes, tuple(ranks))
+            for leaf, ranks in zip(lowered.signature.leaves, read, strict=True)
+        ]

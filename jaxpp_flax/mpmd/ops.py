@@ -19,54 +19,43 @@ from urllib.parse import quote, unquote
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "call",
     "calls_in",
-    "computation_scope",
-    "computations_in",
     "enumerated_for",
     "fori_loop",
+    "name_scope",
     "named_computation",
     "named_tensor",
-    "named_tensor_p",
+    "names_in",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-_COMPUTATION = re.compile(r"mpmd\.named\[([^\]]*)\]")
-_CALL = re.compile(r"mpmd\.call\[(\d+)\]")
-
 RESERVED_NAMES = ("main",)
 RESERVED_PREFIX = "partir."
 
 
-def computation_scope(name: str, transpose_count: int = 0) -> AbstractContextManager[Any]:
-    """Return the scope of a named computation; `transpose_count` marks a backward pass that is written by hand."""
+def name_scope(what: str, name: str, transpose_count: int = 0) -> AbstractContextManager[Any]:
+    """Return the scope of a named "computation" or "tensor"; `transpose_count`: see `named_computation`."""
     # Brackets, slashes and parentheses have a meaning in name stacks.
-    return jax.named_scope(f"mpmd.named[{quote(name, safe=' ')};{transpose_count}]")
+    return jax.named_scope(f"mpmd.{what}[{quote(name, safe=' ')};{transpose_count}]")
 
 
-def call_scope(call_counter: int) -> AbstractContextManager[Any]:
-    """Return the scope of a call for one microbatch."""
-    return jax.named_scope(f"mpmd.call[{call_counter}]")
-
-
-def computations_in(stack: str) -> list[tuple[str, int, int]]:
-    """Return the named computations around an equation, outermost first.
+def names_in(stack: str, what: str) -> list[tuple[str, int, int]]:
+    """Return the names of computations or tensors around an equation, outermost first.
 
     Each has the number of transpositions that JAX made of it, and the count that is written in its scope.
     """
-    found = [(match.start(), match[1].rpartition(";")) for match in _COMPUTATION.finditer(stack)]
-    return [(unquote(name), stack.count("transpose(", 0, at), int(count)) for at, (name, _, count) in found]
+    found = re.finditer(rf"mpmd\.{what}\[([^\]]*);(\d+)\]", stack)
+    return [(unquote(match[1]), stack.count("transpose(", 0, match.start()), int(match[2])) for match in found]
 
 
 def calls_in(stack: str) -> list[int]:
     """Return the call counters around an equation, outermost first."""
-    return [int(counter) for counter in _CALL.findall(stack)]
+    return [int(counter) for counter in re.findall(r"mpmd\.call\[(\d+)\]", stack)]
 
 
 def check_name(name: Any) -> str:
@@ -131,7 +120,7 @@ def named_computation(
 
     @functools.wraps(fn)
     def named(*args: Any, **kwargs: Any) -> Any:
-        with computation_scope(name, transpose_count):
+        with name_scope("computation", name, transpose_count):
             return jitted(*args, **kwargs)
 
     return named
@@ -165,7 +154,7 @@ def call(fn: F, *, call_counter: int | None = None) -> F:
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with call_scope(call_counter):
+        with jax.named_scope(f"mpmd.call[{call_counter}]"):
             args, kwargs = jax.tree.map(_as_value, (args, kwargs))
             return jitted(*args, **kwargs)
 
@@ -177,38 +166,6 @@ def _as_value(operand: Any) -> Any:
     if not _is_array(operand) or np.ndim(operand) or not jnp.issubdtype(jnp.result_type(operand), np.integer):
         return operand
     return jax.lax.copy_p.bind(operand)
-
-
-named_tensor_p = jex_core.Primitive("named_tensor")
-
-
-@named_tensor_p.def_impl
-def _tensor_impl(x: Any, *, name: str) -> Any:
-    return x
-
-
-@named_tensor_p.def_abstract_eval
-def _tensor_abstract(x: Any, *, name: str) -> Any:
-    return x
-
-
-def _tensor_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, name: str) -> tuple[Any, Any]:
-    (x,), (t,) = primals, tangents
-    return named_tensor_p.bind(x, name=name), t if isinstance(t, ad.Zero) else named_tensor_p.bind(t, name=name)
-
-
-def _tensor_transpose(cotangent: Any, x: Any, *, name: str) -> list[Any]:
-    return [cotangent if isinstance(cotangent, ad.Zero) else named_tensor_p.bind(cotangent, name=name)]
-
-
-def _tensor_batch(operands: Sequence[Any], dims: Sequence[Any], *, name: str) -> tuple[Any, Any]:
-    return named_tensor_p.bind(operands[0], name=name), dims[0]
-
-
-ad.primitive_jvps[named_tensor_p] = _tensor_jvp
-ad.primitive_transposes[named_tensor_p] = _tensor_transpose
-batching.primitive_batchers[named_tensor_p] = _tensor_batch
-mlir.register_lowering(named_tensor_p, lambda ctx, x, **_: [x])
 
 
 def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
@@ -226,7 +183,8 @@ def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
       >>> named_tensor(jnp.ones(2), "hidden")
       Array([1., 1.], dtype=float32)
     """
-    return named_tensor_p.bind(jnp.asarray(tensor), name=check_name(name))
+    with name_scope("tensor", check_name(name)):
+        return jax.lax.copy_p.bind(jnp.asarray(tensor))
 
 
 def fori_loop(num_iterations: int, body_fun: Callable[[Any, T], T], init_val: T) -> T:

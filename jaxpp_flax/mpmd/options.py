@@ -6,8 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp_flax.messages import known_names
+from jaxpp_flax.schedules import Schedule, by_name
 
-__all__ = ["PIPELINE_SCHEDULES", "PartitioningOptions", "options_of_ranks", "schedule_name"]
+__all__ = [
+    "PIPELINE_SCHEDULES",
+    "WRAP_AROUND",
+    "PartitioningOptions",
+    "by_stages",
+    "options_of_ranks",
+    "schedule_name",
+]
 
 # The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
 PIPELINE_SCHEDULES = {
@@ -21,6 +29,21 @@ PIPELINE_SCHEDULES = {
     "ZERO_BUBBLE_H2_HALF_TX_LATENCY": "ZeroBubbleH2HalfTxLatency",
     "ZERO_BUBBLE_H2_FULL_TX_LATENCY": "ZeroBubbleH2FullTxLatency",
     "PARALLEL_PIPELINES_WITH_WRAP_AROUND": "ParallelPipelinesWithWrapAround",
+}
+
+WRAP_AROUND = "PARALLEL_PIPELINES_WITH_WRAP_AROUND"  # of no training, and so of no `jaxpp_flax.schedules`
+
+# The names of `jaxpp_flax.schedules` for these orders: with any number of stages on a mesh, and with one.
+_ANY = {
+    "GPIPE": "interleaved_gpipe", "CIRCULAR": "circular", "CIRCULAR_WITH_REVERSED_BACKWARD": "circular_reversed",
+}  # fmt: skip
+_ONE = {
+    "ONE_FWD_ONE_BWD": "1f1b",
+    "GPIPE_BUT_1F1B_FOR_LAST_MESH": "gpipe_1f1b_last",
+    "ZERO_BUBBLE_H1": "zero_bubble",
+    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": "zero_bubble_h2",
+    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": "zero_bubble_h2_half_latency",
+    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": "zero_bubble_h2_full_latency",
 }
 
 _SCHEDULE = "mpmd_pipeline_schedule"
@@ -85,6 +108,16 @@ def schedule_name(name: str | None) -> str | None:
         if name == spelt:
             return known
     raise ValueError(f"unknown schedule {name!r}.{known_names(str(name), PIPELINE_SCHEDULES)}")
+
+
+def by_stages(name: str, num_stages: int, num_meshes: int) -> Schedule:
+    """Return the schedule of a name of `PIPELINE_SCHEDULES`; some names want a mesh for each stage.
+
+    Example:
+      >>> by_stages("ZERO_BUBBLE_H1", 4, 2), by_stages("CIRCULAR", 4, 2)
+      (ZeroBubble(num_stages=4, num_ranks=4), Circular(num_stages=4, num_ranks=2))
+    """
+    return by_name(_ANY[name], num_stages, num_meshes) if name in _ANY else by_name(_ONE[name], num_stages)
 
 
 def options_of_ranks(options: Mapping[str, Any], names: Sequence[str]) -> dict[int, Mapping[str, Any]]:

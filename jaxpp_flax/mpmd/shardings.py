@@ -1,13 +1,12 @@
-"""Expand prefix trees of shardings and mesh names to one spec or mesh for each leaf."""
+"""Shardings and meshes of arguments and results: what is asked of each leaf, and what does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
@@ -16,42 +15,48 @@ from jaxpp_flax.mpmd.config import MpmdConfig, Topology, mesh_and_memory
 
 __all__ = [
     "ArgumentHome",
-    "assigned_memories",
+    "Asked",
+    "asked_of",
     "check_meshes",
     "check_within",
-    "memories_of",
-    "memory_shardings",
-    "mesh_ranks",
-    "ranks_of_shardings",
     "spec_of",
-    "specs_of",
 ]
 
 
-def specs_of(shardings: Any, tree: Any, config: MpmdConfig, what: str) -> list[PartitionSpec | None]:
-    """Return the spec for each leaf; None for a leaf without a sharding.
+class Asked(NamedTuple):
+    """What is asked of an argument or a result: a mesh, a partition and a kind of memory; None leaves it open."""
+
+    rank: int | None
+    spec: PartitionSpec | None
+    memory: str | None
+
+
+def asked_of(tree: Any, shardings: Any, assignment: Any, config: MpmdConfig, direction: str) -> list[Asked]:
+    """Return what is asked of each leaf, by prefix trees of shardings and of mesh names.
+
+    Args:
+      direction: "in" or "out": of arguments or results.
 
     Raises:
-      ValueError: if `shardings` is not a prefix, or no mesh of the topology has the shape of a sharding's mesh.
-      TypeError: if a leaf is not a sharding.
+      ValueError: if one of them is not a prefix, they name two kinds of memory (`"m0#pinned_host"` names one), or no
+        mesh of the topology has the shape of a sharding's mesh.
+      TypeError: if a leaf of `shardings` is not a sharding.
     """
-    nodes = broadcast_prefix(shardings, tree, what)
-    return [None if node is None else _spec(node, config, where) for where, node in nodes]
-
-
-def memories_of(shardings: Any, tree: Any, what: str) -> list[str | None]:
-    """Return the kind of memory for each leaf; None for a leaf without one."""
-    return [memory_wanted(node, where) for where, node in broadcast_prefix(shardings, tree, what)]
-
-
-def memory_shardings(assignment: Any, config: MpmdConfig) -> Any:
-    """Return an assignment's kinds of memory as shardings; None for a mesh name without one."""
-
-    def sharding(name: str) -> NamedSharding | None:
-        kind = mesh_and_memory(name)[1]
-        return None if kind is None else NamedSharding(config.sharding_mesh, PartitionSpec(), memory_kind=kind)
-
-    return jax.tree.map(sharding, assignment or None)
+    found: list[Asked] = []
+    nodes = broadcast_prefix(shardings, tree, f"{direction}_shardings")
+    names = broadcast_prefix(assignment or None, tree, f"{direction}put_mesh_assignment")
+    meshes = list(config.meshes.unstack)
+    for (where, node), (place, name) in zip(nodes, names, strict=True):
+        own, (mesh, named) = memory_wanted(node, where), mesh_and_memory(name or "")
+        if named and own and named != own:
+            raise ValueError(
+                f"{place} assigns {name!r}, but the sharding names the memory {own!r}. Name one kind of memory."
+            )
+        rank = config.meshes.rank(mesh) if mesh else None
+        if config.read_input_output_mesh_from_shardings and (of_node := getattr(node, "mesh", None)) in meshes:
+            rank = meshes.index(of_node)
+        found.append(Asked(rank, None if node is None else _spec(node, config, where), named or own))
+    return found
 
 
 def check_meshes(arguments: Any, config: MpmdConfig) -> None:
@@ -88,12 +93,13 @@ def _check_axes(sharding: NamedSharding, config: MpmdConfig, where: str) -> None
         )
 
 
-def check_within(spec: PartitionSpec | None, mesh: Mesh, where: str, mesh_name: str) -> None:
+def check_within(spec: PartitionSpec | None, meshes: Topology, rank: int, where: str) -> None:
     """Refuse a spec with an axis that the mesh lacks."""
+    mesh = meshes.unstack[rank]
     for axis in axes_in(spec or ()):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{where} is to be partitioned by {spec}, but it lives on mesh {mesh_name!r}, whose axes are "
+                f"{where} is to be partitioned by {spec}, but it lives on mesh {meshes.names[rank]!r}, whose axes are "
                 f"{dict(mesh.shape)}. Use its axes, or assign it to another mesh (`input_mesh_assignment`, "
                 "`output_mesh_assignment`)."
             )
@@ -105,47 +111,14 @@ def spec_of(leaf: Any) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
-def mesh_ranks(assignment: Any, tree: Any, topology: Topology, what: str) -> list[int | None]:
-    """Return the rank for each leaf, from a prefix tree of mesh names; None for a leaf without a name."""
-    names = [name for _, name in broadcast_prefix(assignment or None, tree, what)]
-    return [None if name is None else topology.rank(mesh_and_memory(name)[0]) for name in names]
-
-
-def assigned_memories(assignment: Any, kinds: Sequence[str | None], tree: Any, what: str) -> list[str | None]:
-    """Return the kind of memory for each leaf: from its mesh name (`"m0#pinned_host"`), else from `kinds`.
-
-    Raises:
-      ValueError: if the two differ.
-    """
-    found: list[str | None] = []
-    for (where, name), kind in zip(broadcast_prefix(assignment or None, tree, what), kinds, strict=True):
-        named = None if name is None else mesh_and_memory(name)[1]
-        if named and kind and named != kind:
-            raise ValueError(
-                f"{where} assigns {name!r}, but the sharding names the memory {kind!r}. Name one kind of memory."
-            )
-        found.append(named or kind)
-    return found
-
-
-def ranks_of_shardings(shardings: Any, tree: Any, config: MpmdConfig, what: str) -> list[int | None]:
-    """Return the rank for each leaf, from a prefix tree of shardings; None if the topology lacks a sharding's mesh."""
-    meshes = list(config.meshes.unstack)
-    named = [getattr(node, "mesh", None) for _, node in broadcast_prefix(shardings, tree, what)]
-    return [meshes.index(mesh) if mesh in meshes else None for mesh in named]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArgumentHome:
-    """The meshes on which a program reads an argument; `check` refuses an array that was placed elsewhere.
-
-    `ranks` is empty for an argument that the program does not keep: that one may be anywhere.
-    """
+    """The meshes on which a program reads an argument; none for one that it does not keep, which may be anywhere."""
 
     path: str
     topology: Topology
     ranks: tuple[int, ...]
-    _accepted: set[Sharding] = field(default_factory=set[Sharding], init=False, repr=False, compare=False)
+    _accepted: set[Sharding] = field(default_factory=set[Sharding], init=False, repr=False)
 
     def check(self, leaf: Any, function: str) -> None:
         """Refuse an array that is committed to other devices than those of the argument's meshes.
@@ -153,18 +126,15 @@ class ArgumentHome:
         Raises:
           ValueError: naming the argument, its mesh and the mesh where the array is.
         """
-        if not self.ranks or not isinstance(leaf, jax.Array) or leaf.sharding in self._accepted:
+        if not self.ranks or not isinstance(leaf, jax.Array) or leaf.sharding in self._accepted or not leaf.committed:
             return
-        if not leaf.committed:
-            return
-        devices = leaf.sharding.device_set
-        if any(devices == set(self.topology.rank_devices(rank)) for rank in self.ranks):
+        names, devices = self.topology.names, leaf.sharding.device_set
+        there = [rank for rank in range(len(names)) if devices == set(self.topology.rank_devices(rank))]
+        if not set(there).isdisjoint(self.ranks):
             self._accepted.add(leaf.sharding)
             return
-        names = self.topology.names
-        there = [repr(name) for rank, name in enumerate(names) if devices == set(self.topology.rank_devices(rank))]
-        where = f"mesh {' and '.join(there)}" if there else f"devices {sorted(device.id for device in devices)}"
-        home = " and ".join(repr(names[rank]) for rank in self.ranks)
+        lies, home = (" and ".join(repr(names[rank]) for rank in ranks) for ranks in (there, self.ranks))
+        where = f"mesh {lies}" if there else f"devices {sorted(device.id for device in devices)}"
         raise ValueError(
             f"argument{self.path} of {function} lies on {where}, but the program reads it on mesh {home}. Place the "
             "arguments first: `args = jax.device_put(args, lowered.function_named_shardings.input_specs)`. Arrays that "

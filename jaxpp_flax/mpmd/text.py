@@ -44,7 +44,7 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
     """
     program, names = built.program, _Names()
     arguments: list[str] = []
-    for number, (ranks, value, spec) in enumerate(zip(program.arguments, built.step.inputs, specs, strict=True)):
+    for number, (ranks, value, spec) in enumerate(zip(program.arguments, built.placed.inputs, specs, strict=True)):
         for rank, place in ranks.items():
             names.of[place] = f"%arg{number}", value.aval
             arguments.append(f"%arg{number}: {_mesh_tensor(meshes[rank], value.aval, spec)}")
@@ -68,7 +68,7 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
     ]
     types = [
         _mesh_tensor(meshes[rank], atom.aval) if isinstance(atom, Value) else _tensor(atom.aval)
-        for atom, rank in zip(built.step.outputs, built.placement.results, strict=True)
+        for atom, rank in zip(built.placed.outputs, built.placed.results, strict=True)
     ]
     text = [
         f"module @{name} {{",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m jaxpp_flax.schedules show|compare|check``."""
+"""The command line: ``python -m jaxpp_flax.schedules show|compare``."""
 
 import sys
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, OneStagePerRank, Std1F1B
+from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
 from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast
 from jaxpp_flax.schedules.families.interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
-from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV, VShaped
+from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV
 from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
 from jaxpp_flax.schedules.schedule import Schedule
 
@@ -91,13 +91,4 @@ def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options:
     unknown = set(options) - set(inspect.signature(cls.__init__).parameters)
     if unknown:
         raise ScheduleError(f"schedule {name!r} has no option {', '.join(map(repr, sorted(unknown)))}")
-    if not issubclass(cls, OneStagePerRank):
-        if num_ranks is None and not issubclass(cls, VShaped):
-            num_ranks = num_stages
-        return cls(num_stages, num_ranks, **(extra | options))
-    if num_ranks is not None and num_ranks != num_stages:
-        raise ScheduleError(
-            f"schedule {name!r} runs one stage on each rank, got num_stages={num_stages} and "
-            f"num_ranks={num_ranks}. Use {num_ranks} stages, or 'interleaved_1f1b'"
-        )
-    return cls(num_stages, **(extra | options))
+    return cls(num_stages, num_ranks, **(extra | options))

@@ -42,7 +42,6 @@ class Schedule(abc.ABC):
     Args:
         num_stages: number of stages of the model.
         num_ranks: number of ranks (groups of devices) that run the stages; default: one stage on each rank.
-        mpmd_dim: another name of ``num_ranks``, as in ``jaxpp.api``.
 
     >>> from jaxpp_flax.schedules import Schedule, task
     >>> class OneAtATime(Schedule):  # every microbatch alone: legal, and mostly idle
@@ -63,15 +62,9 @@ class Schedule(abc.ABC):
     fuses_last_stage: ClassVar[bool] = False
     """True if the last stage runs each forward and backward as one :class:`FusedTask`."""
 
-    def __init__(self, num_stages: int, num_ranks: int | None = None, *, mpmd_dim: int | None = None) -> None:
-        if num_ranks is not None and mpmd_dim is not None and num_ranks != mpmd_dim:
-            raise ScheduleError(
-                f"num_ranks={num_ranks} and mpmd_dim={mpmd_dim} are two names of one number: give one of them"
-            )
-        num_stages = check_count("num_stages", num_stages)
-        ranks = num_ranks if num_ranks is not None else mpmd_dim
-        ranks = num_stages if ranks is None else check_count("num_ranks", ranks)
-        object.__setattr__(self, "num_stages", num_stages)
+    def __init__(self, num_stages: int, num_ranks: int | None = None) -> None:
+        object.__setattr__(self, "num_stages", check_count("num_stages", num_stages))
+        ranks = self.num_stages if num_ranks is None else check_count("num_ranks", num_ranks)
         object.__setattr__(self, "num_ranks", ranks)
         self._check_ranks()
 
@@ -92,11 +85,6 @@ class Schedule(abc.ABC):
                 f"to num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
                 "ranks that divides the stages"
             )
-
-    @property
-    def mpmd_dim(self) -> int:
-        """``num_ranks``, with its name in ``jaxpp.api``."""
-        return self.num_ranks
 
     @property
     def stages_per_rank(self) -> int:

@@ -43,7 +43,7 @@ def test_schedules_take_the_number_of_ranks_by_position_and_by_name():
     assert jaxpp.Interleaved1F1B(8, 4, True) != jaxpp.Interleaved1F1B(8, 4)
     for one_each in (jaxpp.Std1F1B, jaxpp.Eager1F1B, jaxpp.GPipe):
         assert one_each(4, mpmd_dim=4).mpmd_dim == one_each(num_stages=4).mpmd_dim == 4
-        with pytest.raises(ValueError, match=r"num_stages=8 and mpmd_dim=4. Use 4 stages, or Interleaved1F1B"):
+        with pytest.raises(ValueError, match=r"num_stages=8 and num_ranks=4. Use 4 stages, or Interleaved1F1B"):
             one_each(8, 4)
 
 

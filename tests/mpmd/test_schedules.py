@@ -137,7 +137,7 @@ def test_compilations_do_not_grow_with_microbatches():
     for microbatches in (4, 12):
         step = mpmd.jit(train_step, config(topology(2, 2), in_runs(4, 2), "ONE_FWD_ONE_BWD"))
         step.lower(weights(4), batches(microbatches)).compile()
-        counts.append((step._compiler.lowerings, step._compiler.compilations))
+        counts.append((step.compiler.lowerings, step.compiler.compilations))
     assert counts[0] == counts[1]
 
 

@@ -39,12 +39,12 @@ def test_a_mesh_around_a_call_changes_nothing():
     ws, x = weights(2), batches(1)[0]
     ours = mpmd.jit(model, mpmd.make_config(topology(1, 1), {"block_0": "m0", "block_1": "m1"}))
     expected = np.asarray(ours(ws, x))
-    compilations = ours._compiler.compilations
+    compilations = ours.compiler.compilations
     other = mpmd.jit(model, mpmd.make_config(topology(1, 1), {"block_0": "m0", "block_1": "m1"}))
     with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("elsewhere",))):
         np.testing.assert_array_equal(ours(ws, x), expected)
         np.testing.assert_array_equal(other(ws, x), expected)
-    assert ours._compiler.compilations == compilations
+    assert ours.compiler.compilations == compilations
 
 
 def test_side_effects_in_order_are_refused():

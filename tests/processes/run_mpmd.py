@@ -180,7 +180,7 @@ def other_partitions() -> None:
         train_step, config(meshes, in_runs(2, 2), "ONE_FWD_ONE_BWD"), in_shardings=(None, [P("data"), P(), P("data")])
     ).lower(ws, xs)
     compare(lowered.compile()(ws, xs), jax.jit(train_step)(ws, xs))
-    assert bool(lowered._executables.variants) == (me == 0)
+    assert bool(lowered.executables.variants) == (me == 0)
 
 
 def arrays_on_meshes() -> None:

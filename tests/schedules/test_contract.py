@@ -75,19 +75,16 @@ def test_merged_order_keeps_every_ranks_order_and_the_dependencies(name):
             assert place[f"{stage}F{m}"] < place[f"{stage + 1}F{m}"]
 
 
-def test_jaxpp_argument_names():
-    assert Interleaved1F1B(8, 4) == Interleaved1F1B(num_stages=8, mpmd_dim=4)
+def test_equality():
     assert Interleaved1F1B(8, 4) == Interleaved1F1B(num_stages=8, num_ranks=4)
     assert Std1F1B(num_stages=4) == Std1F1B(4) != GPipe(4)
     assert hash(Std1F1B(4)) == hash(Std1F1B(4))
-    assert Interleaved1F1B(8, 4).mpmd_dim == 4
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: Interleaved1F1B(7, 4), "num_stages=7 .* num_ranks=4. Use 4 or 8 stages"),
-        (lambda: Interleaved1F1B(8, 4, mpmd_dim=2), "two names of one number"),
         (lambda: Std1F1B(0), "num_stages must be at least 1, got 0"),
         (lambda: Std1F1B(2.5), "whole number, got 2.5"),
         (lambda: Std1F1B(2).tasks(0), "num_microbatches must be at least 1, got 0"),

@@ -110,7 +110,7 @@ def test_latency_hiding(p, latency):
     assert hidden.makespan <= standard.makespan
     assert Eager1F1B(p, latency=0.0).tasks(m) == Std1F1B(p).tasks(m)
     assert Eager1F1B(p).tasks(m) == Eager1F1B(p, latency=0.1).tasks(m)
-    h2 = run(ZeroBubbleH2(p, latency), m, transfer=latency)
+    h2 = run(ZeroBubbleH2(p, latency=latency), m, transfer=latency)
     assert h2.makespan == pytest.approx(3 * m + (p - 1) * (1 + latency))
     assert h2.period == pytest.approx(3 * m)
 

@@ -57,18 +57,6 @@ def test_figures_agree_with_the_events(data, schedule, microbatches):
         assert abs(memory[-1] if memory else 0.0) < 1e-9  # everything is given back
 
 
-@settings(max_examples=60)
-@given(st.data(), schedules(), st.integers(1, 8))
-def test_critical_path_has_no_gap_but_transfers(data, schedule, microbatches):
-    costs = data.draw(costs_for(schedule.num_stages))
-    step = simulate(schedule, costs, 0.25, num_microbatches=microbatches)
-    path = step.critical_path()
-    assert path[0].start == 0.0
-    assert path[-1].end == step.makespan
-    for a, b in itertools.pairwise(path):
-        assert b.start - a.end == (0.0 if a.rank == b.rank else 0.25)
-
-
 @given(schedules(), st.integers(1, 8))
 def test_merged_order_is_by_start_and_legal_in_one_process(schedule, microbatches):
     order = merge_order(schedule.tasks(microbatches))

@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_prefix",
     "check_divides",
     "layout_of",
+    "moved",
     "with_memories",
 ]
 
@@ -126,12 +127,13 @@ def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., 
             memory_wanted(node, where) for where, node in broadcast_prefix(out_shardings, results, "out_shardings")
         ]
         leaves, tree = jax.tree.flatten(results)
-        return jax.tree.unflatten(tree, map(_moved, leaves, wanted))
+        return jax.tree.unflatten(tree, map(moved, leaves, wanted))
 
     return moving
 
 
-def _moved(leaf: Any, kind: str | None) -> Any:
+def moved(leaf: Any, kind: str | None) -> Any:
+    """Return an array in the memory that is asked of it; None asks for none."""
     there = (memory_kind_of(jax.typeof(leaf)) or "device") if isinstance(leaf, jax.Array) else "device"
     return leaf if kind is None or kind == there else jax.device_put(leaf, SPACES[kind])
 

@@ -20,7 +20,7 @@ from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
 
-__all__ = ["Position", "updated_arguments"]
+__all__ = ["Position", "arguments_of_sums", "updated_arguments"]
 
 Position: TypeAlias = "int | None"
 """The position of an argument among the step's inputs."""
@@ -44,7 +44,7 @@ def updated_arguments(
         found = arguments[atom].get(_type(atom)) if isinstance(atom, Value) and atom in arguments else None
         of_outputs.append(None if found is None else found[1])
 
-    backwards = [(end, start) for start, end in reversed(edges)]
+    backwards = _reversed(edges)
     renewed = [(k, v) for k, v in zip(of_outputs, outputs, strict=True) if k is not None and isinstance(v, Value)]
 
     def of_loop(loop: Loop) -> tuple[Position, ...]:
@@ -56,11 +56,42 @@ def updated_arguments(
             shape = list(value.aval.shape)
             if batch_dim is not None:
                 del shape[batch_dim[0]]
-            near = [at for (other, _), at in results.get(value, {}).items() if other == tuple(shape)]
-            found.append(min(near)[1] if near else None)
+            found.append(_of_shape(results.get(value, {}), tuple(shape)))
         return tuple(found)
 
     return tuple(of_outputs), {node: of_loop(node) for node in nodes if isinstance(node, Loop)}
+
+
+def arguments_of_sums(
+    equations: Sequence[Equation],
+    inputs: Sequence[Value],
+    outputs: Sequence[Atom],
+    starts: Iterable[Value],
+    read: Collection[Value],
+) -> dict[Value, int]:
+    """Return the arguments that sums without a loop update, by the constants with which the sums start.
+
+    `read` holds what the work that is summed reads: arguments among it come first, as those that a loop reads.
+    """
+    edges = list(_edges(equations, ()))
+    of_outputs, _ = updated_arguments(equations, inputs, outputs, ())
+    renewed = [
+        (0 if inputs[k] in read else len(edges), k, v)
+        for k, v in zip(of_outputs, outputs, strict=True)
+        if k is not None and isinstance(v, Value)
+    ]
+    results = _nearest(_reversed(edges), renewed)
+    found = {value: _of_shape(results.get(value, {}), tuple(value.aval.shape)) for value in starts}
+    return {value: position for value, position in found.items() if position is not None}
+
+
+def _of_shape(near: Mapping[tuple[Any, Any], tuple[int, int]], shape: tuple[int, ...]) -> Position:
+    found = [at for (other, _), at in near.items() if other == shape]
+    return min(found)[1] if found else None
+
+
+def _reversed(edges: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
+    return [(end, start) for start, end in reversed(edges)]
 
 
 def _edges(nodes: Iterable[Equation | Loop], sums: Collection[Equation]) -> Iterator[tuple[Value, Value]]:

@@ -14,8 +14,8 @@ from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig, mesh_and_memory
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
-from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
-from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
+from jaxpp_flax.mpmd.partitioning.infer import Placed, infer, made_from_several
+from jaxpp_flax.mpmd.partitioning.nodes import Node, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
 
@@ -24,11 +24,10 @@ __all__ = ["Built", "build"]
 
 @dataclass(frozen=True)
 class Built:
-    """The program, with the step, placement and fragments from which it was made."""
+    """The program, with the placed step and the fragments from which it was made."""
 
     program: Program
-    step: Step
-    placement: Placement
+    placed: Placed
     fragments: tuple[Fragment, ...]
 
 
@@ -60,18 +59,22 @@ def build(
     fixed = {node: config.rank_of(min(node.names)) for node in step.nodes if node.names}
     constants = frozenset(step.inputs[:num_constants])
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
-    first_mesh = 0 if config.partitioning_options.infers_transfers else None
-    placement = infer(step, fixed, constants, given, result_ranks, mixed_results=first_mesh)
-    fragments = fragments_of(step, placement, stages, order)
+    if config.partitioning_options.infers_transfers:
+        first = made_from_several(step, fixed, given)
+        result_ranks = [
+            0 if rank is None and atom in first else rank for atom, rank in zip(step.outputs, result_ranks, strict=True)
+        ]
+    placed = infer(step, fixed, constants, given, result_ranks)
+    fragments = fragments_of(placed.nodes, stages, order)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
-    unrolled = unroll(step, placement, fragments, rewrites, keep_unused=keep_unused)
+    unrolled = unroll(placed, fragments, rewrites, keep_unused=keep_unused)
     # Between processes, the runtime watches a received value to see its arrival.
     several = len(meshes.processes) > 1
     program = donate_and_free(unrolled, [False] * num_constants + list(donated), keep_received=several)
     if wants_verification():
         unrolled.verify()
         program.verify()
-    return Built(program, step, placement, tuple(fragments))
+    return Built(program, placed, tuple(fragments))
 
 
 def _check_names(nodes: Sequence[Node], config: MpmdConfig) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxpp_flax.engine.tracing.ir import Value
-from jaxpp_flax.mpmd.partitioning.infer import Placement
-from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin, Step
+from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import Task, TaskKind
@@ -31,14 +30,6 @@ class Key(NamedTuple):
         if self.kind is None or self.stage is None or self.call is None:
             return None
         return Task(self.kind, self.stage, self.call)
-
-
-class _Piece(NamedTuple):
-    """A node on one of its ranks."""
-
-    node: Node
-    rank: int
-    key: Key
 
 
 @dataclass(eq=False, slots=True)
@@ -70,8 +61,8 @@ class Fragment:
         return f"{halves.get(key.kind) or '_'.join(directions)}_{key.stage}"
 
 
-def fragments_of(step: Step, placement: Placement, stages: Stages, order: Order | None) -> list[Fragment]:
-    """Return the fragments in an order in which they can run: program order, as far as the schedule allows it.
+def fragments_of(nodes: Sequence[Node], stages: Stages, order: Order | None) -> list[Fragment]:
+    """Return the fragments of placed nodes in an order in which they can run: program order, as the schedule allows it.
 
     A node joins the fragment of its key if all that it reads was begun before that fragment. So no data goes out of a
     fragment and comes back. Unnamed work that waits for a later task of its mesh does not join an earlier one.
@@ -83,18 +74,17 @@ def fragments_of(step: Step, placement: Placement, stages: Stages, order: Order 
     fragments: list[Fragment] = []
     begun: dict[Key, int] = {}
     latest: dict[int, int] = {}
-    makers: dict[Value, dict[int, int]] = {}  # the fragment that makes each value, by rank
-    for node, rank, key in _pieces(step, placement, stages, order):
-        made = [makers[value] for value in node.inputs if value in makers]
-        reads = {by_rank.get(rank, by_rank[min(by_rank)]) for by_rank in made}
-        turn = max((fragments[number].turn for number in reads if fragments[number].key.rank == rank), default=-1)
+    makers: dict[Value, int] = {}  # the fragment that makes each value
+    for node, key in _with_keys(nodes, stages, order):
+        reads = {makers[value] for value in node.inputs if value in makers}
+        turn = max((fragments[number].turn for number in reads if fragments[number].key.rank == node.rank), default=-1)
         if node.computation is None and turn > turns.get(key.task, turn):
-            key = Key(rank, call=node.call)
+            key = Key(node.rank, call=node.call)
         # Outside microbatches, all consecutive work of one mesh is one program.
-        group = key if key.call is not None else Key(rank)
+        group = key if key.call is not None else Key(node.rank)
         number = begun.get(group, -1)
-        if number < max(reads, default=0) or (key.call is None and latest[rank] != number):
-            number = begun[group] = latest[rank] = len(fragments)
+        if number < max(reads, default=0) or (key.call is None and latest[node.rank] != number):
+            number = begun[group] = latest[node.rank] = len(fragments)
             fragments.append(Fragment(key))
         fragment = fragments[number]
         if fragment.key.stage is None:
@@ -102,56 +92,51 @@ def fragments_of(step: Step, placement: Placement, stages: Stages, order: Order 
         fragment.nodes.append(node)
         fragment.reads |= reads - {number}
         fragment.turn = max(fragment.turn, turn, turns.get(key.task, -1))
-        for value in node.outputs:
-            makers.setdefault(value, {})[rank] = number
+        makers.update(dict.fromkeys(node.outputs, number))
     return fragments if order is None else _scheduled(fragments, order)
 
 
-def _pieces(step: Step, placement: Placement, stages: Stages, order: Order | None) -> list[_Piece]:
-    """Return each node on each of its ranks, in program order but for three kinds of unnamed work.
+def _with_keys(nodes: Sequence[Node], stages: Stages, order: Order | None) -> list[tuple[Node, Key]]:
+    """Return each node with its key, in program order but for three kinds of unnamed work.
 
     A microbatch's unnamed work goes with the named work of its rank that it reads; else with the named work that reads
     it, just before that. Constants that microbatches read (zeros, indices) come first, since they are made once.
     """
-    place: dict[tuple[Node, int], int] = {}
-    keys: dict[tuple[Node, int], Key] = {}
-    position = {node: number for number, node in enumerate(step.nodes)}
+    place = {node: number for number, node in enumerate(nodes)}
+    keys: dict[Node, Key] = {}
     makers: dict[Value, Node] = {}
-    readers: dict[Node, list[Node]] = {node: [] for node in step.nodes}
+    readers: dict[Node, list[Node]] = {node: [] for node in nodes}
 
-    def adopted(node: Node, rank: int, others: Iterable[Node]) -> Key | None:
-        """Return the key of the first of the others that is of the same microbatch and direction."""
-        alike = (o for o in others if (o, rank) in keys and (o.call, o.backward) == (node.call, node.backward))
-        return next((keys[other, rank] for other in alike), None)
+    def adopted(node: Node, others: Iterable[Node]) -> Key | None:
+        """Return the key of the first of the others that is of the same rank, microbatch and direction."""
+        work = node.rank, node.call, node.backward
+        return next((keys[o] for o in others if o in keys and (o.rank, o.call, o.backward) == work), None)
 
-    for node in step.nodes:
+    for node in nodes:
         makers.update(dict.fromkeys(node.outputs, node))
-        before = sorted({makers[v] for v in node.inputs if v in makers}, key=position.__getitem__, reverse=True)
+        before = sorted({makers[v] for v in node.inputs if v in makers}, key=place.__getitem__, reverse=True)
         for maker in before:
             readers[maker].append(node)
-        for rank in placement.nodes[node]:
-            place[node, rank] = position[node]
-            if node.computation is not None:
-                keys[node, rank] = _key(node, rank, stages, order)
-            elif node.call is not None and (key := adopted(node, rank, before)) is not None:
-                keys[node, rank] = key
-    for node in reversed(step.nodes):
+        if node.computation is not None:
+            keys[node] = _key(node, stages, order)
+        elif node.call is not None and (key := adopted(node, before)) is not None:
+            keys[node] = key
+    earliest = dict(place)
+    for node in reversed(nodes):
+        if node in keys:
+            continue
         after = readers[node]
-        for rank in placement.nodes[node]:
-            if (node, rank) in keys:
-                continue
-            key = None if node.call is None else adopted(node, rank, after)
-            keys[node, rank] = key or Key(rank, call=node.call)
-            if key is not None:
-                place[node, rank] = min(place[other, there] for other in after for there in placement.nodes[other])
-            elif node.call is None and not node.inputs and any(other.call is not None for other in after):
-                place[node, rank] = -1
-    ordered = sorted(keys, key=lambda piece: (place[piece], position[piece[0]]))
-    return [_Piece(node, rank, keys[node, rank]) for node, rank in ordered]
+        key = None if node.call is None else adopted(node, after)
+        keys[node] = key or Key(node.rank, call=node.call)
+        if key is not None:
+            earliest[node] = min(earliest[other] for other in after)
+        elif node.call is None and not node.inputs and any(other.call is not None for other in after):
+            earliest[node] = -1
+    return [(node, keys[node]) for node in sorted(nodes, key=lambda node: (earliest[node], place[node]))]
 
 
-def _key(node: Node, rank: int, stages: Stages, order: Order | None) -> Key:
-    key = Key(rank, stages.of_name.get(node.computation or ""), node.kind, node.call)
+def _key(node: Node, stages: Stages, order: Order | None) -> Key:
+    key = Key(node.rank, stages.of_name.get(node.computation or ""), node.kind, node.call)
     if order is not None and key.task in order.fused:
         return key._replace(kind=TaskKind.FORWARD)  # both halves are one program
     return key

@@ -16,7 +16,7 @@ import jax
 
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, values
-from jaxpp_flax.mpmd.ops import calls_in, computations_in, named_tensor_p
+from jaxpp_flax.mpmd.ops import calls_in, names_in
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Node", "Origin", "Step", "nodes_of"]
@@ -38,7 +38,7 @@ class Node:
 
     `origin` is None for work without a name; `tensor` says that the name belongs to an array. `call` is the
     microbatch. `kind` is FORWARD, BACKWARD (recomputation included), or the half of a backward that is split. `names`
-    are the names of all computations and arrays in the node.
+    are the names of all computations and arrays in the node. `rank` is -1 until the node is placed.
     """
 
     equations: tuple[Equation, ...]
@@ -47,6 +47,7 @@ class Node:
     call: int | None
     kind: TaskKind
     names: frozenset[str]
+    rank: int = -1
     inputs: tuple[Value, ...] = field(init=False)
     outputs: tuple[Value, ...] = field(init=False)
 
@@ -81,11 +82,11 @@ class Step:
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
-class _Scopes:
-    """What the scopes around an equation say: its named computation, its microbatch, and all names."""
+class _Scopes(NamedTuple):
+    """What the scopes around an equation say: its origin, whether that is an array, its microbatch, and all names."""
 
-    computation: Origin | None
+    origin: Origin | None
+    tensor: bool
     call: int | None
     names: frozenset[str]
 
@@ -93,13 +94,12 @@ class _Scopes:
 @lru_cache(maxsize=4096)
 def _scopes(stack: Any, recomputed: bool) -> _Scopes:
     text = str(stack)
-    found = computations_in(text)
-    calls = calls_in(text)
+    computations, calls = names_in(text, "computation"), calls_in(text)
+    names = [*computations, *names_in(text, "tensor")]
     origin = None
-    if found:
-        name, transposed, written = found[0]
+    for name, transposed, written in names[:1]:
         origin = Origin(name, written + (0 if recomputed else transposed))
-    return _Scopes(origin, calls[-1] if calls else None, frozenset(name for name, _, _ in found))
+    return _Scopes(origin, not computations, calls[-1] if calls else None, frozenset(name for name, _, _ in names))
 
 
 def _names_inside(params: Mapping[str, Any], known: dict[int, frozenset[str]]) -> frozenset[str]:
@@ -107,28 +107,23 @@ def _names_inside(params: Mapping[str, Any], known: dict[int, frozenset[str]]) -
     found: frozenset[str] = frozenset()
     for body in bodies(params):
         if id(body) not in known:
-            own = {eqn.params["name"] for eqn in body.eqns if eqn.primitive is named_tensor_p}
             stacks = {eqn.source_info.name_stack for eqn in body.eqns}
             inner = [_names_inside(eqn.params, known) for eqn in body.eqns]
-            known[id(body)] = frozenset(own).union(*(_scopes(stack, False).names for stack in stacks), *inner)
+            known[id(body)] = frozenset[str]().union(*(_scopes(stack, False).names for stack in stacks), *inner)
         found |= known[id(body)]
     return found
 
 
 def _node(equation: Equation, known: dict[int, frozenset[str]]) -> Node:
     """Make a node of one equation."""
-    scopes = _scopes(getattr(equation.source, "name_stack", ""), equation.late)
-    origin, names = scopes.computation, scopes.names | _names_inside(equation.params, known)
-    tensor = False
-    backward = equation.late or equation.transposed if origin is None else equation.late or origin.transpose_count > 0
-    if equation.primitive is named_tensor_p:
-        names |= {equation.params["name"]}
-        if origin is None:
-            origin, tensor = Origin(equation.params["name"], int(equation.transposed)), True
+    origin, is_tensor, call, names = _scopes(getattr(equation.source, "name_stack", ""), equation.late)
+    transposed = equation.transposed if origin is None or is_tensor else origin.transpose_count > 0
+    backward = equation.late or transposed
     kind = TaskKind.BACKWARD if backward else TaskKind.FORWARD
     # `call` makes the index of a microbatch so. Inside the microbatch's work, it would make that work's program unique.
     is_index = equation.primitive is jax.lax.copy_p and not values(equation.inputs)
-    return Node((equation,), origin, tensor, None if is_index else scopes.call, kind, names)
+    names |= _names_inside(equation.params, known)
+    return Node((equation,), origin, is_tensor, None if is_index else call, kind, names)
 
 
 def nodes_of(graph: Graph) -> Step:

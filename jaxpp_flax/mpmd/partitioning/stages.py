@@ -10,19 +10,9 @@ from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.config import MpmdConfig
+from jaxpp_flax.mpmd.options import WRAP_AROUND, by_stages
 from jaxpp_flax.mpmd.partitioning.nodes import Node
-from jaxpp_flax.schedules import (
-    Circular,
-    CircularReversed,
-    GPipe,
-    GPipe1F1BLast,
-    InterleavedGPipe,
-    ScheduleError,
-    Std1F1B,
-    ZeroBubble,
-    ZeroBubbleH2,
-    merge_order,
-)
+from jaxpp_flax.schedules import ScheduleError, merge_order
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind, flatten
 
@@ -102,36 +92,7 @@ def _wraps_around(stages: Stages, num_microbatches: int) -> Order:
     for stage, rank in enumerate(stages.ranks):
         calls = [*range(min(stage, num_microbatches - 1), -1, -1), *range(num_microbatches - 1, stage, -1)]
         tasks[rank] = (*tasks.get(rank, ()), *(Task(TaskKind.FORWARD, stage, m) for m in calls))
-    return Order(tasks, frozenset(), _WRAP_AROUND)
-
-
-_WRAP_AROUND = "PARALLEL_PIPELINES_WITH_WRAP_AROUND"
-_ONE_STAGE_EACH = {
-    "ONE_FWD_ONE_BWD": Std1F1B,
-    "GPIPE_BUT_1F1B_FOR_LAST_MESH": GPipe1F1BLast,
-    "ZERO_BUBBLE_H1": ZeroBubble,
-    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": ZeroBubbleH2,
-    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": lambda n: ZeroBubbleH2(n, latency=0.5),
-    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": lambda n: ZeroBubbleH2(n, latency=1.0),
-}
-_DEALT_OUT = {"CIRCULAR": Circular, "CIRCULAR_WITH_REVERSED_BACKWARD": CircularReversed}
-
-
-def _schedule(name: str, stages: Stages) -> Schedule:
-    num_stages, num_ranks = len(stages.ranks), len(stages.used_ranks)
-    if name in _DEALT_OUT:
-        return _DEALT_OUT[name](num_stages, num_ranks)
-    if name == "GPIPE":
-        return GPipe(num_stages) if num_stages == num_ranks else InterleavedGPipe(num_stages, num_ranks)
-    if num_stages != num_ranks:
-        rank = next(r for r in stages.used_ranks if stages.ranks.count(r) > 1)
-        held = [s for s, r in enumerate(stages.ranks) if r == rank]
-        raise ScheduleError(
-            f"{name} runs one stage on each mesh, but mesh {stages.meshes[rank]!r} holds {len(held)}: "
-            f"{'; '.join(stages.describe(s) for s in held[:3])}. Assign neighbouring computations to one mesh, give "
-            "them one number in name_to_stage_assignment, or use CIRCULAR or GPIPE."
-        )
-    return _ONE_STAGE_EACH[name](num_stages)
+    return Order(tasks, frozenset(), WRAP_AROUND)
 
 
 def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *, forward_only: bool) -> Order:
@@ -140,21 +101,22 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *,
     Raises:
       ScheduleError: if the stages do not fit the schedule, or the schedule deadlocks.
     """
-    if schedule == _WRAP_AROUND:
+    if schedule == WRAP_AROUND:
         if not forward_only:
             raise ScheduleError(
-                f"{_WRAP_AROUND} runs forward passes alone, but the program differentiates its named computations. "
+                f"{WRAP_AROUND} runs forward passes alone, but the program differentiates its named computations. "
                 "Use ONE_FWD_ONE_BWD or another schedule for training."
             )
         return _wraps_around(stages, num_microbatches)
-    made = _schedule(schedule, stages) if isinstance(schedule, str) else schedule
+    made = by_stages(schedule, len(stages.ranks), len(stages.used_ranks)) if isinstance(schedule, str) else schedule
     name = schedule if isinstance(schedule, str) else type(made).__name__
     used = stages.used_ranks
     if (made.num_stages, made.num_ranks) != (len(stages.ranks), len(used)):
         raise ScheduleError(
             f"{name} is for {made.num_stages} stages on {made.num_ranks} meshes, but the program has "
             f"{len(stages.ranks)} stages on {len(used)}: {'; '.join(map(stages.describe, range(len(stages.ranks))))}. "
-            "Change the assignment, or make the schedule for these numbers."
+            "Assign neighbouring computations to one mesh, give them one number in name_to_stage_assignment, or use a "
+            "schedule for these numbers, such as CIRCULAR or GPIPE."
         )
     for stage, rank in enumerate(stages.ranks):
         wanted = used[made.rank_of(stage)]

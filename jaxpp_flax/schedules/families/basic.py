@@ -13,19 +13,13 @@ from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backwar
 
 
 class OneStagePerRank(StreamedSchedule):
-    """Base of the schedules in which rank ``r`` runs stage ``r`` and no other.
+    """Base of the schedules in which rank ``r`` runs stage ``r`` and no other."""
 
-    Args:
-        num_stages: number of stages, and of ranks.
-        mpmd_dim: the number of ranks again, as ``jaxpp.api`` takes it.
-    """
-
-    def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
-        super().__init__(num_stages)
-        if mpmd_dim is not None and mpmd_dim != num_stages:
+    def _check_ranks(self) -> None:
+        if self.num_ranks != self.num_stages:
             raise ScheduleError(
-                f"{type(self).__name__} runs one stage on each rank, got num_stages={num_stages} and "
-                f"mpmd_dim={mpmd_dim}. Use {mpmd_dim} stages, or Interleaved1F1B"
+                f"{type(self).__name__} runs one stage on each rank, got num_stages={self.num_stages} and "
+                f"num_ranks={self.num_ranks}. Use {self.num_ranks} stages, or Interleaved1F1B"
             )
 
 
@@ -86,14 +80,15 @@ class WarmedUpForLatency(WarmedUp):
     """A warm-up that hides transfers of a known time.
 
     Args:
-        num_stages: number of stages, one on each rank.
+        num_stages: number of stages.
+        num_ranks: number of ranks, the same.
         latency: time of a transfer as a fraction of a stage's forward, 0 or more.
     """
 
     latency: float
 
-    def __init__(self, num_stages: int, latency: float, mpmd_dim: int | None = None) -> None:
-        super().__init__(num_stages, mpmd_dim)
+    def __init__(self, num_stages: int, num_ranks: int | None, latency: float) -> None:
+        super().__init__(num_stages, num_ranks)
         if not (math.isfinite(latency) and latency >= 0):
             raise ScheduleError(f"latency is a fraction of a forward's time, 0 or more, got {latency!r}")
         object.__setattr__(self, "latency", float(latency))
@@ -143,8 +138,8 @@ class Eager1F1B(WarmedUpForLatency):
     https://arxiv.org/abs/2211.05322, with the amount made a parameter.
 
     Args:
-        num_stages: number of stages, and of ranks.
-        mpmd_dim: the number of ranks again, as ``jaxpp.api`` takes it.
+        num_stages: number of stages.
+        num_ranks: number of ranks, the same.
         latency: the longest time of a transfer that hides, as a fraction of a stage's forward, 0 or more.
 
     >>> Eager1F1B(3).tasks(4)[1]
@@ -158,8 +153,8 @@ class Eager1F1B(WarmedUpForLatency):
 
     fuses_last_stage = True
 
-    def __init__(self, num_stages: int, mpmd_dim: int | None = None, *, latency: float = 1.5) -> None:
-        super().__init__(num_stages, latency, mpmd_dim)
+    def __init__(self, num_stages: int, num_ranks: int | None = None, *, latency: float = 1.5) -> None:
+        super().__init__(num_stages, num_ranks, latency)
 
     def warmup(self, stage: int) -> int:
         return (self.num_stages - 1 - stage) * (1 + math.ceil(2 * self.latency / 3))

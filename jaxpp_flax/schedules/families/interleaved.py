@@ -27,10 +27,7 @@ class Interleaved1F1B(StreamedSchedule):
 
     Args:
         num_stages: a multiple of the number of ranks.
-        num_ranks: number of ranks, ``mpmd_dim`` in ``jaxpp.api``.
-        fuse_steady_state: accepted for programs written for ``jaxpp.api``. There each forward and
-            the backward that follows it become one program; here they run in the same order, next
-            to each other, as two, so the tasks are the same either way.
+        num_ranks: number of ranks.
 
     >>> Interleaved1F1B(4, 2).tasks(2)[0]
     [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1]
@@ -41,18 +38,6 @@ class Interleaved1F1B(StreamedSchedule):
     """
 
     fuses_last_stage = True
-    fuse_steady_state: bool
-
-    def __init__(
-        self,
-        num_stages: int,
-        num_ranks: int | None = None,
-        fuse_steady_state: bool = False,
-        *,
-        mpmd_dim: int | None = None,
-    ) -> None:
-        super().__init__(num_stages, num_ranks, mpmd_dim=mpmd_dim)
-        object.__setattr__(self, "fuse_steady_state", bool(fuse_steady_state))
 
     def extra_warmup(self) -> int:
         return 0

@@ -15,10 +15,10 @@ class VShaped(StreamedSchedule):
 
     splits_backward = True
 
-    def __init__(self, num_stages: int, num_ranks: int | None = None, *, mpmd_dim: int | None = None) -> None:
-        if num_ranks is None and mpmd_dim is None and isinstance(num_stages, int):
+    def __init__(self, num_stages: int, num_ranks: int | None = None) -> None:
+        if num_ranks is None and isinstance(num_stages, int):
             num_ranks = -(-num_stages // 2)
-        super().__init__(num_stages, num_ranks, mpmd_dim=mpmd_dim)
+        super().__init__(num_stages, num_ranks)
 
     def _check_ranks(self) -> None:
         if self.num_stages != 2 * self.num_ranks:

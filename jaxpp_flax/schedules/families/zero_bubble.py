@@ -52,7 +52,8 @@ class ZeroBubbleH2(WarmedUpForLatency):
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 
     Args:
-        num_stages: number of stages, one on each rank.
+        num_stages: number of stages.
+        num_ranks: number of ranks, the same.
         latency: time of a transfer as a fraction of a stage's forward, 0 or more.
 
     >>> ZeroBubbleH2(3).tasks(3)[1]
@@ -66,8 +67,8 @@ class ZeroBubbleH2(WarmedUpForLatency):
 
     splits_backward = True
 
-    def __init__(self, num_stages: int, latency: float = 0.0) -> None:
-        super().__init__(num_stages, latency)
+    def __init__(self, num_stages: int, num_ranks: int | None = None, *, latency: float = 0.0) -> None:
+        super().__init__(num_stages, num_ranks, latency)
 
     def warmup(self, stage: int) -> int:
         hops = self.num_stages - 1 - stage

@@ -18,7 +18,7 @@ from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
 from jaxpp_flax.schedules.simulation.between_tasks import BetweenTasks, GatherEvent, HostEvent, with_gathers_inside
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, needs, results
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused
 from jaxpp_flax.schedules.validate import deadlock_error
 
 
@@ -92,7 +92,6 @@ class Timeline(Summary):
     events: tuple[tuple[Event, ...], ...]
     num_stages: int
     costs: Costs
-    transfer: Transfer
     residuals: ResidualPlan | None = None
     host_events: tuple[tuple[HostEvent, ...], ...] = ()
     gather_events: tuple[tuple[GatherEvent, ...], ...] = ()
@@ -112,46 +111,6 @@ class Timeline(Summary):
         """Return ``(time, activation memory from this time on)`` at each change on the host of ``rank``."""
         copies = self.host_events[rank] if self.host_events else ()
         return _live_by_time(change for copy in copies for change in copy.host_changes())
-
-    def critical_path(self) -> list[Event]:
-        """Return a chain of tasks that ends with the step; each task waits for the one before.
-
-        Between two tasks of the chain is either nothing (the rank was busy) or a transfer. To end
-        the step earlier, a task or a transfer of this chain must become shorter.
-
-        >>> from jaxpp_flax.schedules import GPipe
-        >>> [event.task for event in simulate(GPipe(2), num_microbatches=1).critical_path()]
-        [fwd_0__0, fwd_1__0, bwd_1__0, bwd_0__0]
-        """
-        table = self.costs.table(self.num_stages, self.residuals)
-        fetches = {
-            (rank, copy.stage, copy.microbatch): copy for rank, copies in enumerate(self.host_events) for copy in copies
-        }
-        made: dict[Task, Event] = {}
-        before: dict[AnyTask, Event] = {}
-        for events in self.events:
-            for i, event in enumerate(events):
-                made |= dict.fromkeys(results(event.task), event)
-                if i:
-                    before[event.task] = events[i - 1]
-        current = max((events[-1] for events in self.events if events), key=lambda e: e.end, default=None)
-        path: list[Event] = []
-        while current is not None:
-            path.append(current)
-            causes: list[tuple[float, Event]] = []
-            previous = before.get(current.task)
-            if previous is not None:
-                causes.append((previous.end, previous))
-            for need in needs(current.task, self.num_stages):
-                maker = made.get(need)
-                if maker is not None:
-                    apart = maker.rank != current.rank
-                    wait = self.transfer.time(maker.rank, current.rank, table.sent_bytes(need)) if apart else 0.0
-                    fetch = fetches.get((current.rank, need.stage, need.microbatch))
-                    kept = need.kind is TaskKind.FORWARD and need.stage == current.task.stage
-                    causes.append((fetch.fetch_end if kept and fetch else maker.end + wait, maker))
-            current = max(causes, key=lambda cause: cause[0])[1] if causes else None
-        return path[::-1]
 
 
 def _live_by_time(changes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -201,10 +160,8 @@ class _Recorder:
             peak_host_memory=(0.0,) * len(self.busy),
         )
 
-    def timeline(self, costs: Costs, transfer: Transfer, **fields: Any) -> Timeline:
-        return Timeline(
-            **vars(self.summary()), events=tuple(map(tuple, self.events)), costs=costs, transfer=transfer, **fields
-        )
+    def timeline(self, costs: Costs, **fields: Any) -> Timeline:
+        return Timeline(**vars(self.summary()), events=tuple(map(tuple, self.events)), costs=costs, **fields)
 
 
 def _delay(transfer: Transfer, table: CostTable) -> Callable[[int, int, Task], float] | None:
@@ -255,7 +212,7 @@ def simulate(
     if gathers is None and (residuals is None or residuals.is_kept):
         recorder = _Recorder(len(ranks), table.stages, keep=True)
         _advance(schedule, num_microbatches, ranks, recorder, table, links)
-        return recorder.timeline(costs, links, num_stages=num_stages)
+        return recorder.timeline(costs, num_stages=num_stages)
     lists = [list(tasks) for tasks in ranks]
     plan, table = residuals or ResidualPlan.keep(num_stages), with_gathers_inside(table, gathers)
     recorder = _Recorder(len(lists), table.stages, keep=True)
@@ -270,7 +227,6 @@ def simulate(
     recorder.last = [end + each.after_loop for end, each in zip(recorder.last, between, strict=True)]
     step = recorder.timeline(
         costs,
-        links,
         num_stages=num_stages,
         residuals=plan,
         host_events=tuple(tuple(each.copies) for each in between),
@@ -341,4 +297,4 @@ def replay(events: Iterable[Iterable[Event]], costs: Costs | None = None) -> Tim
     for rank, listed in enumerate(ranks):
         for event in listed:
             recorder(rank, event.task, event.start - zero, event.end - zero)
-    return recorder.timeline(costs, Transfer(), num_stages=num_stages)
+    return recorder.timeline(costs, num_stages=num_stages)

@@ -1,4 +1,4 @@
-"""Showing, comparing and checking schedules from a terminal."""
+"""Showing and comparing schedules from a terminal."""
 
 from __future__ import annotations
 
@@ -48,12 +48,16 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpp_flax.schedules",
-        description="Show, compare and check pipeline schedules. python -m jaxpp_flax.planning search finds one.",
+        description="Show and compare pipeline schedules. python -m jaxpp_flax.planning search finds one.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    show = commands.add_parser("show", help="draw one schedule")
-    show.add_argument("schedule", help=f"a CSV file, or one of: {', '.join(names())}")
+    show = commands.add_parser("show", help="validate and draw one schedule")
+    show.add_argument(
+        "schedule",
+        help="a CSV file, with a row for each rank and cells such as 0F0, 1B0, 1I0, 1W0, empty where it idles; "
+        f"or one of: {', '.join(names())}",
+    )
     add_counts(show)
     add_model(show)
     add_pictures(show)
@@ -66,11 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     add_model(compare)
     compare.set_defaults(run=_compare)
 
-    check = commands.add_parser("check", help="validate a schedule in a CSV file")
-    check.add_argument("file", help="a row for each rank, cells such as 0F0, 1B0, 1I0, 1W0, empty where it idles")
-    add_model(check)
-    add_pictures(check)
-    check.set_defaults(run=_check)
     return parser
 
 
@@ -102,7 +101,6 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     """Add the options of a drawing, which `draw_panels` reads."""
     parser.add_argument("--output", "-o", help="also draw to this file: .svg, .json (Chrome trace) or .txt")
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
-    parser.add_argument("--no-colour", action="store_true", help="plain text even in a terminal")
 
 
 def costs_of(options: argparse.Namespace) -> Costs:
@@ -143,8 +141,7 @@ def _named(options: argparse.Namespace) -> tuple[Schedule, int]:
 def draw_panels(options: argparse.Namespace, panels: Panels) -> None:
     """Print the timelines, and write the file that the options name."""
     width = options.width or shutil.get_terminal_size((120, 24)).columns
-    colour = sys.stdout.isatty() and not options.no_colour
-    print(draw(panels, options.output, width=width, colour=colour))
+    print(draw(panels, options.output, width=width))
     if options.output:
         print(f"wrote {options.output}")
 
@@ -191,15 +188,3 @@ def _shared_out(costs: Costs, per_rank: int) -> Costs:
             raise ScheduleError(f"compare with --stages-per-rank {per_rank} needs one {name} for all stages")
         fields[name] = None if value is None else value / per_rank
     return Costs(**fields, sent=costs.sent)  # type: ignore[arg-type]
-
-
-def _check(options: argparse.Namespace) -> int:
-    schedule = read_csv(options.file)
-    print(
-        f"{options.file}: legal. {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
-        f"{schedule.num_microbatches} microbatches, "
-        f"{'split' if schedule.splits_backward else 'whole'} backward"
-    )
-    step = simulate(schedule, costs_of(options), options.latency, num_microbatches=schedule.num_microbatches)
-    draw_panels(options, [(options.file, step)])
-    return 0

@@ -54,16 +54,14 @@ class StepProfile:
         path: str | os.PathLike[str] | None = None,
         *,
         width: int = 120,
-        colour: bool = False,
     ) -> str:
         """Draw the measured and the simulated timeline, one below the other, with one time scale; return the text.
 
         Args:
           path: a `.svg`, `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
           width: columns of the text.
-          colour: use terminal colours in the text.
         """
-        return draw(self.panels, path, width=width, colour=colour, microseconds=1e6)
+        return draw(self.panels, path, width=width, microseconds=1e6)
 
 
 def profile_of(

@@ -57,7 +57,6 @@ def test_a_slow_link_delays_the_backward():
     starts = {event.task: event.start for event in slow.events[0]}
     assert starts[backward(0, 2)] == last.fetch_end
     assert slow.makespan == last.fetch_end + 2
-    assert [event.task for event in slow.critical_path()][-2:] != [backward(0, 1), backward(0, 2)]
 
 
 def test_recomputation_by_hand():

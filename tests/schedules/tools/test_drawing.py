@@ -9,12 +9,8 @@ import pytest
 from jaxpp_flax.schedules import (
     ZBV,
     Event,
-    GPipe,
     Interleaved1F1B,
-    Link,
-    ResidualPlan,
     ScheduleError,
-    StageResiduals,
     Std1F1B,
     ZeroBubble,
     draw,
@@ -40,9 +36,6 @@ def test_a_grid_tells_a_ranks_stages_apart():
     text = draw(simulate(Interleaved1F1B(6, 2), num_microbatches=2))
     assert "5F0" in text
     assert "4B1" in text
-    coloured = draw(simulate(ZeroBubble(2), num_microbatches=2), colour=True)
-    assert "\x1b[" in coloured
-    assert "I1" in coloured
 
 
 def test_svg_has_a_bar_for_each_pass(tmp_path):
@@ -64,30 +57,6 @@ def test_a_chrome_trace_has_times_and_memory(tmp_path):
     assert max(event["ts"] + event["dur"] for event in tasks) == 10.0 * step.makespan
     held = [event["args"]["held"] for event in events if event["ph"] == "C"]
     assert max(held) == 2.0
-
-
-def offloading():
-    plan = ResidualPlan([StageResiduals(offload=1.0), StageResiduals()])
-    return simulate(GPipe(2), num_microbatches=4, residuals=plan, host_link=Link(bandwidth=1.0))
-
-
-def test_copies_to_the_host_and_back_have_lines_of_their_own(tmp_path):
-    step = offloading()
-    lines = draw(step, tmp_path / "step.svg").splitlines()
-    assert [line[:6] for line in lines[1:5]] == ["rank 0", "host >", "host <", "rank 1"]
-    moved = [copy.microbatch for copy in step.host_events[0]]
-    assert moved == [0, 1, 2, 3]
-    assert re.findall(r">(\d)", lines[2][8:]) == re.findall(r"<(\d)", lines[3][8:]) == ["0", "1", "2", "3"]
-    # A copy to the host stands behind its forward, and a copy back in front of its backward.
-    for m in moved:
-        assert lines[1].index(f"F{m}") < lines[2].index(f">{m}", 8) < lines[3].index(f"<{m}", 8)
-        assert lines[3].index(f"<{m}", 8) < lines[1].index(f"B{m}")
-    assert "> to the host  < from the host" in lines[-1]
-    root = ElementTree.parse(tmp_path / "step.svg").getroot()
-    titles = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert sum(title.startswith("copy to the host for stage 0") for title in titles) == 4
-    assert sum(title.startswith("copy from the host for stage 0") for title in titles) == 4
-    assert "host" not in draw(simulate(GPipe(2), num_microbatches=4))
 
 
 def test_a_measured_step_is_drawn_beside_the_simulated_one():
@@ -118,9 +87,8 @@ def test_command_line(tmp_path, capsys):
     assert "zero_bubble_h2" in table
     assert "interleaved_1f1b" in table
     write_csv(ZeroBubble(2), file, 4)
-    assert main(["check", str(file)]) == 0
     assert main(["show", str(file)]) == 0
-    assert "legal. 2 stages on 2 ranks, 4 microbatches, split backward" in capsys.readouterr().out
+    assert "W3:" in capsys.readouterr().out
     costs = tmp_path / "costs.json"
     costs.write_text('{"forward": [1, 2], "sent": 3}')
     assert main(["show", "gpipe", "--ranks", "2", "--costs", str(costs)]) == 0
@@ -130,10 +98,10 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
     file = tmp_path / "mine.csv"
     write_csv(Std1F1B(2), file, 2)
     file.write_text(file.read_text().replace("1F0,1B0", "1B0,1F0"))
-    assert main(["check", str(file)]) == 1
+    assert main(["show", str(file)]) == 1
     assert ">1B0<" in capsys.readouterr().err
     for wrong, text in [
-        (["check", str(tmp_path / "none.csv")], "none.csv"),
+        (["show", str(tmp_path / "none.csv")], "none.csv"),
         (["show", "1f1"], "Did you mean"),
         (["show", "1f1b", "--forward", "fast"], "--forward 'fast': give one number"),
         (["show", "1f1b", "--ranks", "4", "--forward", "1,2"], "2 numbers for 4 stages"),
@@ -142,7 +110,7 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
         assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["show", "compare", "check"])
+@pytest.mark.parametrize("command", ["show", "compare"])
 def test_every_flag_is_explained(command, capsys):
     (commands,) = (action for action in _parser()._actions if action.choices)
     for action in commands.choices[command]._actions:

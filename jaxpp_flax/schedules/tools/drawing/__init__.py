@@ -22,7 +22,6 @@ def draw(
     *,
     title: str = "schedule",
     width: int = 120,
-    colour: bool = False,
     microseconds: float = 1000.0,
 ) -> str:
     """Draw a simulated or measured step, or several under each other on one scale of time.
@@ -33,7 +32,6 @@ def draw(
             activation memory), ``.txt``. None writes nothing.
         title: of a single timeline.
         width: columns of the text grid.
-        colour: True if the text grid uses terminal colours.
         microseconds: length of one unit of time in a Chrome trace.
 
     Returns:
@@ -48,7 +46,7 @@ def draw(
     F forward -  B backward =  . idle
     """
     panels = [(title, timeline)] if isinstance(timeline, Timeline) else _checked(timeline)
-    text = grid(panels, width, colour)
+    text = grid(panels, width)
     if path is not None:
         target = Path(path)
         if target.suffix == ".svg":

@@ -1,4 +1,4 @@
-"""The content of a picture of a timeline, for all formats: bars in rows, and the style of each kind of bar."""
+"""The content of a picture of a timeline, for text and SVG: a bar for each task, and the style of each kind."""
 
 from __future__ import annotations
 
@@ -20,44 +20,32 @@ class Style:
         name: the kind, in words.
         letter: before the microbatch, in text.
         fill: the rest of a bar in text.
-        terminal: the colour in a terminal.
         colour: in a picture; told apart by readers with colour blindness, light enough for black figures.
     """
 
     name: str
     letter: str
     fill: str
-    terminal: int | None
     colour: tuple[int, int, int]
 
 
 TASKS = {
     kind: Style(MEANING[kind].name, kind.value, *look)
     for kind, look in {
-        TaskKind.FORWARD: ("-", 111, (120, 170, 235)),
-        TaskKind.BACKWARD: ("=", 215, (240, 160, 90)),
-        TaskKind.BACKWARD_INPUT: ("~", 223, (245, 190, 130)),
-        TaskKind.BACKWARD_WEIGHT: (":", 150, (150, 205, 150)),
+        TaskKind.FORWARD: ("-", (120, 170, 235)),
+        TaskKind.BACKWARD: ("=", (240, 160, 90)),
+        TaskKind.BACKWARD_INPUT: ("~", (245, 190, 130)),
+        TaskKind.BACKWARD_WEIGHT: (":", (150, 205, 150)),
     }.items()
 }
-OFFLOAD = Style("to the host", ">", ">", None, (184, 161, 217))
-FETCH = Style("from the host", "<", "<", None, (143, 207, 201))
-STYLES = (*TASKS.values(), OFFLOAD, FETCH)
-
 DARKER = "darker: a rank's later stage"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One task, or one copy on a rank's host link. A fused task is two bars.
-
-    Attributes:
-        copies: for a copy, its direction; None for a task.
-        colour: as in SVG; later stages of a rank are darker.
-    """
+    """One task; a fused task is two bars. `colour` is as in SVG: later stages of a rank are darker."""
 
     rank: int
-    copies: Style | None
     style: Style
     start: float
     end: float
@@ -65,13 +53,9 @@ class Bar:
     microbatch: int
     colour: str
 
-    @property
-    def row(self) -> tuple[int, Style | None]:
-        return self.rank, self.copies
-
 
 def bars(timeline: Timeline) -> list[Bar]:
-    """Everything to be drawn of ``timeline``; copies that take no time are left out."""
+    """Everything to be drawn of ``timeline``."""
     table = timeline.costs.table(timeline.num_stages, timeline.residuals)
     out: list[Bar] = []
     for rank, events in enumerate(timeline.events):
@@ -80,15 +64,7 @@ def bars(timeline: Timeline) -> list[Bar]:
             task, later = event.task, stages.index(event.task.stage) / max(1, len(stages) - 1)
             for kind, start, end in _pieces(event, table.times[TaskKind.FORWARD], table.fused):
                 style = TASKS[kind]
-                out.append(Bar(rank, None, style, start, end, task.stage, task.microbatch, colour(style, later)))
-    for rank, copies in enumerate(timeline.host_events):
-        for copy in copies:
-            for style, start, end in (
-                (OFFLOAD, copy.offload_start, copy.offload_end),
-                (FETCH, copy.fetch_start, copy.fetch_end),
-            ):
-                if end > start:
-                    out.append(Bar(rank, style, style, start, end, copy.stage, copy.microbatch, colour(style)))
+                out.append(Bar(rank, style, start, end, task.stage, task.microbatch, colour(style, later)))
     return out
 
 
@@ -107,17 +83,10 @@ def colour(style: Style, later: float = 0.0) -> str:
     return "#" + "".join(f"{round(channel * (1.0 - 0.2 * later)):02x}" for channel in style.colour)
 
 
-def rows(timeline: Timeline) -> list[tuple[int, Style | None]]:
-    """The rows of a picture from top to bottom, as (rank, direction): tasks have None, then come the rank's copies."""
-    used = {bar.row for bar in bars(timeline)}
-    every = ((rank, copies) for rank in range(len(timeline.events)) for copies in (None, OFFLOAD, FETCH))
-    return [row for row in every if row[1] is None or row in used]
-
-
 def styles_of(panels: Panels) -> list[Style]:
     """The styles that occur, for the legend."""
     seen = {bar.style for _, timeline in panels for bar in bars(timeline)}
-    return [style for style in STYLES if style in seen]
+    return [style for style in TASKS.values() if style in seen]
 
 
 def several_stages(panels: Panels) -> bool:
@@ -132,8 +101,6 @@ def labels(timeline: Timeline) -> Callable[[Bar], str]:
 
     def label(bar: Bar) -> str:
         letter = bar.style.letter
-        if bar.copies is not None:
-            return f"{letter}{bar.microbatch}"
         if many:
             return f"{bar.stage}{letter}{bar.microbatch}"
         return f"{letter.lower() if bar.stage != stages[bar.rank][0] else letter}{bar.microbatch}"
@@ -143,7 +110,7 @@ def labels(timeline: Timeline) -> Callable[[Bar], str]:
 
 def shortest(timeline: Timeline) -> float:
     """The shortest task that gets its own label."""
-    lengths = sorted(bar.end - bar.start for bar in bars(timeline) if bar.copies is None and bar.end > bar.start)
+    lengths = sorted(bar.end - bar.start for bar in bars(timeline) if bar.end > bar.start)
     return lengths[len(lengths) // 10] if lengths else 1.0
 
 

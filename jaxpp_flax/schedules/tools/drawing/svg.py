@@ -11,7 +11,6 @@ from jaxpp_flax.schedules.tools.drawing.scene import (
     bars,
     caption,
     colour,
-    rows,
     several_stages,
     shortest,
     styles_of,
@@ -31,11 +30,11 @@ def svg(panels: Panels) -> str:
     for title, timeline in panels:
         out.append(_text(_LEFT, y + 16, caption(title, timeline), 14, weight="bold"))
         y += _TOP
-        tops = {row: y + i * (_ROW + _GAP) for i, row in enumerate(rows(timeline))}
-        for (rank, copies), top in tops.items():
-            out.append(_text(4, top + 15, *((f"rank {rank}", 12) if copies is None else (copies.name, 9))))
+        tops = [y + rank * (_ROW + _GAP) for rank in range(len(timeline.events))]
+        for rank, top in enumerate(tops):
+            out.append(_text(4, top + 15, f"rank {rank}", 12))
             out.append(f'<rect x="{_LEFT}" y="{top:g}" width="{width:.1f}" height="{_ROW}" fill="#eeeeee"/>')
-        out += [_bar(bar, tops[bar.row], scale) for bar in bars(timeline)]
+        out += [_bar(bar, tops[bar.rank], scale) for bar in bars(timeline)]
         y += len(tops) * (_ROW + _GAP)
         step = _round_step(longest / 10)
         for i in range(int(longest / step + 1e-9) + 1):
@@ -59,8 +58,7 @@ def svg(panels: Panels) -> str:
 
 def _bar(bar: Bar, top: float, scale: float) -> str:
     x, long, label = _LEFT + bar.start * scale, (bar.end - bar.start) * scale, str(bar.microbatch)
-    what = f"{bar.style.letter} of" if bar.copies is None else f"copy {bar.copies.name} for"
-    tip = f"{what} stage {bar.stage}, microbatch {bar.microbatch}: {bar.start:g} to {bar.end:g}"
+    tip = f"{bar.style.letter} of stage {bar.stage}, microbatch {bar.microbatch}: {bar.start:g} to {bar.end:g}"
     text = _text(x + long / 2, top + 15, label, 11, anchor="middle") if long >= 6.5 * len(label) else ""
     return (
         f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top:g}" width="{max(long - 0.6, 0.3):.2f}" '
