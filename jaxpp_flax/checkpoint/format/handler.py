@@ -51,7 +51,7 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
 
         This process reads nothing of a leaf whose devices all belong to other processes.
         """
-        shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
+        shardings: list[Any] = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
         elsewhere = [isinstance(s, MpmdSharding) and not _has_local_devices(s) for s in shardings]
         here = [i for i, is_elsewhere in enumerate(elsewhere) if not is_elsewhere]
         read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []

@@ -102,7 +102,7 @@ class _Walk:
     distributed: DistributedProgram | None
     results: dict[Hashable, _Result] = field(default_factory=dict)  # by the task and the partitions of its inputs
     first: dict[int, AllHeld] = field(default_factory=dict)  # the outputs of each task's first run
-    variants: dict[int, Callable[[], Any]] = field(default_factory=dict[int, Any])
+    variants: dict[int, Callable[[], Any] | None] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
         program = self.program
@@ -237,7 +237,7 @@ class _Walk:
             ),
             held=self.held,
             nbytes={value: sizes[held] for value, held in self.held.items()},
-            variants={number: compiled() for number, compiled in self.variants.items()},
+            variants={number: compiled and compiled() for number, compiled in self.variants.items()},
         )
 
 
