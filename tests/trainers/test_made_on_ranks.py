@@ -17,7 +17,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Parameters
-from jaxpp_flax.trainers.state import holder, initializer
+from jaxpp_flax.trainers.state import initializer
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
 
@@ -126,7 +126,6 @@ class Peak:
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
     """Sampled after each leaf that is made, too."""
-    monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
     found, take = Peak(), initializer._Run._take
 
     def sampled(self: Any, atoms: Any) -> Any:

@@ -32,9 +32,6 @@ from jaxpp_flax.trainers.state.train_state import (
     target_of,
 )
 
-# Larger first parameters are not kept, or made again, for the diagnosis of a first loss that is not finite.
-_KEPT_FOR_DIAGNOSIS = 256 << 20
-
 
 @dataclass(frozen=True)
 class Made:
@@ -76,20 +73,6 @@ class Placed:
     is_preliminary: bool = False
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """The inputs of the first step, for the diagnosis of a first loss that is not finite."""
-
-    # Parameters and the rest of the model's state; None if they are too large to keep beside the state.
-    kept: tuple[Any, Any] | None = None
-    initializer: Initializer | None = None  # makes them again, if they were never in one place
-
-    @property
-    def values(self) -> tuple[Any, Any] | None:
-        """Parameters and the rest of the model's state; None if they are too large."""
-        return self.kept if self.initializer is None else self.initializer.make()
-
-
 class StateHolder:
     """Holds the `TrainState` and counts its steps. A large state is never on a single device.
 
@@ -128,11 +111,6 @@ class StateHolder:
         self._init, self._initializer, self._ranks = init, initializer, ranks
         self.kept = kept
         self._compared = False
-        self._beginning: Beginning | None = Beginning(None)  # until the first loss is seen
-        if initializer is not None:
-            self._beginning = Beginning(initializer=initializer)
-        elif not is_abstract((first.params, first.model_state)):
-            self._beginning = Beginning((first.params, first.model_state))
 
     @property
     def memory(self) -> TrainState:
@@ -234,13 +212,10 @@ class StateHolder:
             placed = replace(placed, opt_state=self.kept.on_default_device(placed.opt_state))
         elif isinstance(self._now, (OnDisk, Unread)):
             self.compare(mesh)
-            placed, self._beginning = self._now.read(fitting(self._now.state, shardings())), None
+            placed = self._now.read(fitting(self._now.state, shardings()))
         else:
             placed = self._on_ranks(mesh, shardings())
         self._now = Placed(placed)
-        kept = self._beginning
-        if kept is not None and _num_bytes((self.memory.params, self.memory.model_state)) > _KEPT_FOR_DIAGNOSIS:
-            self._beginning = Beginning()
 
     def place_weights(self, shardings: Callable[[], TrainState]) -> None:
         """Place the parameters and the rest of the model's state for inference, once; the optimizer stays shapes.
@@ -275,7 +250,6 @@ class StateHolder:
             self._now = Placed(state, is_preliminary=not self.is_placed)
         else:
             self._now = Made(state)
-        self._beginning = None  # the state is no longer the first one
 
     def is_on_disk(self, path: Path) -> None:
         """Hold the checkpoint at `path`, which fits. It is read once the target shardings are known."""
@@ -284,11 +258,6 @@ class StateHolder:
     def is_in_files(self, read: Callable[[TrainState | None], TrainState]) -> None:
         """Hold weights in files, which fit. `read` makes the state from them once the target shardings are known."""
         self._now = Unread(read, self._now.state)
-
-    def take_beginning(self) -> Beginning | None:
-        """Return the inputs of the first step once: later calls, and a state from a checkpoint, give None."""
-        beginning, self._beginning = self._beginning, None
-        return beginning
 
     # ------------------------------------------------------------------ values
 
@@ -389,7 +358,3 @@ def _only_weights(state: TrainState) -> TrainState:
 def copied(leaf: Any) -> jax.Array:
     """Return a copy that shares no memory with `leaf`."""
     return jnp.array(leaf, copy=True)
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

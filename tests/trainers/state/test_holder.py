@@ -14,7 +14,7 @@ import pytest
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.checkpoint.writing import save_step
-from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
+from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import WIDENED, is_abstract
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
@@ -45,7 +45,6 @@ def test_a_state_on_disk_is_read_when_it_is_placed_or_loaded(tmp_path: Path):
                 ask()
         read(other)
         np.testing.assert_array_equal(other.memory.params["w"], [2.0, 2.0])
-        assert other.take_beginning() is None  # no first step's
 
 
 def test_what_is_restored_lies_where_the_state_did():
@@ -55,12 +54,6 @@ def test_what_is_restored_lies_where_the_state_did():
         each.restored(held(3.0).whole())
         assert each.is_placed == is_placed
         assert float(each.weights().params["w"][0]) == 3.0
-
-
-def test_the_beginning_is_given_once():
-    made = held(1.0)
-    assert isinstance(made.take_beginning(), Beginning)
-    assert made.take_beginning() is None
 
 
 @pytest.mark.parametrize("read", [StateHolder.load, lambda other: other.place(None, lambda: other.memory)])
