@@ -4,8 +4,10 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.ending.preemption import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks import Callback, StepRecord
+from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
+from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
+from jaxpp_flax.trainers.callbacks.preemption import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,
@@ -16,18 +18,6 @@ from jaxpp_flax.trainers.errors import (
     ModelError,
     NonFiniteLossError,
     UnusedParametersWarning,
-)
-from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
-from jaxpp_flax.trainers.loop.progress import Meter
-from jaxpp_flax.trainers.loop.trackers import (
-    CompositeTracker,
-    DictTracker,
-    JsonlTracker,
-    MlflowTracker,
-    NoopTracker,
-    TensorBoardTracker,
-    Tracker,
-    WandbTracker,
 )
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
@@ -45,6 +35,16 @@ from jaxpp_flax.trainers.options import (
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
+from jaxpp_flax.trainers.trackers import (
+    CompositeTracker,
+    DictTracker,
+    JsonlTracker,
+    MlflowTracker,
+    NoopTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+)
 from jaxpp_flax.trainers.trainer import PipelineTrainer
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile
@@ -71,12 +71,10 @@ __all__ = [
     "KILLED_STATUS",
     "LogMetrics",
     "Logging",
-    "LoopHook",
     "LossError",
     "Memory",
     "MeshError",
     "MeshOptions",
-    "Meter",
     "MicrobatchLossWarning",
     "ModelError",
     "NonFiniteLossError",
@@ -87,7 +85,6 @@ __all__ = [
     "Precision",
     "RandomStreams",
     "ScheduleReport",
-    "StepHook",
     "StepProfile",
     "StepRecord",
     "TensorBoardTracker",

@@ -26,14 +26,14 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
-from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
-from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
+from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.options import Checkpoints
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import with_copies
 from jaxpp_flax.trainers.state.partial_restore import complete, target_with_the_rest_later

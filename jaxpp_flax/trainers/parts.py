@@ -13,20 +13,17 @@ from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
-from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.generation.generator import Generator
-from jaxpp_flax.trainers.loop.evaluation import Evaluation
+from jaxpp_flax.trainers.inference import Evaluation
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call
-from jaxpp_flax.trainers.loop.progress import Display
-from jaxpp_flax.trainers.loop.saving import Saving
-from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
+from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_model
@@ -42,6 +39,7 @@ from jaxpp_flax.trainers.options import (
     Precision,
     RandomStreams,
 )
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
@@ -232,16 +230,17 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
     core.measures.skipped = lambda: under_way.skipped
     trained_on, clock = BatchComparison(mesh, "training"), core.measures.clock
+    store = open_store(options)
     checkpoints = Checkpointing(
-        store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
+        store=store, held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
         measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore", is_across=rows.is_across,
         meet=core.meet, clock=clock,
     )  # fmt: skip
-    saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)
     train_step = TrainStep(
         scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
-        under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check, clock=clock,
+        under_way=under_way, trained_on=trained_on, display=display,
+        check_saves=(lambda: None) if store is None else store.check, clock=clock,
     )  # fmt: skip
     inference_weights = InferenceWeights(held, inference.params, display.message)
     evaluation = Evaluation(
@@ -250,8 +249,8 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         predict_fn=inference.predict_fn or call_model, meet=core.meet, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
-        rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,
-        config=as_config(logging.config), display=display,
+        rows=rows, held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
+        saves=options is not None and options.every is not None,
         deadline=None if options is None else options.preemption_deadline,
         trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
     )  # fmt: skip

@@ -27,10 +27,8 @@ from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.decorators import described_by, refuse_renamed
 from jaxpp_flax.trainers.generation.generator import Generator
-from jaxpp_flax.trainers.loop.evaluation import Evaluation
+from jaxpp_flax.trainers.inference import Evaluation
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
-from jaxpp_flax.trainers.loop.hooks import StepHook
-from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
@@ -49,6 +47,7 @@ from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
 from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
+from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile
@@ -171,7 +170,10 @@ class PipelineTrainer:
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
         self.log_every = logged.every
+        self.config = logged.run_config
         self.stopping: str | None = None
+        self.callbacks: Sequence[Callback] = ()
+        """Those of the loop that runs, in order."""
 
     # ------------------------------------------------------------------ the trainer's attributes
 
@@ -277,11 +279,11 @@ class PipelineTrainer:
         epochs: int | None = None,
         global_batch_size: int | None = None,
         remainder: Remainder | None = None,
-        hooks: Sequence[StepHook] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         return self._parts.loop.steps(
             self, data,
-            steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, hooks=hooks,
+            steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, callbacks=callbacks,
         )  # fmt: skip
 
     @described_by(TrainingLoop.fit)

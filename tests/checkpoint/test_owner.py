@@ -190,7 +190,7 @@ class Seen(Callback):
         super().__init__()
         self.path, self.seen = path, []
 
-    def on_step(self, trainer, step):
+    def on_step(self, trainer, record):
         self.seen.append(self.path.exists())
 
 

@@ -17,8 +17,7 @@ import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError, Plan
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.trainers import Assignment, Balanced, Inference, Logging, MeshOptions, Parameters, Precision
-from jaxpp_flax.trainers.loop.progress import PlainMeter
+from jaxpp_flax.trainers import Assignment, Balanced, Inference, MeshOptions, Parameters, Precision
 from jaxpp_flax.trainers.tuning import shared_block_times
 from tests.helpers import slow
 from tests.trainers import models as m
@@ -160,9 +159,16 @@ def test_a_plan_is_saved_edited_and_loaded(tmp_path):
         trainer_of(assignment=str(path), num_stages=2).compile(tokens())
 
 
-def test_the_table_is_printed_once_before_the_first_step():
+def shown_by(trainer):
+    """The console that the trainer writes to from now on."""
     console = Console(width=150, record=True)
-    trainer = trainer_of(assignment="balanced", logging=Logging(progress=PlainMeter(console)))
+    trainer._parts.display._console = console
+    return console
+
+
+def test_the_table_is_printed_once_before_the_first_step():
+    trainer = trainer_of(assignment="balanced", logging=True)
+    console = shown_by(trainer)
     trainer.fit([tokens()], steps=1)
     trainer.fit([tokens()], steps=1)
     text = console.export_text()
@@ -180,11 +186,10 @@ def test_the_default_tells_its_choice_with_the_stages():
 
     def compiled(**options):
         traces.clear()
-        console = Console(width=150, record=True)
         trainer = PipelineTrainer(
-            Tower(nnx.Rngs(0)), optax.sgd(0.1), counting, num_stages=3, num_microbatches=4,
-            logging=Logging(progress=PlainMeter(console)), **options,
-        )  # fmt: skip
+            Tower(nnx.Rngs(0)), optax.sgd(0.1), counting, num_stages=3, num_microbatches=4, **options
+        )
+        console = shown_by(trainer)
         trainer.compile(tokens())
         return trainer.plan, console.export_text(), len(traces)
 

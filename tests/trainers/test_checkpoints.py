@@ -24,7 +24,7 @@ from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Paramet
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
-from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
@@ -297,7 +297,7 @@ def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     assert rest == {step: whole[step] for step in (4, 5)}
 
 
-class Lines(Meter):
+class Lines(Display):
     """Remembers what a bar would have shown."""
 
     def __init__(self):
@@ -306,19 +306,19 @@ class Lines(Meter):
     def message(self, text: str) -> None:
         self.shown.append(text)
 
-    def start(self, total: int | None, begin: int) -> None:
-        self.shown.append(("bar", total, begin))
+    def start(self, total: int | None, done: int) -> None:
+        self.shown.append(("bar", total, done))
 
     def advance(self, step: int) -> None:
         self.shown.append(step)
 
 
 def test_a_long_way_through_the_data_is_shown():
-    meter = Lines()
+    display = Lines()
     position = DataPosition(batches=150, epoch=0, in_epoch=150)
-    assert next(Batches(range(1000), position=position, meter=meter)) == 150
-    assert meter.shown[:2] == ["fast-forwarding the data by 150 batches", ("bar", 150, 0)]
-    assert meter.shown[2:] == list(range(1, 151))
+    assert next(Batches(range(1000), position=position, display=display)) == 150
+    assert display.shown[:2] == ["fast-forwarding the data by 150 batches", ("bar", 150, 0)]
+    assert display.shown[2:] == list(range(1, 151))
 
 
 def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Path):

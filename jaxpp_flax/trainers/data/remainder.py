@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp_flax.trainers.data.batch import batch_size, dtype_of
 from jaxpp_flax.trainers.data.position import examples_in
 from jaxpp_flax.trainers.errors import BatchError, LossError
-from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.progress import Display
 
 Remainder = Literal["drop", "pad", "error"]
 
@@ -39,7 +39,9 @@ class RemainderRule:
     """
 
     how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
-    meter: Meter = field(default_factory=Meter)  # prints a message about the first batch that is left out
+    display: Display = field(
+        default_factory=lambda: Display(False)
+    )  # prints a message about the first batch that is left out
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -47,14 +49,14 @@ class RemainderRule:
             raise ValueError(f'remainder={self.how!r}: it must be "drop", "pad" or "error".')
 
     @classmethod
-    def of(cls, remainder: Remainder | None, global_batch_size: int | None, meter: Meter) -> RemainderRule:
+    def of(cls, remainder: Remainder | None, global_batch_size: int | None, display: Display) -> RemainderRule:
         """Make the rule from the arguments of `fit`, or raise a `ValueError` if they contradict each other."""
         if global_batch_size is not None and remainder is not None:
             raise ValueError(
                 f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
                 "examples, of which a process sees a part alone. Let the data leave out or fill smaller ones."
             )
-        return cls(how=remainder if global_batch_size is None else "error", meter=meter)
+        return cls(how=remainder if global_batch_size is None else "error", display=display)
 
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
         """Before the first step, count the batches of a pass, from `begin` to `end`, that will be left out.
@@ -89,7 +91,7 @@ class RemainderRule:
         if not self._has_told:
             self._has_told = True
             also = "" if self.how == "drop" else f". {_CHOICES}"
-            self.meter.message(
+            self.display.message(
                 f"a batch of {size} examples is left out, as are others like it: the first one has {full}{also}"
             )
         return None

@@ -17,7 +17,7 @@ from jaxpp_flax.trainers.data.position import (
     state_of,
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
-from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 
 
@@ -32,7 +32,7 @@ class Batches(Iterator[Any]):
       steps: counts without the batches before `position`.
       epochs: counts with the passes before `position`.
       resume_data: how to reach the position if `data` has no `set_state`.
-      meter: shows the progress towards the position.
+      display: shows the progress towards the position.
       drawn: from `drawn_from`, if `data` is an iterator that has been used before.
       remainder: the rule for batches of another size than the first one; None: batches are not changed.
 
@@ -56,7 +56,7 @@ class Batches(Iterator[Any]):
         epochs: int | None = None,
         position: DataPosition | None = None,
         resume_data: ResumeData = "fast_forward",
-        meter: Meter | None = None,
+        display: Display | None = None,
         drawn: Drawn | None = None,
         remainder: RemainderRule | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Batches(Iterator[Any]):
         start = None if resume_data == "restart" else position
         self._data, self._iterator, self._steps = data, first, steps
         self._epochs = epochs if epochs is not None or steps is not None else 1
-        self._start, self._meter = start, meter or Meter()
+        self._start, self._display = start, display or Display(False)
         self._how: ResumeData = resume_data
         self._remainder = remainder
         self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
@@ -123,10 +123,10 @@ class Batches(Iterator[Any]):
     def _generate(self) -> Iterator[Any]:
         once = self._iterator is self._data
         if self._epochs is not None and self._epoch >= self._epochs:
-            self._meter.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
+            self._display.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
             return
         if self._start is not None:
-            seek(self._iterator, self._start, self._how, self._meter, self._drawn)
+            seek(self._iterator, self._start, self._how, self._display, self._drawn)
         while True:
             for drawn in self._iterator:
                 self._drawn.add(drawn)

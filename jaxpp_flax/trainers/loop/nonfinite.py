@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
-from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.progress import Display
 
 __all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "nonfinite_leaf"]
 

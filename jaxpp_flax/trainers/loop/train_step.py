@@ -12,9 +12,9 @@ from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
-from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
@@ -60,7 +60,7 @@ class TrainStep:
             return self.executables.for_training(microbatches)
         scheduling, display = self.scheduling, self.display
         count = sum(leaf.size for leaf in jax.tree.leaves(self.held.memory.params))
-        with display.meter.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
+        with display.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
             compiled = self.executables.for_training(microbatches)
         if scheduling.mesh is not None:
             title = f"{scheduling.num_stages} stages on {describe_mesh(scheduling.mesh)}, {scheduling.schedule!r}"

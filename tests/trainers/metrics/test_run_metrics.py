@@ -86,8 +86,7 @@ def test_skipped_steps():
         precision=Precision(on_nonfinite="skip"),
         logging=Logging(tracker=tracker, every=1, progress=False, metrics=("skipped_steps",)),
     )  # fmt: skip
-    log = LogMetrics(trainer)
-    for _ in trainer.training_steps(batches * 2, hooks=[log]):
+    for _ in trainer.training_steps(batches * 2, callbacks=[LogMetrics()]):
         pass
     assert tracker["skipped_step"][2] == 1
     assert tracker["skipped_steps"][8] == 3, "the last steps are still under way: counted when they are done"

@@ -188,7 +188,7 @@ REFUSED = {
     "eval_loss_fn": (lambda: Inference(eval_loss_fn=3), TypeError, "eval_loss_fn must be a function of"),
     "inference": (lambda: Inference.of(m.mean_loss), TypeError, "inference must be Inference(...), got function"),
     "log every": (lambda: Logging(every=0), ValueError, "every=0: it must be a whole number of at least 1"),
-    "progress": (lambda: Logging(progress="bar"), TypeError, "progress='bar' (str): it must be True, False or a Meter"),
+    "progress": (lambda: Logging(progress="bar"), TypeError, "progress='bar' (str): it must be True or False"),
     "logging": (lambda: Logging.of("run.jsonl"), TypeError, "logging must be Logging(...), got str: 'run.jsonl'"),
 }
 

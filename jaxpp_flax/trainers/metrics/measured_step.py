@@ -7,24 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.trainers.callbacks.base import Callback
-
 __all__ = ["MeasuredStep"]
 
 
-class MeasuredStep(Callback):
+class MeasuredStep:
     """Holds the metrics of the latest step and of an evaluation after it.
 
     Example:
       >>> measured = MeasuredStep()
       >>> measured.add(3, {"loss": np.float32(0.5)})
-      >>> measured.on_evaluate(None, 3, {"loss": 0.75})
+      >>> measured.add(3, {"eval_loss": 0.75})
       >>> measured.at(3), measured.at(4)
       ({'loss': 0.5, 'eval_loss': 0.75}, None)
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._step, self._metrics = -1, dict[str, Any]()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -36,9 +33,6 @@ class MeasuredStep(Callback):
     def clear(self) -> None:
         """Forget the metrics: the state is another one now, perhaps of the same step."""
         self._step, self._metrics = -1, {}
-
-    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        self.add(step, {f"eval_{name}": value for name, value in metrics.items()})
 
     def at(self, step: int) -> dict[str, float] | None:
         """Wait for the scalars of this step, and return them as floats; None if no metrics of it are known."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_flax.processes import ProcessGroup
-from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
+from jaxpp_flax.trainers.callbacks.stop import CommonStop, StopReason
 from tests.engine.stores import MemoryStore
 
 

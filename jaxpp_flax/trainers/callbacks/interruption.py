@@ -7,8 +7,10 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from jaxpp_flax.processes.waits import print_notice
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 
 __all__ = ["STEPS_AHEAD", "Interruption"]
 
@@ -16,10 +18,10 @@ STEPS_AHEAD = 4
 """A process is fewer steps than this ahead of another one, since each waits for the loss of two steps ago."""
 
 
-class Interruption:
+class Interruption(Callback):
     """Delays Ctrl-C: the first one within a step is raised after the step; a second one, or one elsewhere, at once.
 
-    The loop calls `raise_requested` once it has noted the step's metrics, which would be lost otherwise.
+    It is raised in `on_step`: the step's metrics, which would be lost otherwise, are noted then.
 
     With several processes, the first Ctrl-C is not raised but `requested`, so that all of them end after the same step.
 
@@ -37,7 +39,7 @@ class Interruption:
       ...         with interruption.step():
       ...             signal.raise_signal(signal.SIGINT)
       ...         print("the step is finished")
-      ...         interruption.raise_requested()
+      ...         interruption.on_step(None, None)
       ... except KeyboardInterrupt:
       ...     print("and then fit ends")
       the step is finished
@@ -46,6 +48,7 @@ class Interruption:
     """
 
     def __init__(self, *, raises: bool = True) -> None:
+        super().__init__()
         self.within_step = False
         """True if a step has begun and has not ended."""
         self.requested = False
@@ -73,7 +76,7 @@ class Interruption:
         yield
         self.within_step = False  # stays True after an error: the state may be lost
 
-    def raise_requested(self) -> None:
+    def on_step(self, trainer: Any, record: StepRecord | None) -> None:
         """Raise the Ctrl-C that came within the step."""
         if self.requested and self._raises:
             raise KeyboardInterrupt

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.trainers.ending.failure import FailureCheck
+from jaxpp_flax.trainers.callbacks.base import has_failed
 
 __all__ = [
     "CompositeTracker",
@@ -49,8 +49,12 @@ class Tracker(abc.ABC):
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
         """Record the configuration of the run; by default, do nothing."""
 
-    def close(self) -> None:  # noqa: B027 (optional)
-        """Write the remaining metrics; `fit` calls this on every way out. A later `log` opens the tracker again."""
+    def close(self, error: BaseException | None = None) -> None:  # noqa: B027 (optional)
+        """Write the remaining metrics; a loop calls this on every way out. A later `log` opens the tracker again.
+
+        Args:
+          error: what ended the loop; see `jaxpp_flax.trainers.callbacks.has_failed`.
+        """
 
     def get_state(self) -> Any:
         """Return what a resumed run needs to continue this one, as JSON for a checkpoint; None for nothing."""
@@ -147,13 +151,13 @@ class CompositeTracker(Tracker):
         for tracker in self.trackers:
             tracker.log_config(config)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         errors: list[Exception] = []
         for tracker in self.trackers:
             try:
-                tracker.close()
-            except Exception as error:  # the others close all the same
-                errors.append(error)
+                tracker.close(error)
+            except Exception as failed:  # the others close all the same
+                errors.append(failed)
         if errors:
             raise ExceptionGroup("trackers did not close", errors)
 
@@ -200,7 +204,7 @@ class TensorBoardTracker(Tracker):
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._opened is not None:
             self._opened.close()  # `flush` alone may leave the last metrics in the queue
             self._opened = None
@@ -221,7 +225,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, **run_options: Any) -> None:
         _need("wandb", "wandb")
-        self._options, self._opened, self._failure = run_options, None, FailureCheck()
+        self._options, self._opened = run_options, None
 
     @property
     def _run(self) -> Any:
@@ -229,7 +233,6 @@ class WandbTracker(Tracker):
             options = {"resume": "allow", **self._options} if "id" in self._options else self._options
             self._opened = importlib.import_module("wandb").init(**options)
             self._options = {**self._options, "id": self._opened.id}
-            self._failure = FailureCheck()
         return self._opened
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
@@ -238,9 +241,9 @@ class WandbTracker(Tracker):
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._opened is not None:
-            self._opened.finish(exit_code=int(self._failure.has_failed()))
+            self._opened.finish(exit_code=int(has_failed(error)))
             self._opened = None
 
     def get_state(self) -> Any:
@@ -279,7 +282,7 @@ class MlflowTracker(Tracker):
     ) -> None:
         _need("mlflow", "mlflow")
         self._experiment, self._uri, self._name, self._id = experiment, tracking_uri, run_name, run_id
-        self._opened, self._failure = None, FailureCheck()
+        self._opened = None
 
     @property
     def _client(self) -> Any:
@@ -291,7 +294,7 @@ class MlflowTracker(Tracker):
                 self._id = client.create_run(experiment, run_name=self._name).info.run_id
             else:
                 client.update_run(self._id, status="RUNNING")
-            self._opened, self._failure = client, FailureCheck()
+            self._opened = client
         return self._opened
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
@@ -313,9 +316,9 @@ class MlflowTracker(Tracker):
             elif known[name] != str(value):
                 client.set_tag(self._id, name, value)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._opened is not None:
-            self._opened.set_terminated(self._id, "FAILED" if self._failure.has_failed() else "FINISHED")
+            self._opened.set_terminated(self._id, "FAILED" if has_failed(error) else "FINISHED")
             self._opened = None
 
     def get_state(self) -> Any:

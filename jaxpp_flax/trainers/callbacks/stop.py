@@ -1,4 +1,4 @@
-"""The early end of `fit`: SIGTERM, Ctrl-C or `trainer.stop` end all processes of a run after the same step."""
+"""The callback that ends a loop early: SIGTERM, Ctrl-C or `trainer.stop`, in all processes after the same step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
-from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.ending.interruption import STEPS_AHEAD, Interruption
-from jaxpp_flax.trainers.ending.preemption import Preemption
-from jaxpp_flax.trainers.loop.hooks import StepRecord, TrainerProtocol
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
+from jaxpp_flax.trainers.callbacks.interruption import STEPS_AHEAD, Interruption
+from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS, Preemption
 
-__all__ = ["CommonStop", "Ending", "StopReason"]
+__all__ = ["CommonStop", "Stop", "StopReason"]
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """The reason for the end of `fit`.
+    """The reason for the early end of a loop.
 
     Args:
       kind: "preempted" by SIGTERM, "interrupted" by Ctrl-C, or "stopped" by `trainer.stop`.
@@ -83,40 +82,65 @@ class CommonStop:
         return min(reasons, key=lambda reason: order.index(reason.kind), default=None)
 
 
-class Ending(Callback):
-    """A hook that looks for the end after each step, and a callback that decides after each evaluation."""
+class Stop(Callback):
+    """Looks for a request after each step; decides at once where all processes meet: at evaluations and at the end.
 
-    def __init__(
-        self, trainer: TrainerProtocol, group: ProcessGroup, interruption: Interruption, preemption: Preemption
-    ) -> None:
+    Args:
+      group: the processes that end the loop together.
+    """
+
+    def __init__(self, group: ProcessGroup, interruption: Interruption, preemption: Preemption) -> None:
         super().__init__()
-        self._trainer, self._interruption, self._preemption = trainer, interruption, preemption
+        self.is_alone = group.process_count == 1
+        self.interruption, self.preemption = interruption, preemption
         self._common_stop = CommonStop(group)
         self.reason: StopReason | None = None
         """The reason of the loop's end, once the end is decided."""
 
-    def __call__(self, record: StepRecord) -> None:
-        """After a step, look for a decision of any process."""
-        if self.reason is None:
-            self.reason = self._common_stop.after(record.step, self._requested())
+    def on_fit_start(self, trainer: Any) -> None:
+        self._decide(trainer)
 
-    def decide_together(self) -> None:
-        """Decide at once, at a point that all processes reach together: the decision of one holds for all."""
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self.reason is None:
-            self.reason = self._common_stop.decide(self._requested())
+            self.reason = self._common_stop.after(record.step, self._requested(trainer))
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Decide: all processes have evaluated."""
-        self.decide_together()
+        self._decide(trainer)
 
-    def after_last_step(self) -> StopReason | None:
-        """Return the reason, also if the data ended before the common step."""
-        return self._common_stop.decide(self._requested() if self.reason is None else self.reason)
+    def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
+        """Decide also where the data ended before the common step, and for requests since that step."""
+        if error is None:
+            self.reason = self._common_stop.decide(self._requested(trainer)) or self.reason
+            self.raise_decided()
 
-    def _requested(self) -> StopReason | None:
-        if self._preemption.requested:
+    @property
+    def is_preempted(self) -> bool:
+        """True if SIGTERM ends the loop; a single process needs no decision for it."""
+        return (self.is_alone and self.preemption.requested) or self._kind == "preempted"
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if all processes have decided to end after Ctrl-C."""
+        return self._kind == "interrupted"
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self.reason is None else self.reason.kind
+
+    def raise_decided(self) -> None:
+        """Raise what ends all processes: Ctrl-C, or the exit after SIGTERM."""
+        if self._kind == "preempted":
+            raise SystemExit(PREEMPTED_STATUS)
+        if self._kind == "interrupted":
+            raise KeyboardInterrupt
+
+    def _decide(self, trainer: Any) -> None:
+        if self.reason is None:
+            self.reason = self._common_stop.decide(self._requested(trainer))
+
+    def _requested(self, trainer: Any) -> StopReason | None:
+        if self.preemption.requested:
             return StopReason("preempted")
-        if self._interruption.requested:
+        if self.interruption.requested:
             return StopReason("interrupted")
-        stopping = self._trainer.stopping
-        return None if stopping is None else StopReason("stopped", stopping)
+        return None if trainer.stopping is None else StopReason("stopped", trainer.stopping)

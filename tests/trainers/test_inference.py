@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxpp_flax.trainers.loop.evaluation import Average
+from jaxpp_flax.trainers.inference import Average
 from jaxpp_flax.trainers.step.loss import LossTerms
 
 

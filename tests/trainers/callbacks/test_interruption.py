@@ -11,9 +11,8 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints
-from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.ending.interruption import STEPS_AHEAD, Interruption
-from jaxpp_flax.trainers.loop.hooks import LogMetrics
+from jaxpp_flax.trainers.callbacks import Callback, log_metrics
+from jaxpp_flax.trainers.callbacks.interruption import STEPS_AHEAD, Interruption
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
@@ -48,8 +47,8 @@ def interrupted_within(trainer: PipelineTrainer, step: int, monkeypatch: pytest.
 
 
 class InterruptsAfter(Callback):
-    def on_step(self, trainer: Any, step: int) -> None:
-        if step == 2:
+    def on_step(self, trainer: Any, record: Any) -> None:
+        if record.step == 2:
             interrupt()
 
 
@@ -111,12 +110,13 @@ def test_a_second_one_ends_at_once(tmp_path: Path, monkeypatch: Any, uninterrupt
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_second_one_after_the_step_waits_for_nothing(times: int, monkeypatch: Any):
-    hurries: list[bool] = []
-    monkeypatch.setattr(LogMetrics, "leave", lambda self, error, *, at_once: hurries.append(at_once))
+    waits: list[float] = []
+    fetch = log_metrics._fetch_within
+    monkeypatch.setattr(log_metrics, "_fetch_within", lambda seconds, of: waits.append(seconds) or fetch(seconds, of))
     trainer = program.make_trainer(None, stages=1)
     interrupted_within(trainer, 2, monkeypatch)
     notes_of(trainer, *([] if times == 1 else [InterruptsAfter()]))
-    assert hurries == [times == 2]
+    assert waits == [log_metrics._PATIENCE if times == 1 else log_metrics._AT_ONCE]
 
 
 def test_a_program_that_ignores_it_is_left_alone():

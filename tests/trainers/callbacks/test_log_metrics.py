@@ -1,4 +1,4 @@
-"""The life of a tracker in `fit`: configured once, closed on every way out, continued by a resumed run."""
+"""Rows; and the life of a tracker: configured once, closed on every way out, continued by a resumed run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from flax import nnx
 
 from jaxpp_flax import Callback, PipelineTrainer, Tracker
 from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError
-from jaxpp_flax.trainers.callbacks import SamplePredictions
-from jaxpp_flax.trainers.ending.failure import FailureCheck
-from jaxpp_flax.trainers.ending.preemption import PREEMPTED_STATUS
-from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
+from jaxpp_flax.trainers.callbacks import SamplePredictions, has_failed
+from jaxpp_flax.trainers.callbacks.base import StepRecord
+from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
+from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.metrics.clock import Clock
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
+from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker
 
 DATA = [jnp.ones((4, 2))] * 3
 
@@ -36,7 +39,7 @@ class Recorder(Tracker):
         self.calls.append("config")
         self.config = dict(config)
 
-    def close(self):
+    def close(self, error=None):
         self.calls.append("close")
         if self.fails:
             raise OSError("no space left")
@@ -76,8 +79,8 @@ def test_the_configuration_comes_first_and_close_last(config):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_the_tracker_is_closed_after_an_error(error):
     class Failing(Callback):
-        def on_step(self, trainer, step):
-            if step == 2:
+        def on_step(self, trainer, record):
+            if record.step == 2:
                 raise error("stop")
 
     tracker = Recorder(fails=True)
@@ -88,7 +91,7 @@ def test_the_tracker_is_closed_after_an_error(error):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_fit_end"])
 def test_the_tracker_is_closed_after_an_error_of_a_callback(hook):
-    def fail(trainer):
+    def fail(trainer, error=None):
         trainer.tracker.log({"note": 1.0}, step=0)
         raise ValueError(hook)
 
@@ -112,11 +115,11 @@ class Fails(Callback):
         super().__init__()
         self.hooks = hooks
 
-    def on_step(self, trainer, step):
-        if step == 2 and "on_step" in self.hooks:
+    def on_step(self, trainer, record):
+        if record.step == 2 and "on_step" in self.hooks:
             raise self.hooks["on_step"]
 
-    def on_fit_end(self, trainer):
+    def on_fit_end(self, trainer, error):
         if "on_fit_end" in self.hooks:
             raise self.hooks["on_fit_end"]
 
@@ -124,11 +127,8 @@ class Fails(Callback):
 class Ended(Recorder):
     """Notes whether the run has failed when it is closed."""
 
-    def log_config(self, config):
-        self.check = FailureCheck()
-
-    def close(self):
-        self.calls.append(f"failed: {self.check.has_failed()}")
+    def close(self, error=None):
+        self.calls.append(f"failed: {has_failed(error)}")
 
 
 def test_an_error_of_on_fit_end_does_not_replace_the_first_error():
@@ -158,7 +158,6 @@ def test_ctrl_c_in_on_fit_end_keeps_the_first_error_as_its_context():
 
 
 def test_a_run_whose_last_loss_is_not_finite_has_failed():
-    """The last losses are looked at after the last step, and after `on_fit_end`."""
     with pytest.raises(NonFiniteLossError, match="the loss of step 3 is nan"):
         trainer_with(tracker := Ended()).fit([*DATA[:2], DATA[2] * jnp.nan])
     assert tracker.calls[-1] == "failed: True"
@@ -166,7 +165,7 @@ def test_a_run_whose_last_loss_is_not_finite_has_failed():
 
 def test_a_run_that_sigterm_ends_has_not_failed(tmp_path):
     class Asked(Callback):
-        def on_step(self, trainer, step):
+        def on_step(self, trainer, record):
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit):
@@ -184,7 +183,7 @@ def test_an_exit_without_an_error_is_no_failure(status, failed):
 @pytest.mark.parametrize("every", [None, 3])
 def test_sigterm_while_the_tracker_is_closed_saves_and_exits(every, tmp_path):
     class Asked(Recorder):
-        def close(self):
+        def close(self, error=None):
             super().close()
             assert signal.getsignal(signal.SIGTERM) is not before, "a close that hangs has a deadline"
             signal.raise_signal(signal.SIGTERM)
@@ -226,3 +225,28 @@ def test_all_trackers_are_closed_though_one_fails():
 def test_a_configuration_that_is_none_is_refused():
     with pytest.raises(TypeError, match=r"Logging\(config=3\): it must be a mapping or a dataclass, not int"):
         Logging(config=3)
+
+
+def test_the_rate_counts_the_time_of_training_alone():
+    now, tracker, batch = [0.0], DictTracker(), jnp.zeros((4, 2))
+    trainer = trainer_with(tracker)
+    trainer.log_every = 1
+    trainer._core = dataclasses.replace(trainer._core, measures=RunMetrics(clock=Clock(lambda: now[0])))
+    log = LogMetrics()
+    log.on_fit_start(trainer)
+    for step in range(1, 6):
+        now[0] += 2
+        with trainer.measures.clock.part("save"):
+            now[0] += 10
+        log.on_step(trainer, StepRecord(step, {"loss": step / 10}, batch))
+    assert tracker["examples_per_second"] == {2: 2.0, 3: 2.0, 4: 2.0}
+
+
+def test_a_tracker_that_cannot_begin_is_closed():
+    class NoConfig(Recorder):
+        def log_config(self, config):
+            raise OSError("no server")
+
+    with pytest.raises(OSError, match="no server"):
+        trainer_with(tracker := NoConfig()).fit(DATA)
+    assert tracker.calls == ["close"]
