@@ -301,6 +301,7 @@ class Lines(Display):
     """Remembers what a bar would have shown."""
 
     def __init__(self):
+        super().__init__(False)
         self.shown: list[Any] = []
 
     def message(self, text: str) -> None:
