@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,34 +139,49 @@ def has_failed(error: BaseException | None) -> bool:
 def end_callbacks(callbacks: Sequence[Callback], trainer: Any, error: BaseException | None = None) -> None:
     """Call `on_last_step` of each callback, then `on_fit_end`; an error keeps no other callback from its end.
 
+    Call it outside of any handler: Orbax takes an error that is being handled for one of the save that it makes.
+
     Args:
-      error: the error that ends the loop and is being handled. The errors of callbacks become its notes.
+      error: the error that ends the loop. The errors of callbacks become its notes.
 
     Raises:
-      Exception: the first error of a callback, if there was none before.
+      BaseException: `error`, or the first error of a callback if there was none before.
 
     Example:
       >>> class Fails(Callback):
       ...     def on_fit_end(self, trainer, error):
       ...         raise OSError("no space left")
       >>> first = ValueError("a bad batch")
-      >>> end_callbacks([Fails()], None, first)
-      >>> first.__notes__
+      >>> try:
+      ...     end_callbacks([Fails()], None, first)
+      ... except ValueError as error:
+      ...     print(error.__notes__)
       ["Fails.on_fit_end failed as well: OSError('no space left')"]
     """
     calls = [(callback, "on_last_step") for callback in callbacks]
-    _end([*calls, *((callback, "on_fit_end") for callback in reversed(callbacks))], trainer, error)
-
-
-def _end(calls: Sequence[tuple[Callback, str]], trainer: Any, error: BaseException | None) -> None:
-    for index, (callback, hook) in enumerate(calls):
-        try:
-            getattr(callback, hook)(trainer, error)
-        except BaseException as failed:
-            if error is None or not isinstance(failed, Exception):
-                _end(calls[index + 1 :], trainer, failed)
-                raise
+    for callback, hook in [*calls, *((callback, "on_fit_end") for callback in reversed(callbacks))]:
+        failed = _failure(getattr(callback, hook), trainer, error)
+        if failed is None:
+            continue
+        if error is not None and isinstance(failed, Exception):
             error.add_note(f"{type(callback).__name__}.{hook} failed as well: {failed!r}")
+        else:
+            failed.__context__ = failed.__context__ or error
+            error = failed
+    try:
+        if error is not None:
+            raise error
+    finally:
+        error = failed = None  # else the error would hold itself, by its traceback and this frame
+
+
+def _failure(call: Callable[..., None], trainer: Any, error: BaseException | None) -> BaseException | None:
+    """Return the error of a call, if any."""
+    try:
+        call(trainer, error)
+    except BaseException as failed:
+        return failed
+    return None
 
 
 def overrides(callback: Callback, hook: str) -> bool:

@@ -90,7 +90,7 @@ class TrainingLoop:
         trainer.callbacks, trainer.stopping = callbacks, None
         begun = [callback for callback in callbacks if callback not in users]
         stepping = [callback for callback in callbacks if overrides(callback, "on_step")]
-        begins_at = None
+        begins_at, ended = None, None
         try:
             for batch in trainer.measures.clock.each(source, "data"):
                 save.on_next_batch()
@@ -120,11 +120,11 @@ class TrainingLoop:
             if trainer.step != begins_at:
                 self.await_same_end()
         except BaseException as error:  # `break` in the user's loop comes here too
-            end_callbacks([callback for callback in callbacks if callback in begun], trainer, error)
-            raise
-        else:
-            end_callbacks([callback for callback in callbacks if callback in begun], trainer)
+            ended = error
+        try:
+            end_callbacks([callback for callback in callbacks if callback in begun], trainer, ended)
         finally:
+            ended = None  # else the error would hold itself, by its traceback and this frame
             self.tracking.leave(source)
             trainer.callbacks = ()
 
