@@ -51,7 +51,6 @@ from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.step.diagnosis import first_loss_error
 from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
@@ -79,11 +78,6 @@ class Core:
     def meet(self, call: str) -> None:
         """Wait until every process has made this call after the same step."""
         await_same_call(self.scheduling.mesh, self.held.memory, call)
-
-    def diagnose(self, loss: float, beginning: tuple[Any, Any] | None, microbatches: Any) -> Exception:
-        """Return the error for a first loss that is not finite."""
-        count, mesh = self.scheduling.num_microbatches, self.scheduling.mesh
-        return first_loss_error(loss, beginning, self.adapter, self.loss_fn, microbatches, count, mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,17 +232,16 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
     core.measures.skipped = lambda: under_way.skipped
     trained_on, clock = BatchComparison(mesh, "training"), core.measures.clock
-    is_ignored = core.on_nonfinite == "ignore"
     checkpoints = Checkpointing(
         store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
-        measured=MeasuredStep(), saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet, clock=clock,
+        measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore", is_across=rows.is_across,
+        meet=core.meet, clock=clock,
     )  # fmt: skip
     saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)
     train_step = TrainStep(
         scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
-        under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check,
-        diagnose=None if is_ignored else core.diagnose, clock=clock,
+        under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check, clock=clock,
     )  # fmt: skip
     inference_weights = InferenceWeights(held, inference.params, display.message)
     evaluation = Evaluation(
@@ -265,7 +258,9 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
     return Parts(
         weights=weights,
-        pretrained=PretrainedWeights(held, inference_weights, core.update, mesh, core.meet, weights.abstract_model),
+        pretrained=PretrainedWeights(
+            held, inference_weights, core.update.tx.init, mesh, core.meet, weights.abstract_model
+        ),
         display=display,
         evaluation=evaluation,
         generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, core.meet),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ class TrainStep:
 
     Args:
       check_saves: called before each step.
-      diagnose: makes the error for a first loss that is not finite, from the loss, the parameters and the rest of the
-        model's state before that step, and the microbatches. None if such a loss is not an error.
     """
 
     scheduling: Scheduling
@@ -43,7 +40,6 @@ class TrainStep:
     trained_on: BatchComparison
     display: Display
     check_saves: Callable[[], None]
-    diagnose: Callable[[float, tuple[Any, Any] | None, Any], Exception] | None
     clock: Clock
 
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
@@ -89,15 +85,15 @@ class TrainStep:
 
         Raises:
           BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
-          NonFiniteLossError: if the first loss is not finite (the message names the origin), or if the loss of two
-            steps before is not finite; see `Precision`.
+          NonFiniteLossError: if the first loss is not finite, or if the loss of two steps before is not finite; see
+            `Precision`.
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: for other arguments that do not fit, before anything runs.
         """
         compiled, microbatches = self._prepare(batch, whole)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.held.step + 1):
             results = compiled(self.held.memory, microbatches)
-        return self.finish(results, microbatches)
+        return self.finish(results)
 
     def _prepare(self, batch: Any, whole: Any) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
@@ -109,15 +105,10 @@ class TrainStep:
         self.trained_on.before(microbatches)
         return compiled, microbatches
 
-    def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:
+    def finish(self, results: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""
         state, metrics = results
         self.held.advance(state)
-        if self.diagnose is not None and (beginning := self.held.take_beginning()) is not None:
-            with self.clock.part("device"):
-                loss = float(metrics["loss"])  # waits for the first step
-            if not math.isfinite(loss):
-                raise self.diagnose(loss, beginning.values, microbatches)
         self.trained_on.after(metrics["loss"], self.held.step)
         with self.clock.part("device"):
             self.under_way.add(self.held.step, metrics)
@@ -146,7 +137,7 @@ class TrainStep:
         compiled, microbatches = self._prepare(batch, self.rows.whole(batch, global_batch_size))
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
         results, timings = compiled.profile(self.held.memory, microbatches)
-        metrics = self.finish(results, microbatches)
+        metrics = self.finish(results)
         return profile_of(metrics, timings, compiled.stages, scheduling.schedule, scheduling.num_microbatches)
 
     def end(self) -> None:
