@@ -115,7 +115,7 @@ def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
     with pytest.warns(UserWarning, match="JPF901"):
         together = trained(None, {"data": 2})
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)  # one mean, summed in another order
-    with pytest.raises(ModelError, match="'<lambda>', or the model in it, uses the axis name 'batch'"):
+    with pytest.raises(ModelError, match="'BatchNorm layers/0/norm' uses the axis name 'batch'"):
         trained("batch", {"data": 2})
 
 
