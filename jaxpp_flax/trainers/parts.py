@@ -257,7 +257,9 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
     return Parts(
         weights=weights,
-        pretrained=PretrainedWeights(held, inference_weights, core.update, mesh, core.meet, weights.abstract_model),
+        pretrained=PretrainedWeights(
+            held, inference_weights, core.update.tx.init, mesh, core.meet, weights.abstract_model
+        ),
         display=display,
         evaluation=evaluation,
         generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, core.meet),

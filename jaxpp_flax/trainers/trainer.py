@@ -74,7 +74,7 @@ class PipelineTrainer:
     Args:
       model: an `nnx.Module`; or a Linen module, together with `variables=`; or, for a model larger than a device, a
         function that makes an `nnx.Module`: `lambda rngs: GPT(config, rngs=rngs)`. It gets `nnx.Rngs(seed)` (without
-        parameters, nothing) and is traced; each leaf is made on its ranks, with the bits of the ordinary construction.
+        parameters, nothing) and is traced; each leaf is made alone and put on its ranks, with the same bits on all.
         An abstract module (`nnx.eval_shape`) needs values before training: `restore`, `fit(resume=True)`.
       tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above; or a `WholeBatchLoss`. The function is traced and never runs eagerly.

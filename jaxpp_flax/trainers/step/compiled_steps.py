@@ -66,7 +66,7 @@ class CompiledSteps:
         """Return the training step for such batches, and place the state for this step."""
         compiled = self.get("train", microbatches, lambda: self.training_function(microbatches), donate=True)
         with self.clock.part("placement"):
-            self._held.place(self._scheduling.mesh, lambda: compiled.in_shardings[0][0])
+            self._held.place(lambda: compiled.in_shardings[0][0])
         return compiled
 
     def training_function(self, microbatches: Any) -> Callable[..., Any]:

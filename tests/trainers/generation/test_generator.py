@@ -254,4 +254,4 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_runs(
         untouched.generate(**{"prompts": [[1, 2]], "max_new_tokens": 2, **changed})
     assert text in str(caught.value)
     assert not untouched._core.executables.compiled
-    assert not untouched._core.held.owns_arrays
+    assert is_abstract(untouched._core.held.memory), "nothing is placed"

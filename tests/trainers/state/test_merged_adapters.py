@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.layers import add_lora, lora, merge_lora
+from jaxpp_flax.layers import add_lora, merge_lora
 from jaxpp_flax.pretrained import export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.sources import open_source
 from jaxpp_flax.trainers import Parameters
@@ -59,12 +59,7 @@ def check_files(trainer: PipelineTrainer, folder: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 2, "mesh": {"tensor": 2}}, {"num_stages": 1}], ids=str)
-@pytest.mark.parametrize("block", [None, 3 * m.WIDTH], ids=["one block", "several blocks"])
-def test_the_files_are_those_of_the_merged_model(
-    options: dict[str, Any], block: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    if block is not None:
-        monkeypatch.setattr(lora, "_BLOCK", block)
+def test_the_files_are_those_of_the_merged_model(options: dict[str, Any], tmp_path: Path):
     check_files(make_trainer(**options), tmp_path)
 
 
