@@ -50,7 +50,7 @@ def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
 
 def test_the_pages_about_the_trainer_and_its_data_run(capsys: pytest.CaptureFixture[str]):
     names = run_page("guides/trainer.md", blocks=9)
-    run_page("guides/data.md", blocks=3, trainer=names["trainer"], batches=names["batches"])
+    run_page("guides/data.md", blocks=2, trainer=names["trainer"], batches=names["batches"])
     out = capsys.readouterr().out
     assert "['Dense_0', 'Dense_1', 'Dense_2']" in out
     assert "'accuracy'" in out

@@ -260,7 +260,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,
         config=as_config(logging.config), display=display,
         deadline=None if options is None else options.preemption_deadline,
-        trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
+        await_same_end=train_step.end,
     )  # fmt: skip
     weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
     return Parts(

@@ -11,7 +11,7 @@ from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates, end_cal
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
-from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
+from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
 from jaxpp_flax.trainers.data.stream import Batches, DataTracking
 from jaxpp_flax.trainers.ending.interruption import Interruption
 from jaxpp_flax.trainers.ending.preemption import Preemption
@@ -33,7 +33,6 @@ from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.tracked_run import TrackedRun
 from jaxpp_flax.trainers.metrics.summary import summarise_run
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.loss_trace import LossTrace
 
 __all__ = ["TrainingLoop"]
 
@@ -45,7 +44,6 @@ class TrainingLoop:
     Args:
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
       config: the user's part of the configuration, for the tracker.
-      trace: traces the training loss for given microbatches.
       await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
 
@@ -58,7 +56,6 @@ class TrainingLoop:
     config: Mapping[str, Any]
     display: Display
     deadline: float | None
-    trace: Callable[[Any], LossTrace]
     await_same_end: Callable[[], None]
 
     def steps(
@@ -111,17 +108,12 @@ class TrainingLoop:
                 self.saving.refuse_later_checkpoints()
             drawn = self.tracking.drawn_from(data)
             source = self.tracking.enter(Batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
-
-            def begin(batch: Any) -> bool:
-                self._check_filling(rule, batch)
-                return True
-
             trainer.stopping, beginning = None, trainer.step
             ending = Ending(trainer, self.stopping_group(), Interruption(raises=False), Preemption(None))
             all_hooks = (*hooks, self.saving.after_step, ending)
             try:
                 batches = trainer.measures.clock.each(source, "data")
-                for record in run_steps(trainer, batches, global_batch_size, all_hooks, begin=begin):
+                for record in run_steps(trainer, batches, global_batch_size, all_hooks, begin=lambda _: True):
                     yield record.step, dict(record.metrics)
                     if ending.reason is not None:
                         self.display.message(f"stopped after step {record.step}: {ending.reason.text}")
@@ -151,9 +143,8 @@ class TrainingLoop:
           global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
             number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
           remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
-            leaves it out. "pad" repeats the last example, and the loss ignores these copies by `batch["mask"]` (see
-            `docs/guides/data.md`). "error" refuses the batch. None: an error before the first step if data is a list,
-            else "drop", with a message. A batch with more examples than the first one is refused.
+            leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
+            "drop", with a message. A batch with more examples than the first one is refused.
           eval_data: data to evaluate at the end, and every `eval_every` steps.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
@@ -214,7 +205,7 @@ class TrainingLoop:
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
         run = _Fit(self, trainer, arguments, source.steps_left()).run
         try:
-            return run(source, lambda batch: self._check_filling(rule, batch), tracked.close)
+            return run(source, tracked.close)
         finally:
             self.tracking.leave(source)
 
@@ -226,13 +217,6 @@ class TrainingLoop:
 
     def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
         return RemainderRule.of(remainder, global_batch_size, self.display.meter)
-
-    def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
-        """Before a first step, make sure that the loss ignores the examples that `rule` adds to batches."""
-        if rule.how == "pad":
-            check_mask(batch)
-            found = self.trace(self.rows.split(batch))
-            check_masked(found.weighed_by, found.unweighted)
 
 
 class _Fit:
@@ -266,11 +250,11 @@ class _Fit:
                 callbacks=(*arguments.callbacks, loop.checkpoints.measured, self._ending),
             )
 
-    def run(self, source: Iterable[Any], first: Callable[[Any], None], close: Callable[[], None]) -> dict[str, Any]:
-        """Train on every batch of `source`, and save; `first` gets the first batch, and `close` is called last."""
+    def run(self, source: Iterable[Any], close: Callable[[], None]) -> dict[str, Any]:
+        """Train on every batch of `source`, and save; `close` is called last."""
         with self._interruption, self._preemption:  # also while trackers are closed, which may hang
             try:
-                preempted = self._train_and_save(source, first)
+                preempted = self._train_and_save(source)
             finally:
                 close()
             if preempted or self._preemption.requested:
@@ -279,11 +263,11 @@ class _Fit:
                 self._loop.saving.exit_preempted()
         return self._log.last
 
-    def _train_and_save(self, source: Iterable[Any], first: Callable[[Any], None]) -> bool:
+    def _train_and_save(self, source: Iterable[Any]) -> bool:
         """Return True if SIGTERM has ended the run."""
         saving = self._loop.saving
         try:
-            self._train(source, first)
+            self._train(source)
         except BaseException as error:
             saving.finish(error, self._begin, "fit(..., resume=True)")
             if isinstance(error, KeyboardInterrupt):
@@ -307,12 +291,11 @@ class _Fit:
             seconds, units = self._trainer.measures.seconds(), (log.units, log.unit)
             self._meter.message(summarise_run(step, step - self._begin, seconds, units, log.best, directory))
 
-    def _train(self, source: Iterable[Any], first: Callable[[Any], None]) -> None:
+    def _train(self, source: Iterable[Any]) -> None:
         trainer, stepped, begun = self._trainer, False, list[Callback]()
         size, callbacks = self._arguments.global_batch_size, self._arguments.callbacks
 
         def begin(batch: Any) -> bool:
-            first(batch)
             trainer.compile(batch, global_batch_size=size)
             for callback in callbacks:
                 callback.on_fit_start(trainer)
