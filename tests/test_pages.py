@@ -108,14 +108,16 @@ def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
             model, optax.sgd(0.1), loss, num_stages=2, num_microbatches=2, mesh=mesh, logging=False
         )
         trainer.train_step(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(trainer.model, nnx.BatchStat))])
+        return np.concatenate(
+            [np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(trainer.gather_model(), nnx.BatchStat))]
+        )
 
     with pytest.warns(UserWarning, match="JPF901"):
         alone = trained(None, None)
     with pytest.warns(UserWarning, match="JPF901"):
         together = trained(None, {"data": 2})
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)  # one mean, summed in another order
-    with pytest.raises(ModelError, match="'BatchNorm layers/0/norm' uses the axis name 'batch'"):
+    with pytest.raises(ModelError, match=r"uses the axis name 'batch', as a layer with BatchNorm\(axis_name='batch'\)"):
         trained("batch", {"data": 2})
 
 

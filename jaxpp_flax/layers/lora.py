@@ -92,9 +92,9 @@ def add_lora(
 def merge_lora(model: M) -> M:
     """Add the product of each adapter's factors to its layer's kernel, and remove the adapters; return the model.
 
-    The model is changed in place: `merge_lora(trainer.model)` is the plain model with the trained weights, and has the
-    parameters of the model before `add_lora`. The sum is computed in float32 and rounded once to the kernel's dtype.
-    The adapters of `nnx.LoRALinear` are merged too.
+    The model is changed in place: `merge_lora(trainer.gather_model())` is the plain model with the trained weights, and
+    has the parameters of the model before `add_lora`. The sum is computed in float32 and rounded once to the kernel's
+    dtype. The adapters of `nnx.LoRALinear` are merged too.
 
     Raises:
       TypeError: if `model` is no NNX module.

@@ -124,7 +124,7 @@ def test_results_are_those_of_plain_training(options):
     )
     # float32, sums of a few dozen terms in another order
     np.testing.assert_allclose(losses, plain, rtol=1e-5)
-    found = jax.tree.leaves(nnx.state(trainer.model, nnx.Param))
+    found = jax.tree.leaves(nnx.state(trainer.gather_model(), nnx.Param))
     for mine, theirs in zip(found, jax.tree.leaves(params[-1]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 

@@ -319,8 +319,8 @@ def test_not_finite_in_a_later_microbatch():
 def test_predict_of_a_dict():
     with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', and cannot know"):
         trainer().predict(m.make_batch(8))
-    with pytest.raises(TypeError, match=r"trainer.variables is for Linen models"):
-        _ = trainer().variables
+    with pytest.raises(TypeError, match=r"gather_variables\(\) is for Linen models"):
+        _ = trainer().gather_variables()
 
 
 class ScannedModel(nn.Module):

@@ -87,9 +87,9 @@ def test_linen_variables_from_a_function_have_the_bits_of_init(stages: int):
     if stages > 1:
         assert lazy.evaluate([batch]) == eager.evaluate([batch])
     assert bits(lazy.state) == bits(eager.state)
-    assert bits(lazy.variables) == bits(eager.variables)
+    assert bits(lazy.gather_variables()) == bits(eager.gather_variables())
     bound = make(module, variables=lambda: init(jax.random.key(3)), num_stages=stages)  # with a key of its own
-    assert bits(bound.variables) == bits(init(jax.random.key(3)))
+    assert bits(bound.gather_variables()) == bits(init(jax.random.key(3)))
 
 
 # ------------------------------------------------------------------ memory
@@ -197,7 +197,7 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
         lambda: trainer.train_step(batch),
         lambda: trainer.evaluate([batch]),
         lambda: trainer.save(tmp_path / "other"),
-        lambda: trainer.model,
+        lambda: trainer.gather_model(),
         lambda: trainer.state,
     ]
     for call in calls:
@@ -241,8 +241,10 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(
     peak.at("the refusal of a restore", extra=-SHARE)
     trainer = deep_trainer()
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: LAYERS * LEAF - 1)
-    with pytest.raises(ModelError, match=r"trainer\.model copies all weights to one device: 32.8 kB to .*save\(\)"):
-        _ = trainer.model
+    with pytest.raises(
+        ModelError, match=r"trainer\.gather_model copies all weights to one device: 32.8 kB to .*save\(\)"
+    ):
+        _ = trainer.gather_model()
     monkeypatch.undo()
     trainer.train_step(DATA)
-    assert trainer.model(DATA).shape == DATA.shape
+    assert trainer.gather_model()(DATA).shape == DATA.shape

@@ -199,4 +199,6 @@ def test_the_average_of_narrow_weights_is_wide(stages):
     tree_allclose(found, expected, rtol=3 * 0.001 * 2.0**-9, atol=1e-7)
     moved = jax.tree.map(lambda a, b, p: np.mean((a != b)[p != b]), found, first, params)
     assert min(jax.tree.leaves(moved)) > 0.9, "where a weight has moved, its average has"
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(made.ema_model, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(made.gather_model(ema=True), nnx.Param))} == {
+        jnp.dtype(jnp.bfloat16)
+    }

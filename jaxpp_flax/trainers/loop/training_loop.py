@@ -69,37 +69,7 @@ class TrainingLoop:
         remainder: Remainder | None,
         hooks: Sequence[StepHook],
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
-
-        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
-        hooks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
-
-        Args:
-          data, steps, epochs, global_batch_size, remainder: as in `fit`.
-          hooks: functions of a `StepRecord`, called in this order after each step, before a save and before the loop's
-            body. A `LoopHook` has work after the last step too. `trainer.stop`, such as by an `EarlyStopping` in
-            `Evaluate(callbacks=)`, ends the loop. Only `fit` calls `on_fit_start`, `on_step` and `on_fit_end`, and
-            keeps states of callbacks in checkpoints.
-
-        Raises:
-          TypeError: if a hook is not a function.
-          ValueError: for a callback in a hook that has work in `fit` alone, such as `TimeLimit`.
-          CheckpointSaveError: if the directory holds later checkpoints.
-
-        Example:
-          >>> import jax.numpy as jnp, optax
-          >>> from flax import nnx
-          >>> from jaxpp_flax import DictTracker, PipelineTrainer
-          >>> from jaxpp_flax.trainers import Logging, LogMetrics
-          >>> tracker = DictTracker()
-          >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
-          ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
-          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
-          >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, hooks=[LogMetrics(trainer)]):
-          ...     pass
-          >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
-          [1, 2, 4]
-        """
+        """As `PipelineTrainer.training_steps`."""
         check_hooks(hooks)
         trainer.measures.begin()
         rule = self._rule(remainder, global_batch_size)
@@ -134,35 +104,7 @@ class TrainingLoop:
                 self.tracking.leave(source)
 
     def fit(self, trainer: TrainerProtocol, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
-        """Train on `data`.
-
-        Args:
-          data: an iterable of batches: a list, a generator, a grain dataset or loader.
-          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
-          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
-          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
-            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
-          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
-            leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
-            "drop", with a message. A batch with more examples than the first one is refused.
-          eval_data: data to evaluate at the end, and every `eval_every` steps.
-          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
-          callbacks: see `jaxpp_flax.trainers.callbacks`.
-          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
-            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
-            newest whole one.
-          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
-            drops them, "refuse" raises, "restart" begins the data again.
-
-        Returns:
-          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
-          step left returns those that its checkpoint has.
-
-        Raises:
-          ValueError, TypeError: for arguments that do not fit, before the first step.
-          NonFiniteLossError: see `train_step`.
-          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
-        """
+        """As `PipelineTrainer.fit`."""
         self.display.renew()
         trainer.measures.begin()
         self.saving.agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)

@@ -85,8 +85,8 @@ class Parameters(Options):
     Args:
       wrt: filter of the NNX variables to train; the other variables are not changed.
       frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
-      ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `ema_model`, and
-        `Inference(params=lambda state: state.ema)`.
+      ema_decay: keeps a moving average of the trained parameters, in float32 or wider:
+        `gather_model(ema=True)`, and `Inference(params=lambda state: state.ema)`.
       unused: what becomes of trained parameters that the loss does not use. Their gradients are zero, as under
         `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
 
@@ -157,7 +157,7 @@ class Inference(Options):
         schedule-free optimizers, `lambda state: optax.contrib.schedule_free_eval_params(state.opt_state,
         state.params)`. It is traced, and its result gets the parameters' types. None: the trained weights. Losses that
         choose the best checkpoint are those of these weights; the checkpoint holds the whole state, of which they are
-        made again. `trainer.model` has the trained weights.
+        made again. `trainer.gather_model()` has the trained weights.
       eval_loss_fn: for `evaluate`; by default the trainer's `loss_fn`, with an NNX model in `eval()` mode.
       predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`, with `training=False`
         or `deterministic=True` where the model's `__call__` has such a boolean argument.

@@ -55,7 +55,7 @@ def test_python_numbers_in_variables_train(model: Any, num_stages: int):
     trainer = PipelineTrainer(model, optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False)
     losses = [float(trainer.train_step(X)["loss"]) for _ in range(2)]
     np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
-    assert trainer.model.blocks[0].gain.get_value() != 0.5
+    assert trainer.gather_model().blocks[0].gain.get_value() != 0.5
 
 
 def test_numbers_in_a_linen_model_s_collections_are_arrays():

@@ -48,10 +48,10 @@ def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
         flat = jax.tree_util.tree_leaves_with_path(model.variables["params"])
         return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in flat}
 
-    before = weights(made.model)
+    before = weights(made.gather_model())
     compiled = made.compile(BATCH)
     made.train_step(BATCH)
-    after, average = weights(made.model), weights(made.ema_model)
+    after, average = weights(made.gather_model()), weights(made.gather_model(ema=True))
     is_frozen = {path: path.startswith(("embed", "blocks/0", "Embed_0", "LinenBlock_0")) for path in before}
     assert sum(is_frozen.values()) == 5
     for path in before:
@@ -75,7 +75,7 @@ def test_lora_trains_its_factors_alone():
     for _ in range(3):
         losses = [float(t.train_step(BATCH)["loss"]) for t in (made, plain)]
         np.testing.assert_allclose(*losses, rtol=1e-5)
-    trained = nnx.state(made.model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    trained = nnx.state(made.gather_model(), nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
     tree_allclose(nnx.to_pure_dict(trained), base, rtol=0, atol=0)
     assert losses[0] < float(m.mean_loss(model, BATCH))
 
@@ -103,5 +103,5 @@ def test_refusals():
         nnx_trainer(parameters=Parameters(frozen=3))
     with pytest.raises(ModelError, match="has no parameters to train"):
         nnx_trainer(parameters=Parameters(frozen=lambda path: True))
-    with pytest.raises(ValueError, match=r"trainer\.ema_model needs an average .*ema_decay"):
-        _ = nnx_trainer().ema_model
+    with pytest.raises(ValueError, match=r"gather_model\(ema=True\) needs an average .*ema_decay"):
+        _ = nnx_trainer().gather_model(ema=True)

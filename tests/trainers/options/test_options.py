@@ -1,4 +1,4 @@
-"""The options of `PipelineTrainer`: each checks itself, and each old argument's error names its new place."""
+"""The options of `PipelineTrainer`: each checks itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxpp_flax.trainers as trainers
 from jaxpp_flax import Checkpoints, PipelineTrainer
 from jaxpp_flax.trainers import (
     Assignment,
@@ -27,11 +26,8 @@ from jaxpp_flax.trainers import (
     Precision,
     RandomStreams,
 )
-from jaxpp_flax.trainers.decorators import RENAMED
 from jaxpp_flax.trainers.mesh import build_mesh
 from tests.trainers import models as m
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "options.md"
 
 
 def make(**options):
@@ -49,56 +45,9 @@ def test_the_constructor_has_at_most_17_parameters_each_with_a_type():
     assert not any(of.kind is of.VAR_KEYWORD for of in parameters)
 
 
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_raises_and_names_a_place_that_exists(old):
-    place = RENAMED[old]
-    assert place.parameter in inspect.signature(PipelineTrainer.__init__).parameters
-    assert place.field in {field.name for field in dataclasses.fields(getattr(trainers, place.options))}
-    field = "" if place.field == "directory" else rf".*{place.field}="
-    with pytest.raises(TypeError, match=rf"^{old}=3: pass {place.parameter}={place.options}\({field}3\)\. From jaxpp"):
-        make(**{old: 3})
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"save_every": 2}, "save_every=2: pass checkpoints=Checkpoints(directory, every=2)"),
-        (
-            {"save_every": 2, "checkpoint_dir": "run", "keep": 3},
-            "save_every=2, checkpoint_dir='run', keep=3: pass checkpoints=Checkpoints('run', every=2, keep=3)",
-        ),
-        ({"save_every": 2, "checkpoints": "run"}, "save_every=2: pass checkpoints=Checkpoints('run', every=2)"),
-        (
-            {"assignment": "balanced", "cost": "flops"},
-            "cost='flops': pass assignment=Assignment('balanced', cost='flops')",
-        ),
-        ({"rng_names": ("noise",), "seed": 7}, "pass seed=RandomStreams(7, names=('noise',))"),
-        ({"num_ranks": 2, "mesh": build_mesh(2)}, "pass mesh=MeshOptions(num_ranks=2, mesh=MpmdMesh("),
-        ({"predict_fn": m.mean_loss}, "predict_fn=mean_loss: pass inference=Inference(predict_fn=mean_loss)"),
-        ({"predict_fn": lambda model, x: x}, "predict_fn=...: pass inference=Inference(predict_fn=...)"),
-        ({"tracker": DictTracker()}, "tracker=...: pass logging=Logging(tracker=...)"),
-        (
-            {"progress": False, "ema_decay": 0.9},
-            "progress=False: pass logging=Logging(progress=False); ema_decay=0.9: pass parameters=Parameters("
-            "ema_decay=0.9). From jaxpp_flax.trainers import Logging, Parameters.",
-        ),
-    ],
-)
-def test_the_error_says_what_to_write(given, text):
-    with pytest.raises(TypeError, match=re.escape(text)):
-        PipelineTrainer(m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, **given)
-
-
 def test_an_unknown_name_raises_as_python_does():
     with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'stages'"):
         make(stages=2)
-
-
-def test_the_page_lists_every_old_name():
-    listed = re.findall(
-        r"^\| `(\w+)=` \| `(\w+=\w+\(\w+=\.\.\.\))` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert dict(listed) == {old: str(place) for old, place in RENAMED.items()}
 
 
 # ------------------------------------------------------------------ short forms
@@ -135,7 +84,7 @@ def test_the_trainer_takes_every_option(tmp_path):
         logging=Logging(tracker=tracker, every=1, progress=False),
         checkpoints=Checkpoints(tmp_path / "run", every=1, keep=1, preemption_deadline=None),
     )
-    head = jnp.array(trainer.model.head.kernel.get_value())
+    head = jnp.array(trainer.gather_model().head.kernel.get_value())
     trainer.fit([m.make_batch(4)], steps=2)
     assert dict(trainer.mesh.jax_mesh.shape) == {"stage": 2, "data": 2}
     assert trainer.plan.rank_bytes is not None
@@ -143,8 +92,8 @@ def test_the_trainer_takes_every_option(tmp_path):
     assert list(tracker["loss"]) == [1, 2]
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()] == ["2"]
     assert trainer.predict(m.make_batch(4)).shape[0] == 4
-    assert (trainer.model.head.kernel.get_value() == head).all()
-    assert trainer.ema_model is not None
+    assert (trainer.gather_model().head.kernel.get_value() == head).all()
+    assert trainer.gather_model(ema=True) is not None
 
 
 # ------------------------------------------------------------------ what is refused

@@ -103,7 +103,7 @@ def test_the_average_and_parameters_divided_inside_a_stage():
     found, wanted, other = (made.evaluate([sharded.batch()])["loss"] for made in (piped, plain, raw))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert abs(wanted / other - 1) > 1e-3
-    made = plain.ema_model
+    made = plain.gather_model(ema=True)
     np.testing.assert_allclose(wanted, float(plain._core.loss_fn(made, sharded.batch())), rtol=1e-5)
 
 
@@ -186,7 +186,7 @@ def test_weights_of_other_types_get_those_of_the_parameters(tmp_path: Path):
     model = m.Layers(param_dtype=jnp.bfloat16)
     trainer = make(optax.sgd(0.1), params=average, model=model, parameters=Parameters(ema_decay=0.999))
     trainer.train_step(BATCHES[0])
-    wanted = trainer.ema_model
+    wanted = trainer.gather_model(ema=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(wanted))} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.ema)} == {jnp.dtype(jnp.float32)}
     test = m.make_xy(8, seed=9)

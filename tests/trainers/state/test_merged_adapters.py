@@ -49,7 +49,7 @@ def make_trainer(model: Any = adapted, **options: Any) -> PipelineTrainer:
 
 def check_files(trainer: PipelineTrainer, folder: Path, **options: Any) -> Path:
     """The files of an export are those of `merge_lora`; returns them."""
-    merged = merge_lora(trainer.ema_model if options else trainer.model)
+    merged = merge_lora(trainer.gather_model(ema=True) if options else trainer.gather_model())
     expected = export_pretrained(nnx.state(merged, nnx.Param), folder / "merged", max_shard_bytes=1000)
     out = trainer.export_pretrained(folder / "out", max_shard_bytes=1000, **options)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == {

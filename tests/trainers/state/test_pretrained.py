@@ -99,7 +99,7 @@ def test_the_model_and_inference_before_the_first_step_have_the_weights(files: P
     trainer = make_trainer(0)
     trainer.load_pretrained(files, map=NAMES)
     trained, tokens = Model(4, rngs=nnx.Rngs(3)), BATCH["tokens"]
-    np.testing.assert_array_equal(trainer.model(tokens), trained(tokens))
+    np.testing.assert_array_equal(trainer.gather_model()(tokens), trained(tokens))
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
@@ -112,7 +112,7 @@ def test_running_statistics_and_frozen_parameters_too(tmp_path: Path):
     trainer = make_trainer(0, model=model, parameters=Parameters(frozen="embed"))
     trainer.load_pretrained(path, map=NAMES)
     trainer.compile(BATCH)
-    loaded = nnx.state(trainer.model, (nnx.Param, nnx.BatchStat))
+    loaded = nnx.state(trainer.gather_model(), (nnx.Param, nnx.BatchStat))
     tree_allclose(loaded, nnx.state(source, (nnx.Param, nnx.BatchStat)), rtol=0, atol=0)
     out = trainer.export_pretrained(tmp_path / "out", map=NAMES)
     assert (out / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
@@ -177,9 +177,9 @@ def test_a_trainers_checkpoint_of_another_number_of_stages(tmp_path: Path):
     model.blocks[2].adapter = nnx.Param(jnp.full(3, 7.0))
     other = make_trainer(0, 4, model=model)
     other.load_pretrained(path, keep="*/adapter")
-    loaded = nnx.to_pure_dict(nnx.state(other.model, nnx.Param))
+    loaded = nnx.to_pure_dict(nnx.state(other.gather_model(), nnx.Param))
     np.testing.assert_array_equal(loaded["blocks"][2].pop("adapter"), np.full(3, 7.0))
-    tree_allclose(loaded, nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)), rtol=0, atol=0)
+    tree_allclose(loaded, nnx.to_pure_dict(nnx.state(trainer.gather_model(), nnx.Param)), rtol=0, atol=0)
 
 
 def test_a_linen_model(tmp_path: Path):
@@ -189,7 +189,7 @@ def test_a_linen_model(tmp_path: Path):
     path = export_pretrained({**source["params"], "batch_stats": source["batch_stats"]}, tmp_path / "w", map=names)
     trainer = make_trainer(0, model=module, variables=variables)
     trainer.load_pretrained(path)
-    tree_allclose(trainer.variables, source, rtol=0, atol=0)
+    tree_allclose(trainer.gather_variables(), source, rtol=0, atol=0)
 
 
 def test_an_optimizer_whose_first_state_cannot_be_traced(files: Path):

@@ -90,7 +90,7 @@ def test_norms_by_stage_equal_plain_jax(kind, schedule, stages, ranks):
     by_stage = Logging(metrics=[f"{name}_norm_by_stage" for name in ("gradient", "parameter")], progress=False)
     trainer = make_trainer(kind, schedule, stages, ranks, 4, logging=by_stage)
     params, batch = jax.tree.map(np.asarray, trainer.state.params), m.make_batch(8)
-    graph = nnx.split(trainer.model)[0] if kind == "nnx" else None
+    graph = nnx.split(trainer.gather_model())[0] if kind == "nnx" else None
 
     def loss(params):
         model = (

@@ -136,7 +136,7 @@ def test_a_parameter_that_only_a_metric_reads_is_right():
     np.testing.assert_allclose([float(made.train_step(ONE)["loss"]) for _ in range(2)], losses, rtol=1e-5)
     assert_equal(made, expected)
     assert places(made)["blocks/0/extra/kernel"] == {(0,), (0, 1)}, "the parameter is read elsewhere too"
-    np.testing.assert_allclose(made.evaluate([TWO])["loss"], head_loss(made.model, TWO), rtol=1e-5)
+    np.testing.assert_allclose(made.evaluate([TWO])["loss"], head_loss(made.gather_model(), TWO), rtol=1e-5)
 
 
 def test_each_set_of_unused_parameters_is_told_once():

@@ -116,7 +116,7 @@ def test_linen():
     expected = t.whole_batch_step(loss, BATCH, module, variables=variables)
     trainer = t.trainer_of(loss, module, variables=variables, num_stages=2)
     check_step(trainer, variables["params"], expected)
-    plain = loss.loss_fn(module.apply({"params": trainer.variables["params"]}, BATCH, training=False), BATCH)
+    plain = loss.loss_fn(module.apply({"params": trainer.gather_variables()["params"]}, BATCH, training=False), BATCH)
     np.testing.assert_allclose(trainer.evaluate([BATCH])["loss"], float(plain[0]), rtol=1e-5)
 
 
