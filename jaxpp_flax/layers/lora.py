@@ -48,7 +48,7 @@ def add_lora(
     The result of an adapted layer is `layer(x) + alpha / rank * (x @ lora_a @ lora_b)`, in the dtype of `layer(x)`.
     `lora_b` begins as zeros, so the model's results are at first those without adapters. Paths of other parameters,
     pipeline stages and the classes that `isinstance` finds do not change. Train the adapters alone by
-    `PipelineTrainer(..., parameters=Parameters(wrt=nnx.LoRAParam))`.
+    `PipelineTrainer(..., training=Training(wrt=nnx.LoRAParam))`.
 
     Args:
       model: a module with `nnx.Linear` and `nnx.LinearGeneral` layers (those of `nnx.MultiHeadAttention` are such).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
@@ -31,9 +31,7 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
 from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -79,17 +77,13 @@ class PipelineTrainer(TrainedModel):
         `Assignment` and `Balanced` add costs and a memory limit.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
-      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: the parameters to train, and their moving average.
-      remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
-        keep. `PipelineStage(remat=)` sets it for one block.
-      precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
+      training: `Training(wrt=, frozen=, ema_decay=, gradient_dtype=, loss_scale=, on_nonfinite=, seed=)`: the trained
+        parameters and their moving average, number types, losses that are not finite, random numbers.
+      memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed or
+        lies in host memory; see `docs/guides/memory.md`.
       inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
-      seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
-        NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/guides/checkpointing.md`.
-      memory: `Memory(optimizer_state="pinned_host", residuals=ResidualPlan(...))`: what lies in host memory or is
-        recomputed; see `docs/guides/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
@@ -129,14 +123,11 @@ class PipelineTrainer(TrainedModel):
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
         assignment: AssignmentLike | Assignment = "auto",
         variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
-        parameters: Parameters | None = None,
-        remat: Literal["full"] | Callable[..., bool] | None = None,
-        precision: Precision | None = None,
+        training: Training | None = None,
+        memory: Memory | None = None,
         inference: Inference | None = None,
-        seed: int | RandomStreams = 0,
         logging: Logging | bool = True,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
-        memory: Memory | None = None,
     ) -> None:
         devices, logged, memory = MeshOptions.of(mesh), Logging.of(logging), Memory.of(memory)
         self._core = make_core(
@@ -147,10 +138,7 @@ class PipelineTrainer(TrainedModel):
             devices=devices,
             assignment=Assignment.of(assignment),
             variables=variables,
-            parameters=Parameters.of(parameters),
-            remat=remat,
-            precision=Precision.of(precision),
-            streams=RandomStreams.of(seed),
+            training=Training.of(training),
             memory=memory,
             logging=logged,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError, Plan
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.trainers import Assignment, Balanced, Inference, Logging, MeshOptions, Parameters, Precision
+from jaxpp_flax.trainers import Assignment, Balanced, Inference, Logging, Memory, MeshOptions, Training
 from jaxpp_flax.trainers.loop.progress import PlainMeter
 from jaxpp_flax.trainers.tuning import shared_block_times
 from tests.helpers import slow
@@ -225,8 +225,8 @@ def test_another_schedule_another_plan_and_measured_once(monkeypatch):
         slow({"num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "interleaved_1f1b"}),
         slow({"mesh": {"data": 2}}),
         {"mesh": {"fsdp": 2}, "fsdp": True},
-        {"remat": "full"},
-        slow({"parameters": Parameters(ema_decay=0.9)}),
+        {"memory": Memory(remat="full")},
+        slow({"training": Training(ema_decay=0.9)}),
         {"linen": True},
     ],
     ids=["1f1b", "gpipe", "interleaved", "data", "fsdp", "remat", "ema", "linen"],
@@ -296,8 +296,8 @@ def test_a_larger_batch_is_held_against_the_limit_too():
         ({"batch_norm": True}, {}),
         ({}, {"mesh": {"data": 2}}),
         slow({}, {"schedule": "zero_bubble"}),
-        slow({}, {"remat": "full"}),
-        slow({}, {"precision": Precision(loss_scale="dynamic")}),
+        slow({}, {"memory": Memory(remat="full")}),
+        slow({}, {"training": Training(loss_scale="dynamic")}),
     ],
     ids=["dropout", "batch_norm", "data", "zero_bubble", "remat", "loss_scale"],
 )

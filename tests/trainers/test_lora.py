@@ -14,7 +14,7 @@ from flax import nnx
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint import leaves_of, restore
 from jaxpp_flax.layers import add_lora, merge_lora
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -31,7 +31,7 @@ def adapted_model(seed: int = 0) -> m.Model:
 def make_trainer(stages: int = 2, wrt: Any = nnx.LoRAParam, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
         options.pop("model", None) or adapted_model(), optax.adam(0.1), m.mean_loss,
-        num_stages=stages, num_microbatches=2, parameters=Parameters(wrt=wrt), logging=False, **options,
+        num_stages=stages, num_microbatches=2, training=Training(wrt=wrt), logging=False, **options,
     )  # fmt: skip
 
 

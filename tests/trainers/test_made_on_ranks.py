@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import MeshOptions, ModelError, Parameters
+from jaxpp_flax.trainers import MeshOptions, ModelError, Training
 from jaxpp_flax.trainers.state import holder, initializer
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
@@ -38,7 +38,7 @@ class Tied(m.Model):
 
 
 def make(model: Any, **options: Any) -> PipelineTrainer:
-    options = {"num_microbatches": 4, "logging": False, "parameters": Parameters(ema_decay=0.5), **options}
+    options = {"num_microbatches": 4, "logging": False, "training": Training(ema_decay=0.5), **options}
     return PipelineTrainer(model, optax.adam(1e-2), m.mean_loss, **options)
 
 

@@ -91,7 +91,7 @@ class PretrainedWeights:
         """As `PipelineTrainer.export_pretrained`."""
         self.meet("trainer.export_pretrained")
         if ema and self.held.memory.ema is None:
-            raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
+            raise ValueError("export_pretrained(ema=True) needs an average: training=Training(ema_decay=0.999).")
         leaves = leaves_of_model(self.weights.for_export(average=ema))
         if merge_adapters:
             leaves = self._merged(leaves, only)

@@ -71,7 +71,7 @@ class Weights:
         """As `PipelineTrainer.gather_model`."""
         if self.held.memory.ema is None:
             raise ValueError(
-                "gather_model(ema=True) needs an average of the weights: parameters=Parameters(ema_decay=0.999)."
+                "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
             )
         self._check("trainer.gather_model")
         state = self.inference.of(average_of)

@@ -60,7 +60,7 @@ def test_python_numbers_in_variables_train(model: Any, num_stages: int):
 
 def test_numbers_in_a_linen_model_s_collections_are_arrays():
     variables = {"params": {"scale": 0.5}, "constants": {"depth": 2}}
-    _, params, rest = LinenModel.take_apart(nn.Dense(1), variables, jax.random.key(0), (), None)
+    _, params, rest = LinenModel.take_apart(nn.Dense(1), variables, jax.random.key(0), None)
     assert (params["scale"].dtype, rest["collections"]["constants"]["depth"].dtype) == (jnp.float32, jnp.int32)
 
 

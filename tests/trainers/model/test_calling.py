@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
-from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError, Parameters
+from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError, Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -127,7 +127,7 @@ def test_what_the_loss_uses_is_found_for_each_structure():
         return m.mean_loss(model, batch) + extra
 
     for order in ((MASKED, PLAIN), (PLAIN, MASKED)):
-        trainer = make_trainer(TwoHeads(), loss, parameters=Parameters(unused="error"))
+        trainer = make_trainer(TwoHeads(), loss, training=Training(unused="error"))
         for batch in order:
             if "mask" in batch:
                 assert trainer.step_function(batch) is not None
@@ -195,7 +195,7 @@ def plain_switched_loss(params, step, batch):
 @pytest.mark.parametrize("stages", [1, 3])
 def test_an_nnx_loss_is_told_whether_it_trains_and_with_which_keys(stages):
     batch = {name: np.repeat(leaf[:1], 4, 0) for name, leaf in PLAIN.items()}
-    trainer = make_trainer(Switched(), switched_loss, num_stages=stages, seed=7)
+    trainer = make_trainer(Switched(), switched_loss, num_stages=stages, training=Training(seed=7))
     losses = []
     for step in range(2):
         expected = plain_switched_loss(nnx.state(trainer.gather_model()), step, batch)

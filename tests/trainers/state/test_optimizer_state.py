@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.trainers import Parameters, Precision
+from jaxpp_flax.trainers import Training
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.state import holder
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
@@ -62,7 +62,7 @@ def large(monkeypatch) -> None:
 def test_the_default_device_holds_its_own_share_alone(large):
     device = jax.devices()[0]
     before = live_bytes(device)
-    trainer = make_trainer(parameters=Parameters(ema_decay=0.9))
+    trainer = make_trainer(training=Training(ema_decay=0.9))
     parameters = live_bytes(device) - before
     assert STAGES * KERNEL <= parameters < STAGES * KERNEL + 1000, "the user's parameters; the optimizer's are shapes"
     trainer.compile(BATCH)
@@ -109,7 +109,7 @@ def test_before_the_first_step_the_state_is_whole_for_whoever_asks():
 
 
 def test_evaluating_first_needs_no_optimizer():
-    trainer = make_trainer(parameters=Parameters(ema_decay=0.5), precision=Precision(loss_scale="dynamic"))
+    trainer = make_trainer(training=Training(ema_decay=0.5, loss_scale="dynamic"))
     assert trainer.evaluate([BATCH])["loss"] > 0
     trainer.predict(BATCH)
     assert is_abstract(trainer._core.held.memory.opt_state)

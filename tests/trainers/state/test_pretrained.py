@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.pretrained import NameMap, Rule, export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.loading import LoadPlan
-from jaxpp_flax.trainers import ModelError, Parameters
+from jaxpp_flax.trainers import ModelError, Training
 from tests.helpers import tree_allclose
 from tests.trainers.models import LENGTH, LinenModel, Model, make_batch, mean_loss
 
@@ -56,14 +56,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """The state after a step of a trainer that began with the weights of the files."""
-    trainer = make_trainer(3, parameters=Parameters(ema_decay=0.5))
+    trainer = make_trainer(3, training=Training(ema_decay=0.5))
     trainer.train_step(BATCH)
     return jax.tree.map(np.asarray, trainer.state)
 
 
 @pytest.mark.parametrize("when", ["before compile", "after compile"])
 def test_a_run_goes_as_if_the_model_had_been_made_with_the_weights(files: Path, trained: Any, when: str):
-    trainer = make_trainer(0, parameters=Parameters(ema_decay=0.5))
+    trainer = make_trainer(0, training=Training(ema_decay=0.5))
     if when == "after compile":
         trainer.compile(BATCH)
     trainer.load_pretrained(files, map=NAMES)
@@ -109,7 +109,7 @@ def test_running_statistics_and_frozen_parameters_too(tmp_path: Path):
         block.norm.mean[...] = jnp.full(8, 5.0)
     path = export_pretrained(nnx.state(source, (nnx.Param, nnx.BatchStat)), tmp_path / "w", map=NAMES)
     model = Model(4, rngs=nnx.Rngs(0), batch_norm=True, dropout=0.1)
-    trainer = make_trainer(0, model=model, parameters=Parameters(frozen="embed"))
+    trainer = make_trainer(0, model=model, training=Training(frozen="embed"))
     trainer.load_pretrained(path, map=NAMES)
     trainer.compile(BATCH)
     loaded = nnx.state(trainer.gather_model(), (nnx.Param, nnx.BatchStat))
@@ -205,7 +205,7 @@ def test_an_optimizer_whose_first_state_cannot_be_traced(files: Path):
 
 
 def test_the_average_is_written(tmp_path: Path):
-    trainer = make_trainer(0, 1, parameters=Parameters(ema_decay=0.5))
+    trainer = make_trainer(0, 1, training=Training(ema_decay=0.5))
     trainer.train_step(BATCH)
     path = trainer.export_pretrained(tmp_path / "w", map=NAMES, ema=True)
     loaded = load_pretrained(path, trainer.state.ema, map=NAMES)

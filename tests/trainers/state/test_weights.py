@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers import Memory, ModelError, Parameters
+from jaxpp_flax.trainers import Memory, ModelError, Training
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers import models as m
 
@@ -72,7 +72,7 @@ def test_the_model_of_an_explicit_mesh_is_an_ordinary_one():
 
 def test_the_first_step_is_that_of_a_trainer_made_with_these_weights():
     model = m.Layers(4, rngs=nnx.Rngs(1))
-    given, made = make(2, parameters=Parameters(ema_decay=0.5)), make(model=model, parameters=Parameters(ema_decay=0.5))
+    given, made = make(2, training=Training(ema_decay=0.5)), make(model=model, training=Training(ema_decay=0.5))
     given.set_weights(model)
     for trainer in (given, made):
         trainer.train_step(BATCH)
@@ -85,7 +85,7 @@ def test_copies_of_parameters_follow_them(options: dict[str, Any]):
     options = {"stages": 2, **options}
     memory = Memory(optimizer_state=options.pop("memory", None))
     tx = optax.contrib.schedule_free_sgd(0.1)
-    source, target = make(1), make(2, tx=tx, parameters=Parameters(ema_decay=0.9), memory=memory, **options)
+    source, target = make(1), make(2, tx=tx, training=Training(ema_decay=0.9), memory=memory, **options)
     target.train_step(BATCH)
     target.set_weights(source.gather_model())
     wanted = weights(source)
@@ -98,7 +98,7 @@ def test_halves_that_alternate_need_no_files():
     """Each trainer freezes the other's half: their leaves have one path, whoever trains them."""
 
     def half(frozen: str) -> PipelineTrainer:
-        return make(0, tx=optax.sgd(0.1), parameters=Parameters(frozen=[frozen]))
+        return make(0, tx=optax.sgd(0.1), training=Training(frozen=[frozen]))
 
     first, second, plain = half("layers/[23]/*"), half("layers/[01]/*"), m.Layers(4)
     for seed in range(2):
@@ -122,7 +122,7 @@ def test_linen_with_frozen_parameters_and_statistics():
         module = m.LinenModel(2, batch_norm=True)
         return PipelineTrainer(
             module, optax.sgd(0.1), m.mean_loss, variables=module.init(jax.random.key(seed), tokens), num_stages=2,
-            num_microbatches=1, logging=False, parameters=Parameters(**parameters),
+            num_microbatches=1, logging=False, training=Training(**parameters),
         )  # fmt: skip
 
     source, target = linen(0), linen(1, frozen=["Embed_0/*"])

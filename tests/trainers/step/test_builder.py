@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -173,7 +173,7 @@ def test_the_users_model_is_left_alone():
 def test_only_the_variables_asked_for_are_trained():
     model = m.Model(2, rngs=nnx.Rngs(0))
     head = lambda path, value: isinstance(value, nnx.Param) and "head" in path  # noqa: E731
-    trainer = plain_trainer(model=model, parameters=Parameters(wrt=head))
+    trainer = plain_trainer(model=model, training=Training(wrt=head))
     trainer.train_step(m.make_batch(8))
     after = trainer.gather_model()
     tree_allclose(np.asarray(after.embed.embedding), np.asarray(model.embed.embedding), rtol=0, atol=0)
