@@ -224,7 +224,7 @@ def _check_options(
 def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
-    display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
+    display, tracking, callbacks = Display(logging.progress), DataTracking(lambda: held.step), CallbackStates()
     if logging.lacks_learning_rate(core.update.measured):
         display.message(NO_LEARNING_RATE)
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
