@@ -65,7 +65,7 @@ STEPS = {
     "dynamic loss scale": {"training": Training(loss_scale="dynamic")},
     "skip": {"training": Training(on_nonfinite="skip")},
     "optimizer on the host": {"memory": Memory(optimizer_state="pinned_host")},
-    "remat": {"remat": "full"},
+    "remat": {"memory": Memory(remat="full")},
 }
 
 
