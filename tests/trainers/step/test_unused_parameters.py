@@ -100,12 +100,12 @@ BATCHES = [ONE, TWO, ONE, ONE, TWO]
     [
         (1, {}),
         (2, {"logging": Logging(metrics=("parameter_norm", "gradient_norm"), progress=False)}),
-        (2, {"mesh": {"data": 2}, "schedule": "zero_bubble", "training": Training(loss_scale=8.0)}),
+        (2, {"mesh": {"data": 2}, "schedule": "zero_bubble", "training": Training(ema_decay=0.9, loss_scale=8.0)}),
     ],
 )
 def test_steps_of_two_structures_equal_plain_jax(num_stages, options):
     losses, *expected = plain(BATCHES)
-    made = trainer(num_stages=num_stages, training=Training(ema_decay=0.9), **options)
+    made = trainer(**{"num_stages": num_stages, "training": Training(ema_decay=0.9), **options})
     np.testing.assert_allclose([float(made.train_step(batch)["loss"]) for batch in BATCHES], losses, rtol=1e-5)
     assert_equal(made, expected)
     if num_stages == 2:
@@ -157,7 +157,7 @@ def test_each_set_of_unused_parameters_is_told_once():
 def test_what_is_refused():
     made = trainer(training=Training(unused="error"))
     for batch, head in ((ONE, "head_two"), (ONE, "head_two"), (TWO, "head")):
-        with pytest.raises(ModelError, match=rf"depend on 6 of the 17 .*extra/\*, {head}/\*\. .*freeze them, param"):
+        with pytest.raises(ModelError, match=rf"depend on 6 of the 17 .*extra/\*, {head}/\*\. .*freeze them, training"):
             made.step_function(batch)
     with pytest.raises(ModelError, match="the loss depends on no parameter of the 17, so nothing would be trained"):
         trainer(loss_fn=lambda model, batch: jnp.mean(batch["tokens"] * 1.0)).compile(ONE)
