@@ -22,6 +22,7 @@ class RemainderRule:
     would weigh more.
 
     Example:
+      >>> import numpy as np
       >>> rule = RemainderRule(how="drop")
       >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
       [8, 8]
