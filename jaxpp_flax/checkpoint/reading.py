@@ -121,7 +121,7 @@ def restore(
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A checked restore, before the values are read: every leaf fits, and every file is whole."""
+    """A checked restore, before the values are read: every leaf fits, and no file is missing or cut off."""
 
     directory: Path  # of the tree on disk
     metadata: Any  # Orbax's metadata of each leaf
@@ -184,7 +184,7 @@ def plan_restore(
 
     Args:
       path, target, only, rename, missing, extra: as in `restore`.
-      check: False does not compare files with their digests.
+      check: False does not compare files with their sizes.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
     """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):

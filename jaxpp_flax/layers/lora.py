@@ -46,7 +46,7 @@ def add_lora(
     The result of an adapted layer is `layer(x) + alpha / rank * (x @ lora_a @ lora_b)`, in the dtype of `layer(x)`.
     `lora_b` begins as zeros, so the model's results are at first those without adapters. Paths of other parameters,
     pipeline stages and the classes that `isinstance` finds do not change. Train the adapters alone by
-    `PipelineTrainer(..., parameters=Parameters(wrt=nnx.LoRAParam))`.
+    `PipelineTrainer(..., training=Training(wrt=nnx.LoRAParam))`.
 
     Args:
       model: a module with `nnx.Linear` and `nnx.LinearGeneral` layers (those of `nnx.MultiHeadAttention` are such).
@@ -90,9 +90,9 @@ def add_lora(
 def merge_lora(model: M) -> M:
     """Add the product of each adapter's factors to its layer's kernel, and remove the adapters; return the model.
 
-    The model is changed in place: `merge_lora(trainer.model)` is the plain model with the trained weights, and has the
-    parameters of the model before `add_lora`. The sum is computed in float32 and rounded once to the kernel's dtype.
-    The adapters of `nnx.LoRALinear` are merged too.
+    The model is changed in place: `merge_lora(trainer.gather_model())` is the plain model with the trained weights, and
+    has the parameters of the model before `add_lora`. The sum is computed in float32 and rounded once to the kernel's
+    dtype. The adapters of `nnx.LoRALinear` are merged too.
 
     Raises:
       TypeError: if `model` is no NNX module.

@@ -28,9 +28,7 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
@@ -80,10 +78,8 @@ __all__ = [
     "NonFiniteLossError",
     "NoopTracker",
     "PREEMPTED_STATUS",
-    "Parameters",
+    "Training",
     "PipelineTrainer",
-    "Precision",
-    "RandomStreams",
     "ScheduleReport",
     "StepProfile",
     "StepRecord",

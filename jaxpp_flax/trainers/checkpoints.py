@@ -104,24 +104,7 @@ class Checkpointing:
         only: PathFilter | None = None,
         wait: bool = True,
     ) -> Path:
-        """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
-
-        Args:
-          where: None or the current step for the trainer's directory; or another path.
-          only: leaves to write to another path, by their paths in `trainer.state`: `"params/*"` for the trained
-            parameters alone, such as adapters. `restore(path, only=...)` with the same globs reads them.
-          wait: True waits until the checkpoint is complete. False writes in the background, and training may go on:
-            the next step raises if the save failed. A save to another path always waits.
-
-        Returns:
-          The checkpoint's directory.
-
-        Raises:
-          CheckpointSaveError: if the checkpoint cannot be written; the state and older checkpoints are not changed.
-          NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
-            path.
-          ValueError: if `only` chooses no leaf, or `where` is no path.
-        """
+        """As `PipelineTrainer.save`."""
         self.meet("trainer.save")
         self.trained_on.check(self.held.step)
         if only is not None:
@@ -170,29 +153,7 @@ class Checkpointing:
         missing: Literal["error", "keep"] = "error",
         low_memory: bool = False,
     ) -> None:
-        """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
-
-        Each leaf goes directly to the devices of its ranks. Before a training step is compiled, these are preliminary:
-        each rank gets its share, and the first step moves what belongs to another rank. Without a mesh, the state goes
-        to the default device.
-
-        Args:
-          where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or
-            the path of any Orbax checkpoint of a tree.
-          only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
-            weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
-          rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
-            unpipelined model's parameters that stock Orbax wrote.
-          missing: "keep" keeps the current value of each leaf that the checkpoint lacks.
-          low_memory: free the state in memory before the new state is read, so that memory never holds both. All checks
-            come before: paths, shapes, dtypes, and the digests of all files. If a file is unreadable after the checks,
-            no state is left, and another restore is needed.
-
-        Raises:
-          CheckpointMismatchError: the message lists all leaves that do not fit.
-          CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
-            The state in memory does not change when any of these is raised.
-        """
+        """As `PipelineTrainer.restore`."""
         self.meet("trainer.restore")
         path: Any = where
         if isinstance(where, int) or where in ("latest", "best"):
@@ -229,7 +190,7 @@ class Checkpointing:
     def _plan(
         self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
     ) -> RestorePlan:
-        """Compare a checkpoint with the state, and the checkpoint's files with their digests."""
+        """Compare a checkpoint with the state, and the checkpoint's files with their sizes."""
         target = self.held.target(keeps=only is not None or missing == "keep")
         about = read_json(path, "about") or {}
         try:

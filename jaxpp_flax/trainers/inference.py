@@ -92,26 +92,7 @@ class Evaluation:
 
     @timed("evaluation")
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
-        """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
-
-        The weights are those of `Inference(params=)`. Batches may have any sizes, and each is cut into at most
-        `num_microbatches` parts. If the data-parallel devices of a stage cannot divide the last examples evenly, each
-        device computes all of these. NNX modules run in `eval()` mode. For Linen, `model.training` is False. A loss
-        with a parameter `training` gets False.
-
-        Args:
-          data: an iterable of batches; for one batch, `[batch]`.
-          global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
-            it reads, `rows_read(batch, "evaluate")`.
-
-        Returns:
-          Metrics as floats, at least `loss`.
-
-        Raises:
-          BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
-          TypeError: if `data` is one batch, an array or a mapping.
-          ValueError: if `data` has no batch, or no example with weight in the loss.
-        """
+        """As `PipelineTrainer.evaluate`."""
         check_batches("data", data)
         self.meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
@@ -133,19 +114,7 @@ class Evaluation:
         return average.result()
 
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
-
-        An output that is a scalar for each microbatch comes back as one value for each microbatch.
-
-        Args:
-          batch: the input of the model, or of `predict_fn`: leaves of shape (batch, ...).
-          global_batch_size: as in `fit`: the number of examples in the whole batch; this process passes only the
-            examples that it reads, `rows_read(batch, "predict")`. Every process gets the outputs of the whole batch.
-
-        Raises:
-          TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
-          BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
-        """
+        """As `PipelineTrainer.predict`."""
         if isinstance(batch, Mapping) and self.predict_fn is call_model:
             raise TypeError(
                 f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "

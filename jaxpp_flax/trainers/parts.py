@@ -10,7 +10,6 @@ import jax
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
-from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
@@ -35,9 +34,7 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
@@ -117,10 +114,7 @@ def make_core(
     devices: MeshOptions,
     assignment: Assignment,
     variables: Mapping[str, Any] | Callable[..., Any] | None,
-    parameters: Parameters,
-    remat: Any,
-    precision: Precision,
-    streams: RandomStreams,
+    training: Training,
     memory: Memory,
     logging: Logging,
 ) -> Core:
@@ -129,13 +123,13 @@ def make_core(
     Raises:
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
-    skips, kept = precision.rule == "skip", OptimizerMemory(memory.optimizer_state)
-    _check_options(loss_fn, remat, memory, scheduling, assignment, devices)
+    skips, kept = training.rule == "skip", OptimizerMemory(memory.optimizer_state)
+    _check_options(loss_fn, memory, scheduling, assignment, devices)
     update = Update(
-        tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
+        tx=tx, loss_scale=training.scale, gradient_dtype=training.gradient_dtype, ema_decay=training.ema_decay,
         skips_nonfinite=skips, kept=kept,
     )  # fmt: skip
-    chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
+    chosen = choose_model(model, variables, training.wrt, training.frozen, training.seed)
     check_parameters(chosen.params, chosen.name)
     check_memory(chosen.params, chosen.rest, chosen.name)
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
@@ -145,8 +139,8 @@ def make_core(
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
-    builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=remat)
-    builders = StepBuilderCache(builder, scheduling.num_microbatches, parameters.unused)
+    builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
+    builders = StepBuilderCache(builder, scheduling.num_microbatches, training.unused)
     rows = BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards)
     measures = _run_metrics(logging, held, builders, rows)
     return Core(
@@ -154,7 +148,7 @@ def make_core(
         model_name=chosen.name,
         update=update,
         loss_fn=loss_fn,
-        on_nonfinite=precision.rule,
+        on_nonfinite=training.rule,
         scheduling=scheduling,
         assigner=assigner,
         held=held,
@@ -186,15 +180,13 @@ def _run_metrics(logging: Logging, held: StateHolder, builders: StepBuilderCache
 
 def _check_options(
     loss_fn: Any,
-    remat: Any,
     memory: Memory,
     scheduling: Scheduling,
     assignment: Assignment,
     devices: MeshOptions,
 ) -> None:
-    """Refuse a loss or remat of another form, and options that the devices, the mesh or one another do not allow."""
+    """Refuse a loss of another form, and options that the devices, the mesh or one another do not allow."""
     check_functions(loss_fn=loss_fn)
-    check_remat(remat, "PipelineTrainer")
     mesh = scheduling.mesh
     used = jax.local_devices()[:1] if mesh is None else mesh.jax_mesh.devices.flat
     check_devices(memory.optimizer_state, used, "Memory(optimizer_state=)")
@@ -224,7 +216,7 @@ def _check_options(
 def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
-    display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
+    display, tracking, callbacks = Display(logging.progress), DataTracking(lambda: held.step), CallbackStates()
     if logging.lacks_learning_rate(core.update.measured):
         display.message(NO_LEARNING_RATE)
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
@@ -252,7 +244,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         rows=rows, held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
         saves=options is not None and options.every is not None,
         deadline=None if options is None else options.preemption_deadline,
-        trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
+        await_same_end=train_step.end,
     )  # fmt: skip
     weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
     return Parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,11 +91,10 @@ def choose_model(
     wrt: Any,
     frozen: Any,
     seed: int,
-    rng_names: Sequence[str],
 ) -> ChosenModel:
     """Take a model apart: a module, a factory of a module, or a Linen module with variables or a function of a key."""
     if isinstance(model, nn.Module):
-        return _choose_linen(model, variables, frozen, seed, rng_names)
+        return _choose_linen(model, variables, frozen, seed)
     is_factory = callable(model) and not isinstance(model, (type, nnx.Module)) and not _what_to_pass(model)
     if variables is not None and (is_factory or isinstance(model, nnx.Module)):
         kind = "a factory" if is_factory else f"{type(model).__name__} is an nnx.Module"
@@ -125,10 +124,9 @@ def _choose_linen(
     variables: Mapping[str, Any] | Callable[..., Any] | None,
     frozen: Any,
     seed: int,
-    rng_names: Sequence[str],
 ) -> ChosenModel:
     def take_apart(variables: Any) -> tuple[ModelAdapter, Any, Any]:
-        return LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
+        return LinenModel.take_apart(model, variables, jax.random.key(seed), frozen)
 
     if callable(variables):
         make = lambda: call_factory(variables, "key", lambda: jax.random.key(seed))  # noqa: E731
@@ -175,7 +173,7 @@ def check_parameters(params: Any, name: str) -> None:
     if not leaves:
         raise ModelError(
             f"the model {name} has no parameters to train. Give it layers with parameters; for NNX, "
-            "Parameters(wrt=) chooses the variables to train (nnx.Param by default)."
+            "Training(wrt=) chooses the variables to train (nnx.Param by default)."
         )
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -16,21 +14,13 @@ from jax.sharding import Mesh
 
 from jaxpp_flax.assignment import Plan
 from jaxpp_flax.assignment.resolution import AssignmentLike
-from jaxpp_flax.checkpoint.format.paths import PathFilter
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.pretrained import IDENTITY, NameMap
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume
-from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, ProcessInputs
+from jaxpp_flax.trainers.checkpoints import Resume
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
-from jaxpp_flax.trainers.decorators import described_by, refuse_renamed
-from jaxpp_flax.trainers.generation.generator import Generator
-from jaxpp_flax.trainers.inference import Evaluation
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
-from jaxpp_flax.trainers.loop.train_step import TrainStep
-from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
     Assignment,
@@ -39,23 +29,19 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
 from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
-from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
+from jaxpp_flax.trainers.trained_model import TrainedModel
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer:
+class PipelineTrainer(TrainedModel):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary model with marked layers (`PipelineStage`, `@pipeline_stage`). The trainer copies the model
@@ -90,17 +76,13 @@ class PipelineTrainer:
         `Assignment` and `Balanced` add costs and a memory limit.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
-      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: the parameters to train, and their moving average.
-      remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
-        keep. `PipelineStage(remat=)` sets it for one block.
-      precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
+      training: `Training(wrt=, frozen=, ema_decay=, gradient_dtype=, loss_scale=, on_nonfinite=, seed=)`: the trained
+        parameters and their moving average, number types, losses that are not finite, random numbers.
+      memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed or
+        lies in host memory; see `docs/guides/memory.md`.
       inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
-      seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
-        NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/guides/checkpointing.md`.
-      memory: `Memory(optimizer_state="pinned_host", residuals=ResidualPlan(...))`: what lies in host memory or is
-        recomputed; see `docs/guides/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
@@ -124,11 +106,10 @@ class PipelineTrainer:
       >>> before = float(trainer.train_step(batch)["loss"])
       >>> trainer.fit([batch], steps=3)["loss"] < before
       True
-      >>> trainer.model(batch["x"]).shape  # an ordinary module with the current weights
+      >>> trainer.gather_model()(batch["x"]).shape  # an ordinary module with the current weights
       (8, 4)
     """
 
-    @refuse_renamed
     def __init__(
         self,
         model: nnx.Module | nn.Module | Callable[..., nnx.Module],
@@ -141,14 +122,11 @@ class PipelineTrainer:
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
         assignment: AssignmentLike | Assignment = "auto",
         variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
-        parameters: Parameters | None = None,
-        remat: Literal["full"] | Callable[..., bool] | None = None,
-        precision: Precision | None = None,
+        training: Training | None = None,
+        memory: Memory | None = None,
         inference: Inference | None = None,
-        seed: int | RandomStreams = 0,
         logging: Logging | bool = True,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
-        memory: Memory | None = None,
     ) -> None:
         devices, logged, memory = MeshOptions.of(mesh), Logging.of(logging), Memory.of(memory)
         self._core = make_core(
@@ -159,10 +137,7 @@ class PipelineTrainer:
             devices=devices,
             assignment=Assignment.of(assignment),
             variables=variables,
-            parameters=Parameters.of(parameters),
-            remat=remat,
-            precision=Precision.of(precision),
-            streams=RandomStreams.of(seed),
+            training=Training.of(training),
             memory=memory,
             logging=logged,
         )  # fmt: skip
@@ -212,39 +187,6 @@ class PipelineTrainer:
         """The result of the search of `schedule="auto"`, predicted and measured; None before the search."""
         return self._core.scheduling.report
 
-    @property
-    def state(self) -> TrainState:
-        """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
-
-        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.model`. Before the first
-        step, the state is made now: on the ranks, where each gets its share.
-        """
-        return self._core.held.whole()
-
-    @property
-    @described_by(Weights.model)
-    def model(self) -> Any:
-        return self._parts.weights.model()
-
-    @property
-    @described_by(Weights.abstract_model)
-    def abstract_model(self) -> Any:
-        return self._parts.weights.abstract_model()
-
-    @property
-    @described_by(Weights.ema_model)
-    def ema_model(self) -> Any:
-        return self._parts.weights.ema_model()
-
-    @property
-    @described_by(Weights.variables)
-    def variables(self) -> dict[str, Any]:
-        return self._parts.weights.variables()
-
-    @described_by(Weights.set)
-    def set_weights(self, weights: Any) -> None:
-        self._parts.weights.set(weights)
-
     # ------------------------------------------------------------------ training
 
     def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
@@ -255,14 +197,41 @@ class PipelineTrainer:
         """
         return self._core.executables.training_function(self._core.rows.split(batch))
 
-    @described_by(TrainStep.compile)
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+        """Compile the training step for batches like this one, and print the table of stages; nothing runs.
+
+        Args:
+          batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+          global_batch_size: as in `fit`.
+
+        Returns:
+          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage on one device).
+
+        Raises:
+          ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
+        """
         tuner = self._core.scheduling.tuner
         compile = lambda: self._parts.train_step.compile(batch, global_batch_size=global_batch_size)  # noqa: E731
         return compile() if tuner is None else tuner.begin(self, compile)
 
-    @described_by(TrainStep.step)
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
+        """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
+
+        Args:
+          batch: leaves of shape (batch, ...); the whole batch, or this process's rows.
+          global_batch_size: as in `fit`.
+
+        Returns:
+          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`). The
+          call does not wait for these values, but for the values of two steps before.
+
+        Raises:
+          BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
+          NonFiniteLossError: if the first loss is not finite, or if the loss of two steps before is not finite; see
+            `Training`.
+          CheckpointSaveError: if a save in the background has failed since the last step.
+          ValueError, TypeError: for other arguments that do not fit, before anything runs.
+        """
         tuner = self._core.scheduling.tuner
         if tuner is not None and not tuner.done:
             with self._core.measures.clock.part("tuning"):
@@ -270,7 +239,6 @@ class PipelineTrainer:
         whole = self._core.rows.whole(batch, global_batch_size)
         return self._parts.train_step.step(batch, whole)
 
-    @described_by(TrainingLoop.steps)
     def training_steps(
         self,
         data: Iterable[Any],
@@ -281,12 +249,39 @@ class PipelineTrainer:
         remainder: Remainder | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
+
+        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
+        callbacks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
+
+        Args:
+          data, steps, epochs, global_batch_size, remainder: as in `fit`.
+          callbacks: called after each step, before a save and before the loop's body. `trainer.stop` ends the loop.
+
+        Raises:
+          TypeError: for what is no callback.
+          ValueError: for a callback that waits for metrics where none logs them.
+          CheckpointSaveError: if the directory holds later checkpoints.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> from flax import nnx
+          >>> from jaxpp_flax import DictTracker, PipelineTrainer
+          >>> from jaxpp_flax.trainers import Logging, LogMetrics
+          >>> tracker = DictTracker()
+          >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
+          ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
+          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
+          >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, callbacks=[LogMetrics()]):
+          ...     pass
+          >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
+          [1, 2, 4]
+        """
         return self._parts.loop.steps(
             self, data,
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, callbacks=callbacks,
         )  # fmt: skip
 
-    @described_by(TrainingLoop.fit)
     def fit(
         self,
         data: Iterable[Any],
@@ -302,6 +297,35 @@ class PipelineTrainer:
         resume: Resume = False,
         resume_data: ResumeData = "fast_forward",
     ) -> dict[str, Any]:
+        """Train on `data`.
+
+        Args:
+          data: an iterable of batches: a list, a generator, a grain dataset or loader.
+          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
+          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
+          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
+            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
+          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
+            leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
+            "drop", with a message. A batch with more examples than the first one is refused.
+          eval_data: data to evaluate at the end, and every `eval_every` steps.
+          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
+          callbacks: see `jaxpp_flax.trainers.callbacks`.
+          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
+            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
+            newest whole one.
+          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
+            drops them, "refuse" raises, "restart" begins the data again.
+
+        Returns:
+          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
+          step left returns those that its checkpoint has.
+
+        Raises:
+          ValueError, TypeError: for arguments that do not fit, before the first step.
+          NonFiniteLossError: see `train_step`.
+          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
+        """
         arguments = FitArguments(
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, eval_data=eval_data,
             eval_every=eval_every, eval_global_batch_size=eval_global_batch_size, callbacks=callbacks, resume=resume,
@@ -322,77 +346,36 @@ class PipelineTrainer:
         """Print a line without disturbing the progress bar."""
         self._parts.display.message(text)
 
-    # ------------------------------------------------------------------ inference, data, schedules, checkpoints
-
-    @described_by(Evaluation.evaluate)
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
-        return self._parts.evaluation.evaluate(data, global_batch_size=global_batch_size)
-
-    @described_by(Evaluation.predict)
-    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        return self._parts.evaluation.predict(batch, global_batch_size=global_batch_size)
-
-    @described_by(Generator.generate)
-    def generate(
-        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
-        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
-        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
-    ) -> list[np.ndarray]:  # fmt: skip
-        return self._parts.generator.generate(
-            prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, seed=seed, top_k=top_k,
-            top_p=top_p, eos_token_id=eos_token_id, prefill=prefill, groups=groups, cache_length=cache_length,
-            cache_dtype=cache_dtype,
-        )  # fmt: skip
-
-    @described_by(ProcessInputs.leaves_read)
-    def leaves_read(self, batch: Any) -> Any:
-        return self._parts.inputs.leaves_read(batch)
-
-    @described_by(ProcessInputs.rows_read)
-    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
-        return self._parts.inputs.rows_read(batch, call)
-
-    @described_by(Scheduling.use)
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
+        """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
+
+        The training continues without a difference: results do not depend on the schedule.
+
+        Args:
+          schedule: a name or a `Schedule`.
+          num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
+
+        Raises:
+          ValueError: if the schedule does not fit the ranks or the microbatches, there are no ranks, or the trainer's
+            `Memory(residuals=)` is for another number of stages.
+        """
         self._core.scheduling.use(schedule, num_stages)
 
-    @described_by(TrainStep.profile_step)
     def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
+        """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
+
+        The state advances by one step, and state and metrics are the same as from `train_step`. Each rank runs in its
+        own thread and waits for each task, so this step is slower than others. The first run of a task is even slower,
+        so measure a later step than the first. With several processes, all call this; each measures its own ranks, and
+        all get the whole picture, in which the clocks of the hosts are compared as they are.
+
+        Args:
+          batch, global_batch_size: as in `train_step`.
+
+        Returns:
+          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
+
+        Raises:
+          ValueError: without a pipeline; also the errors of `train_step`.
+        """
         return self._parts.train_step.profile_step(batch, global_batch_size=global_batch_size)
-
-    @described_by(Checkpointing.save)
-    def save(
-        self, where: str | os.PathLike[str] | int | None = None, *, only: PathFilter | None = None, wait: bool = True
-    ) -> Path:
-        return self._parts.checkpoints.save(where, only=only, wait=wait)
-
-    @described_by(Checkpointing.restore)
-    def restore(
-        self, where: str | os.PathLike[str] | int = "latest", *, only: PathFilter | None = None,
-        rename: Mapping[str, str] | None = None, missing: Literal["error", "keep"] = "error", low_memory: bool = False,
-    ) -> None:  # fmt: skip
-        self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
-
-    @described_by(PretrainedWeights.load)
-    def load_pretrained(
-        self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,
-        keep: PathFilter = (),
-    ) -> None:  # fmt: skip
-        self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
-
-    @described_by(PretrainedWeights.export)
-    def export_pretrained(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        map: NameMap = IDENTITY,
-        only: PathFilter | None = None,
-        config: Mapping[str, Any] | None = None,
-        max_shard_bytes: int = SHARD_BYTES,
-        ema: bool = False,
-        merge_adapters: bool = True,
-    ) -> Path:
-        return self._parts.pretrained.export(
-            directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema,
-            merge_adapters=merge_adapters,
-        )  # fmt: skip

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.engine.signature import Parameters, Signature
+from jaxpp_flax.engine.signature import Signature, Training
 
 
 def function(params: Any, batch: Any, power: Any = 1, *, scale: Any = 1.0) -> Any:
@@ -22,7 +22,7 @@ PARAMS, BATCH = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4), None)
     ids=["positions", "keywords"],
 )
 def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[str]):
-    parameters = Parameters.of(function, None, "scale", None, "batch")
+    parameters = Training.of(function, None, "scale", None, "batch")
     call = parameters.split(function, (PARAMS, BATCH, 3), kwargs)
     assert list(call.paths()) == paths
     assert parameters.donated(call) == (False, False, True, False)
@@ -32,7 +32,7 @@ def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[st
 
 
 def test_static_arguments_are_no_leaves():
-    parameters = Parameters.of(function, -1, None, 0, None)  # `power`: a keyword-only parameter has no position
+    parameters = Training.of(function, -1, None, 0, None)  # `power`: a keyword-only parameter has no position
     call = parameters.split(function, (PARAMS, BATCH, 3), {"scale": 2.0})
     assert call.paths() == ("[0]['a']", "[0]['b']", "[1][0]", "['scale']")
     assert parameters.donated(call) == (True, True, False, False)
@@ -49,7 +49,7 @@ def test_static_arguments_are_no_leaves():
     ids=["compiled", "lowered"],
 )
 def test_messages_name_the_front(words: dict[str, Any], text: str):
-    call = Parameters().split(function, (jnp.ones(2),), {})
+    call = Training().split(function, (jnp.ones(2),), {})
     struct = jax.ShapeDtypeStruct((2,), jnp.float32)
     signature = Signature.of(call, [struct], [jax.sharding.PartitionSpec()], call.tree, (False,), **words)
     assert signature.leaves_of(call.leaves, {}) == call.leaves

@@ -17,7 +17,7 @@ from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.processes.comparison import ValuesMismatchError  # noqa: E402
-from jaxpp_flax.trainers import Memory, Parameters  # noqa: E402
+from jaxpp_flax.trainers import Memory, Training  # noqa: E402
 from tests.trainers.models import Layers, make_xy, squared_error  # noqa: E402
 
 WIDTH = 32
@@ -27,7 +27,7 @@ BATCH = make_xy(4, WIDTH)
 
 def make(factory: Any, **options: Any) -> PipelineTrainer:
     options = {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
-    return PipelineTrainer(factory, optax.adam(1e-2), squared_error, parameters=Parameters(ema_decay=0.5), **options)
+    return PipelineTrainer(factory, optax.adam(1e-2), squared_error, training=Training(ema_decay=0.5), **options)
 
 
 def factory(rngs: nnx.Rngs) -> Layers:

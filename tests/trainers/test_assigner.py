@@ -17,7 +17,7 @@ import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError, Plan
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.trainers import Assignment, Balanced, Inference, MeshOptions, Parameters, Precision
+from jaxpp_flax.trainers import Assignment, Balanced, Inference, Memory, MeshOptions, Training
 from jaxpp_flax.trainers.tuning import shared_block_times
 from tests.helpers import slow
 from tests.trainers import models as m
@@ -123,7 +123,7 @@ def test_results_are_those_of_plain_training(options):
     )
     # float32, sums of a few dozen terms in another order
     np.testing.assert_allclose(losses, plain, rtol=1e-5)
-    found = jax.tree.leaves(nnx.state(trainer.model, nnx.Param))
+    found = jax.tree.leaves(nnx.state(trainer.gather_model(), nnx.Param))
     for mine, theirs in zip(found, jax.tree.leaves(params[-1]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
@@ -230,8 +230,8 @@ def test_another_schedule_another_plan_and_measured_once(monkeypatch):
         slow({"num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "interleaved_1f1b"}),
         slow({"mesh": {"data": 2}}),
         {"mesh": {"fsdp": 2}, "fsdp": True},
-        {"remat": "full"},
-        slow({"parameters": Parameters(ema_decay=0.9)}),
+        {"memory": Memory(remat="full")},
+        slow({"training": Training(ema_decay=0.9)}),
         {"linen": True},
     ],
     ids=["1f1b", "gpipe", "interleaved", "data", "fsdp", "remat", "ema", "linen"],
@@ -301,8 +301,8 @@ def test_a_larger_batch_is_held_against_the_limit_too():
         ({"batch_norm": True}, {}),
         ({}, {"mesh": {"data": 2}}),
         slow({}, {"schedule": "zero_bubble"}),
-        slow({}, {"remat": "full"}),
-        slow({}, {"precision": Precision(loss_scale="dynamic")}),
+        slow({}, {"memory": Memory(remat="full")}),
+        slow({}, {"training": Training(loss_scale="dynamic")}),
     ],
     ids=["dropout", "batch_norm", "data", "zero_bubble", "remat", "loss_scale"],
 )

@@ -20,7 +20,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
-from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Parameters, Precision
+from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Training
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
@@ -340,7 +340,7 @@ def test_resuming_a_finished_run_and_an_empty_directory(after_four: Path, tmp_pa
 
 
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
-    options = {"parameters": Parameters(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
+    options = {"training": Training(ema_decay=0.9, loss_scale="dynamic")}
     trainer = make_trainer(checkpoints=tmp_path / "ckpt", **options)
     fit(trainer, steps=2)
     trainer.save()
@@ -369,8 +369,8 @@ def test_copies_of_weights_follow_them(trained: bool, tmp_path: Path, capsys: py
     first = make(program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.1), logging=False)
     fit(first, OTHER, steps=3)
     first.save()
-    expected = make(first.model, parameters=Parameters(ema_decay=0.9), logging=False)
-    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), parameters=Parameters(ema_decay=0.9))
+    expected = make(first.gather_model(), training=Training(ema_decay=0.9), logging=False)
+    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), training=Training(ema_decay=0.9))
     if trained:
         trainer.train_step(OTHER[1])
     trainer.restore(3, only="params/*")
@@ -405,7 +405,7 @@ def test_the_average_begins_at_the_parameters_of_a_checkpoint(tmp_path: Path) ->
     first = make_trainer(checkpoints=tmp_path / "ckpt")
     fit(first, steps=2)
     first.save()
-    trainer = make_trainer(checkpoints=tmp_path / "ckpt", parameters=Parameters(ema_decay=0.9))
+    trainer = make_trainer(checkpoints=tmp_path / "ckpt", training=Training(ema_decay=0.9))
     trainer.train_step(BATCHES[0])
     trainer.restore(2, rename={"ema": "params"}, only=["params/*", "ema/*"])
     tree_allclose(to_ordinary(trainer.state.ema), to_ordinary(first.state.params), rtol=0, atol=0)

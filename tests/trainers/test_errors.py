@@ -299,8 +299,8 @@ def test_a_first_loss_that_is_infinite_names_the_switch_for_that():
 def test_predict_of_a_dict():
     with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', and cannot know"):
         trainer().predict(m.make_batch(8))
-    with pytest.raises(TypeError, match=r"trainer.variables is for Linen models"):
-        _ = trainer().variables
+    with pytest.raises(TypeError, match=r"gather_variables\(\) is for Linen models"):
+        _ = trainer().gather_variables()
 
 
 class ScannedModel(nn.Module):

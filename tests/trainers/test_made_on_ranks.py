@@ -17,7 +17,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import MeshOptions, ModelError, Parameters
+from jaxpp_flax.trainers import MeshOptions, ModelError, Training
 from jaxpp_flax.trainers.state import leaf_programs
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
@@ -39,7 +39,7 @@ class Tied(m.Model):
 
 
 def make(model: Any, **options: Any) -> PipelineTrainer:
-    options = {"num_microbatches": 4, "logging": False, "parameters": Parameters(ema_decay=0.5), **options}
+    options = {"num_microbatches": 4, "logging": False, "training": Training(ema_decay=0.5), **options}
     return PipelineTrainer(model, optax.adam(1e-2), m.mean_loss, **options)
 
 
@@ -111,10 +111,10 @@ def test_linen_variables_from_a_function_have_the_values_of_init(stages: int):
     lazy, eager = (make(module, variables=of, num_stages=stages) for of in (init, init(jax.random.key(0))))
     np.testing.assert_allclose(lazy.evaluate([batch])["loss"], eager.evaluate([batch])["loss"], rtol=1e-6)
     same(lazy.state, eager.state)
-    same(lazy.variables, eager.variables)
+    same(lazy.gather_variables(), eager.gather_variables())
     bound = make(module, variables=lambda: init(jax.random.key(3)), num_stages=stages)  # with a key of its own
     bound.evaluate([batch])
-    same(bound.variables, init(jax.random.key(3)))
+    same(bound.gather_variables(), init(jax.random.key(3)))
 
 
 # ------------------------------------------------------------------ memory
@@ -222,7 +222,7 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
         lambda: trainer.train_step(batch),
         lambda: trainer.evaluate([batch]),
         lambda: trainer.save(tmp_path / "other"),
-        lambda: trainer.model,
+        lambda: trainer.gather_model(),
         lambda: trainer.state,
     ]
     for call in calls:
@@ -264,8 +264,10 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(
     peak.at("the refusal of a restore", extra=-SHARE)
     trainer = deep_trainer()
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: LAYERS * LEAF - 1)
-    with pytest.raises(ModelError, match=r"trainer\.model copies all weights to one device: 32.8 kB to .*save\(\)"):
-        _ = trainer.model
+    with pytest.raises(
+        ModelError, match=r"trainer\.gather_model copies all weights to one device: 32.8 kB to .*save\(\)"
+    ):
+        _ = trainer.gather_model()
     monkeypatch.undo()
     trainer.train_step(DATA)
-    assert trainer.model(DATA).shape == DATA.shape
+    assert trainer.gather_model()(DATA).shape == DATA.shape

@@ -69,14 +69,14 @@ def kept(trainer) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("place", ["block", "trainer"])
 def test_a_value_that_a_policy_saves_is_not_recomputed(place):
-    memory = Memory(residuals=ResidualPlan([StageResiduals(recompute=True)] * 2))
-    trainer = trainer_of(SAVED, memory=memory) if place == "block" else trainer_of(remat=SAVED, memory=memory)
+    residuals, of_trainer = ResidualPlan([StageResiduals(recompute=True)] * 2), None if place == "block" else SAVED
+    trainer = trainer_of(SAVED if place == "block" else None, memory=Memory(remat=of_trainer, residuals=residuals))
     assert kept(trainer).count(H) == 2
 
 
 def test_full_remat_saves_nothing_from_a_plan():
-    memory = Memory(residuals=ResidualPlan([StageResiduals(recompute=True)] * 2))
-    assert kept(trainer_of(remat="full", memory=memory)) == [X]
+    memory = Memory(remat="full", residuals=ResidualPlan([StageResiduals(recompute=True)] * 2))
+    assert kept(trainer_of(memory=memory)) == [X]
 
 
 @pytest.mark.parametrize("limit", [1_700_000, 1_200_000])

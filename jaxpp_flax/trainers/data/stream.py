@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from jaxpp_flax.counts import check_count
@@ -18,7 +18,6 @@ from jaxpp_flax.trainers.data.position import (
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
 from jaxpp_flax.trainers.progress import Display
-from jaxpp_flax.trainers.state.holder import StateHolder
 
 
 class Batches(Iterator[Any]):
@@ -204,10 +203,10 @@ def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
 
 
 class DataTracking:
-    """Tracks the position in the data that belongs to the step in memory, for checkpoints; `held` counts the steps."""
+    """Tracks the position in the data that belongs to the step in memory, `step()`, for checkpoints."""
 
-    def __init__(self, held: StateHolder) -> None:
-        self._held = held
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._step = step
         self._source: Batches | None = None
         self._last_source: Batches | None = None  # the source of the last loop; a restore does not change it
         self._source_begin = 0
@@ -216,7 +215,7 @@ class DataTracking:
     def enter(self, source: Batches) -> Batches:
         """Note that batches come from `source` from now on."""
         self._source = self._last_source = source
-        self._source_begin = self._held.step
+        self._source_begin = self._step()
         return source
 
     def leave(self, source: Batches) -> None:
@@ -232,12 +231,12 @@ class DataTracking:
     def restored(self, position: DataPosition | None) -> None:
         """Note that the step in memory comes from a checkpoint with this position in the data."""
         self._source = None
-        self._position = None if position is None else (self._held.step, position)
+        self._position = None if position is None else (self._step(), position)
 
     def position(self) -> DataPosition | None:
         """Return the position in the data after the step in memory, if known."""
         if self._source is not None:
             # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
-            return self._source.position_after(self._held.step - self._source_begin)
+            return self._source.position_after(self._step() - self._source_begin)
         at_step, position = self._position or (None, None)
-        return position if at_step == self._held.step else None
+        return position if at_step == self._step() else None

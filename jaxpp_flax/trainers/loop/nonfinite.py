@@ -30,7 +30,7 @@ _MAX_SKIPPED = 100
 
 _ADVICE = (
     "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
-    'latest checkpoint; Precision(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
+    'latest checkpoint; Training(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
 )
 
 

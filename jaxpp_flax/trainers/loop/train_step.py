@@ -43,18 +43,7 @@ class TrainStep:
     clock: Clock
 
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        """Compile the training step for batches like this one, and print the table of stages; nothing runs.
-
-        Args:
-          batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
-          global_batch_size: as in `fit`.
-
-        Returns:
-          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage on one device).
-
-        Raises:
-          ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
-        """
+        """As `PipelineTrainer.compile`."""
         microbatches = self.rows.split(self.rows.whole(batch, global_batch_size))
         if self.executables.has_training(microbatches):
             return self.executables.for_training(microbatches)
@@ -73,23 +62,7 @@ class TrainStep:
 
     @timed("dispatch")
     def step(self, batch: Any, whole: Any) -> dict[str, Any]:
-        """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
-
-        Args:
-          batch: leaves of shape (batch, ...); the whole batch, or this process's rows.
-          global_batch_size: as in `fit`.
-
-        Returns:
-          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`). The
-          call does not wait for these values, but for the values of two steps before.
-
-        Raises:
-          BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
-          NonFiniteLossError: if the first loss is not finite, or if the loss of two steps before is not finite; see
-            `Precision`.
-          CheckpointSaveError: if a save in the background has failed since the last step.
-          ValueError, TypeError: for other arguments that do not fit, before anything runs.
-        """
+        """As `PipelineTrainer.train_step`."""
         compiled, microbatches = self._prepare(batch, whole)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.held.step + 1):
             results = compiled(self.held.memory, microbatches)
@@ -115,22 +88,7 @@ class TrainStep:
         return metrics
 
     def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
-        """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
-
-        The state advances by one step, and state and metrics are the same as from `train_step`. Each rank runs in its
-        own thread and waits for each task, so this step is slower than others. The first run of a task is even slower,
-        so measure a later step than the first. With several processes, all call this; each measures its own ranks, and
-        all get the whole picture, in which the clocks of the hosts are compared as they are.
-
-        Args:
-          batch, global_batch_size: as in `train_step`.
-
-        Returns:
-          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
-
-        Raises:
-          ValueError: without a pipeline; also the errors of `train_step`.
-        """
+        """As `PipelineTrainer.profile_step`."""
         scheduling = self.scheduling
         if scheduling.mesh is None or scheduling.schedule is None:
             raise ValueError(no_pipeline("profile_step"))

@@ -23,12 +23,11 @@ from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
-from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
+from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
 from jaxpp_flax.trainers.data.stream import Batches, DataTracking
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.loss_trace import LossTrace
 
 __all__ = ["TrainingLoop"]
 
@@ -54,7 +53,6 @@ class TrainingLoop:
       callbacks: the states of the callbacks, for checkpoints.
       saves: True if a loop saves by itself: when a save is due, and after its last step.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
-      trace: traces the training loss for given microbatches.
       await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
 
@@ -66,7 +64,6 @@ class TrainingLoop:
     display: Display
     saves: bool
     deadline: float | None
-    trace: Callable[[Any], LossTrace]
     await_same_end: Callable[[], None]
 
     def run(
@@ -79,13 +76,11 @@ class TrainingLoop:
         *,
         users: Sequence[Callback],
         global_batch_size: int | None,
-        check_first: Callable[[Any], None],
     ) -> Generator[StepRecord]:
         """Train on every batch of `source`; a step runs when the consumer asks for its record.
 
         Args:
           callbacks: all of them, in order; `users` are those that end only if they began.
-          check_first: called with the first batch.
         """
         trainer.callbacks, trainer.stopping = callbacks, None
         begun = [callback for callback in callbacks if callback not in users]
@@ -96,7 +91,6 @@ class TrainingLoop:
                 save.on_next_batch()
                 if begins_at is None:
                     begins_at = trainer.step
-                    check_first(batch)
                     trainer.compile(batch, global_batch_size=global_batch_size)
                     for callback in callbacks:
                         callback.on_fit_start(trainer)
@@ -139,34 +133,7 @@ class TrainingLoop:
         remainder: Remainder | None,
         callbacks: Sequence[Callback],
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
-
-        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
-        callbacks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
-
-        Args:
-          data, steps, epochs, global_batch_size, remainder: as in `fit`.
-          callbacks: called after each step, before a save and before the loop's body. `trainer.stop` ends the loop.
-
-        Raises:
-          TypeError: for what is no callback.
-          ValueError: for a callback that waits for metrics where none logs them.
-          CheckpointSaveError: if the directory holds later checkpoints.
-
-        Example:
-          >>> import jax.numpy as jnp, optax
-          >>> from flax import nnx
-          >>> from jaxpp_flax import DictTracker, PipelineTrainer
-          >>> from jaxpp_flax.trainers import Logging, LogMetrics
-          >>> tracker = DictTracker()
-          >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
-          ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
-          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
-          >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, callbacks=[LogMetrics()]):
-          ...     pass
-          >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
-          [1, 2, 4]
-        """
+        """As `PipelineTrainer.training_steps`."""
         named(callbacks)
         _check_metrics_are_logged(callbacks)
         trainer.measures.begin()
@@ -183,43 +150,13 @@ class TrainingLoop:
             records = self.run(
                 trainer, source, _in_order(None, callbacks, None, stop, save), stop, save,
                 users=callbacks, global_batch_size=global_batch_size,
-                check_first=lambda batch: self._check_filling(rule, batch),
             )  # fmt: skip
             with closing(records):  # before the directory is given up
                 for record in records:
                     yield record.step, dict(record.metrics)
 
     def fit(self, trainer: Any, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
-        """Train on `data`.
-
-        Args:
-          data: an iterable of batches: a list, a generator, a grain dataset or loader.
-          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
-          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
-          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
-            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
-          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
-            leaves it out. "pad" repeats the last example, and the loss ignores these copies by `batch["mask"]` (see
-            `docs/guides/data.md`). "error" refuses the batch. None: an error before the first step if data is a list,
-            else "drop", with a message. A batch with more examples than the first one is refused.
-          eval_data: data to evaluate at the end, and every `eval_every` steps.
-          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
-          callbacks: see `jaxpp_flax.trainers.callbacks`.
-          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
-            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
-            newest whole one.
-          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
-            drops them, "refuse" raises, "restart" begins the data again.
-
-        Returns:
-          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
-          step left returns those that its checkpoint has.
-
-        Raises:
-          ValueError, TypeError: for arguments that do not fit, before the first step.
-          NonFiniteLossError: see `train_step`.
-          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
-        """
+        """As `PipelineTrainer.fit`."""
         trainer.measures.begin()
         self._agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
         group = self.stopping_group()
@@ -284,7 +221,6 @@ class TrainingLoop:
         records = self.run(
             trainer, source, _in_order(log, users, evaluation, stop, save), stop, save,
             users=users, global_batch_size=arguments.global_batch_size,
-            check_first=lambda batch: self._check_filling(rule, batch),
         )  # fmt: skip
         with stop.interruption, stop.preemption:  # also while trackers are closed, which may hang
             try:
@@ -330,13 +266,6 @@ class TrainingLoop:
 
     def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
         return RemainderRule.of(remainder, global_batch_size, self.display)
-
-    def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
-        """Before a first step, make sure that the loss ignores the examples that `rule` adds to batches."""
-        if rule.how == "pad":
-            check_mask(batch)
-            found = self.trace(self.rows.split(batch))
-            check_masked(found.weighed_by, found.unweighted)
 
 
 def _check_metrics_are_logged(callbacks: Sequence[Callback]) -> None:

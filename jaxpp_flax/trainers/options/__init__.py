@@ -5,7 +5,7 @@ from jaxpp_flax.trainers.options.checkpoints import Checkpoints
 from jaxpp_flax.trainers.options.logging import Logging
 from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.options.mesh import MeshOptions
-from jaxpp_flax.trainers.options.training import Inference, Parameters, Precision, RandomStreams
+from jaxpp_flax.trainers.options.training import Inference, Training
 
 __all__ = [
     "Assignment",
@@ -15,7 +15,5 @@ __all__ = [
     "Logging",
     "Memory",
     "MeshOptions",
-    "Parameters",
-    "Precision",
-    "RandomStreams",
+    "Training",
 ]

@@ -104,7 +104,7 @@ def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:
     """
     made = function(state)
     if made is None:
-        without = "" if state.ema is not None else " state.ema is None without parameters=Parameters(ema_decay=0.999)."
+        without = "" if state.ema is not None else " state.ema is None without training=Training(ema_decay=0.999)."
         raise ValueError(f"Inference(params=) returned None. Return a tree like state.params.{without}")
     wanted = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(state.params)}
     found = {path_text(path): jnp.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(made)}

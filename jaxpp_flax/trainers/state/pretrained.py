@@ -50,24 +50,7 @@ class PretrainedWeights:
         untie: bool = False,
         keep: PathFilter = (),
     ) -> None:
-        """Begin with the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
-
-        The files are checked at once: names, shapes, dtypes, ties, and that no shard is cut off. They are read when
-        the state is placed: each process reads only the slices that its ranks hold, directly to
-        their devices. The optimizer's state and the average of the weights begin anew from the new weights.
-
-        Args:
-          source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
-          map: which tensor fills which leaf; see `docs/guides/pretrained.md`.
-          cast: convert floating numbers to the dtypes of the model's leaves.
-          untie: fill leaves that the files tie to another tensor with a copy of that tensor.
-          keep: globs of leaves that keep their values, such as adapters (`"*/lora_*"`).
-
-        Raises:
-          CheckpointMismatchError: the message lists all leaves that do not fit. Nothing has changed then.
-          CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, or was cut off.
-          ValueError: after the first step.
-        """
+        """As `PipelineTrainer.load_pretrained`."""
         self.meet("trainer.load_pretrained")
         if self.held.step:
             raise ValueError(
@@ -98,31 +81,10 @@ class PretrainedWeights:
         ema: bool = False,
         merge_adapters: bool = True,
     ) -> Path:
-        """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
-
-        The weights are those of `Inference(params=)`. Each process writes the slices that its ranks hold, one after
-        another, directly to their place in the files. Adapters (LoRA) are merged: the files have the leaves and the
-        bits of `merge_lora(trainer.model)`, but each kernel is merged on its own ranks, and nothing is ever in one
-        place.
-
-        Args:
-          directory: it must not exist; it gets its name when it is complete.
-          map: the names and arrangement in the files, as in `load_pretrained`.
-          only: globs of the leaves to write; None writes all parameters and other variables of the model.
-          config: the content of a `config.json` beside the weights, which `transformers` needs.
-          max_shard_bytes: the largest size of a file.
-          ema: write the average of the weights, in the parameters' types.
-          merge_adapters: False writes kernels and adapters as they are. Without it, if `only` chooses nothing but
-            adapters (`"*/lora_*"`), these are written alone.
-
-        Raises:
-          CheckpointMismatchError: if the map does not fit; the message lists all leaves.
-          CheckpointSaveError: if the directory exists, or cannot be written.
-          ValueError: for `ema=True` without an average; if an adapter cannot be merged.
-        """
+        """As `PipelineTrainer.export_pretrained`."""
         self.meet("trainer.export_pretrained")
         if ema and self.held.memory.ema is None:
-            raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
+            raise ValueError("export_pretrained(ema=True) needs an average: training=Training(ema_decay=0.999).")
         leaves = leaves_of_model(self.weights.for_export(average=ema))
         if merge_adapters:
             leaves = self._merged(leaves, only)

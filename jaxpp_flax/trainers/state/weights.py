@@ -55,18 +55,10 @@ class Weights:
     meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
-        """An ordinary module with a copy of the trained weights, all of them on one device of this process.
-
-        It costs the bytes of all weights there, and with several processes as many sent; every process has to ask for
-        it. Shapes alone cost nothing: `trainer.abstract_model`.
-
-        Raises:
-          ModelError: if the weights are larger than the free memory of that device; nothing is copied then. A model
-            larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
-        """
-        self._check("trainer.model")
+        """As `PipelineTrainer.gather_model`."""
+        self._check("trainer.gather_model")
         state = self.held.weights()
-        self.meet("trainer.model")
+        self.meet("trainer.gather_model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def abstract_model(self) -> Any:
@@ -75,42 +67,26 @@ class Weights:
         return self.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
 
     def ema_model(self) -> Any:
-        """An ordinary module with a copy of the averaged weights, in the types of the parameters.
-
-        The average itself, `trainer.state.ema`, is in float32 or wider. Costs and errors are those of `trainer.model`.
-        """
+        """As `PipelineTrainer.gather_model`."""
         if self.held.memory.ema is None:
             raise ValueError(
-                "trainer.ema_model needs an average of the weights: parameters=Parameters(ema_decay=0.999)."
+                "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
             )
-        self._check("trainer.ema_model")
+        self._check("trainer.gather_model")
         state = self.inference.of(average_of)
-        self.meet("trainer.ema_model")
+        self.meet("trainer.gather_model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
         if not isinstance(self.adapter, LinenModel):
-            raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
-        self._check("trainer.variables")
+            raise TypeError("gather_variables() is for Linen models; an NNX model's are in `gather_model()`.")
+        self._check("trainer.gather_variables")
         state = self.held.weights()
-        self.meet("trainer.variables")
+        self.meet("trainer.gather_variables")
         return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def set(self, weights: Any) -> None:
-        """Give the model the weights of a module or a tree; they are copied, and leaves that it lacks keep theirs.
-
-        Leaves are found by the model's own paths, whether they are trained, frozen or other variables here or there:
-        trainers of one model with different `frozen=` take each other's weights, `a.set_weights(b.state.params)`. The
-        step, random streams and moments of the optimizer stay. Copies of parameters (their average, `z` of
-        schedule-free) get the new values too.
-
-        Args:
-          weights: a module (`other.model`), an `nnx.State`, Linen's variables or parameters, a nested dict, or the
-            state of another trainer, or its `params`, whatever its stages.
-
-        Raises:
-          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
-        """
+        """As `PipelineTrainer.set_weights`."""
         self.meet("trainer.set_weights")
         state = self.held.weights()
         new = checked_weights(weights, leaves_of_model(state))

@@ -55,18 +55,7 @@ class Scheduling:
         return self.tuner.report if self.tuner is not None else None
 
     def use(self, schedule: Any, num_stages: int | None = None) -> None:
-        """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
-
-        The training continues without a difference: results do not depend on the schedule.
-
-        Args:
-          schedule: a name or a `Schedule`.
-          num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
-
-        Raises:
-          ValueError: if the schedule does not fit the ranks or the microbatches, there are no ranks, or the trainer's
-            `Memory(residuals=)` is for another number of stages.
-        """
+        """As `PipelineTrainer.use_schedule`."""
         if self.mesh is None:
             raise ValueError(no_pipeline(f"use_schedule({schedule!r})"))
         if num_stages is None:

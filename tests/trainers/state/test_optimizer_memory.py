@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Memory, Parameters, Precision
+from jaxpp_flax.trainers import Memory, Training
 from tests.helpers import slow, slow_but, tree_allclose
 from tests.trainers import models as m
 
@@ -90,8 +90,7 @@ def kinds(opt_state: Any) -> dict[bool, set[str]]:
 
 ON_HOST = {True: {"device"}, False: {"pinned_host"}}
 OPTIONS = {
-    "parameters": Parameters(ema_decay=0.9, frozen=["layers/0/bias"]),
-    "precision": Precision(on_nonfinite="skip"),
+    "training": Training(ema_decay=0.9, frozen=["layers/0/bias"], on_nonfinite="skip"),
 }
 
 

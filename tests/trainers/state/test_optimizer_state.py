@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.trainers import Parameters, Precision
+from jaxpp_flax.trainers import Training
 from jaxpp_flax.trainers.state.leaf_programs import compute_tree
 from jaxpp_flax.trainers.state.train_state import is_abstract
 from tests.trainers.models import Layers
@@ -54,7 +54,7 @@ def live_bytes(device) -> int:
 def test_the_default_device_holds_its_own_share_alone():
     device = jax.devices()[0]
     before = live_bytes(device)
-    trainer = make_trainer(parameters=Parameters(ema_decay=0.9))
+    trainer = make_trainer(training=Training(ema_decay=0.9))
     parameters = live_bytes(device) - before
     assert STAGES * KERNEL <= parameters < STAGES * KERNEL + 1000, "the user's parameters; the optimizer's are shapes"
     trainer.compile(BATCH)
@@ -88,7 +88,7 @@ def test_a_resume_that_never_trains_still_gives_the_state(tmp_path: Path):
     second = make_trainer(checkpoints=tmp_path / "run")
     assert second.fit([BATCH], steps=2, resume=True)["loss"] > 0
     assert second.step == 2
-    np.testing.assert_array_equal(second.model(BATCH), first.model(BATCH))
+    np.testing.assert_array_equal(second.gather_model()(BATCH), first.gather_model()(BATCH))
     np.testing.assert_array_equal(second.predict(BATCH), first.predict(BATCH))
     assert int(second.state.step) == 2
 
@@ -101,7 +101,7 @@ def test_before_the_first_step_the_state_is_whole_for_whoever_asks():
 
 
 def test_evaluating_first_needs_no_optimizer():
-    trainer = make_trainer(parameters=Parameters(ema_decay=0.5), precision=Precision(loss_scale="dynamic"))
+    trainer = make_trainer(training=Training(ema_decay=0.5, loss_scale="dynamic"))
     assert trainer.evaluate([BATCH])["loss"] > 0
     trainer.predict(BATCH)
     assert is_abstract(trainer._core.held.memory.opt_state)

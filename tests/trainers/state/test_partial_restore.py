@@ -15,7 +15,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Training
 from jaxpp_flax.trainers.state.sources import Factory
 from tests.trainers import models as m
 
@@ -26,8 +26,8 @@ def make_trainer(seed: int, model: str = "factory", stages: int = 4, tx: Any = N
     factory = lambda rngs: m.Model(4, rngs=rngs, dropout=0.1)  # noqa: E731
     made = factory if model == "factory" else factory(nnx.Rngs(seed))
     return PipelineTrainer(
-        made, tx or optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=2, logging=False, seed=seed,
-        parameters=Parameters(ema_decay=0.5),
+        made, tx or optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=2, logging=False,
+        training=Training(ema_decay=0.5, seed=seed),
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_a_wide_average_follows_narrow_weights(tmp_path: Path):
         model = m.Layers(rngs=nnx.Rngs(seed), param_dtype=jnp.bfloat16)
         return PipelineTrainer(
             model, optax.sgd(0.1), m.squared_error, num_stages=2, num_microbatches=2, logging=False,
-            parameters=Parameters(ema_decay=0.5),
+            training=Training(ema_decay=0.5, seed=seed),
         )  # fmt: skip
 
     first, trainer, data = make(0), make(1), m.make_xy(4)
