@@ -137,10 +137,6 @@ class Blocks:
         known = self.arguments.get(value)
         return PartitionSpec() if known is None else known[1]
 
-    def spec_read(self, value: Value) -> PartitionSpec:
-        """Return the partition in which tasks read a constant or carry leaf."""
-        return self.gathered[value].spec if value in self.gathered else self.spec_of(value)
-
     def state_specs(self) -> dict[Value, PartitionSpec]:
         """Return the spec of each accumulator; see `accumulator_spec`."""
         part, found = self.partition, dict[Value, PartitionSpec]()

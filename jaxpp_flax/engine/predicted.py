@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -13,6 +13,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.runtime.executables import compile_program
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, analyse_memory
 from jaxpp_flax.engine.tracing.ir import Value
 
@@ -25,9 +26,8 @@ def predict_memory(plan: Plan) -> tuple[MemoryAnalysis, ...]:
     The partitions of what tasks return are predicted, not XLA's own: see `specs_after`. Nothing is compiled, and other
     processes take no part.
     """
-    found = compile_program(
-        plan.built.program, _Predictor(plan.mesh), plan.in_specs, plan.result_specs, plan.avals, alone=True
-    )
+    predictor = cast(TaskCompiler[MpmdMesh], _Predictor(plan.mesh))
+    found = compile_program(plan.built.program, predictor, plan.in_specs, plan.result_specs, plan.avals, alone=True)
     return analyse_memory(plan.built, found.program, found, plan.mesh)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
+from jaxpp_flax.planning.profile import StepProfile
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.ending.preemption import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import (
@@ -31,8 +32,6 @@ from jaxpp_flax.trainers.loop.trackers import (
 )
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
-    Assignment,
-    Balanced,
     Checkpoints,
     Inference,
     Logging,
@@ -46,16 +45,11 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.trainer import PipelineTrainer
-from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 # Messages name the user's line, not ours.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 
 __all__ = [
-    "Assignment",
-    "AutoSchedule",
-    "Balanced",
     "BatchError",
     "BatchStatisticsWarning",
     "Callback",
@@ -86,7 +80,6 @@ __all__ = [
     "PipelineTrainer",
     "Precision",
     "RandomStreams",
-    "ScheduleReport",
     "StepHook",
     "StepProfile",
     "StepRecord",

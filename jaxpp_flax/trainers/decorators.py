@@ -54,8 +54,8 @@ class NewPlace:
 
 
 # For each parameter: the field that a plain value sets.
-_PLAIN = {"checkpoints": "directory", "assignment": "how", "mesh": "mesh", "seed": "seed"}
-_POSITIONAL = ("directory", "how", "seed")
+_PLAIN = {"checkpoints": "directory", "mesh": "mesh", "seed": "seed"}
+_POSITIONAL = ("directory", "seed")
 # The fields that have another name than the old argument.
 _FIELDS: Mapping[str, str] = {
     "checkpoint_dir": "directory", "save_every": "every", "async_save": "asynchronous",
@@ -64,7 +64,6 @@ _FIELDS: Mapping[str, str] = {
 _MOVED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("checkpoints", "Checkpoints"): ("checkpoint_dir", "save_every", "keep", "async_save", "preemption_deadline"),
     ("precision", "Precision"): ("gradient_dtype", "loss_scale", "on_nonfinite"),
-    ("assignment", "Assignment"): ("cost", "memory_limit"),
     ("mesh", "MeshOptions"): ("mesh_axes", "num_ranks", "sharding_rules"),
     ("parameters", "Parameters"): ("wrt", "frozen", "ema_decay"),
     ("seed", "RandomStreams"): ("rng_names",),

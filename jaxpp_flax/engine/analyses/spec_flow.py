@@ -57,7 +57,8 @@ def _ways(equation: Equation, shape: Sequence[int]) -> Sequence[Way]:
             left[numbers.lhs_spec[of]] = numbers.out_spec[to]
         right[numbers.rhs_spec[0]] = numbers.out_spec[1]
         return [left, right]
-    return ways_of(equation, ())
+    ways = ways_of(equation, ())
+    return [list(range(len(shape))), *ways[1:]] if batch is Batch.SCATTER else ways
 
 
 class _SpecFlow:
@@ -118,7 +119,7 @@ class _SpecFlow:
     def _merged(self, equation: Equation) -> _Axes:
         """Return the partition of an equation's results, to which each operand brings the dimensions that stay."""
         shape = equation.outputs[0].aval.shape
-        taken, axes = set[str](), [()] * len(shape)
+        taken, axes = set[str](), list[tuple[str, ...]]([()] * len(shape))
         pairs = list(zip(equation.inputs, _ways(equation, shape), strict=False))
         if facts_of(equation.primitive).batch is Batch.ELEMENTWISE:  # a whole array goes before a row of it
             pairs.sort(key=lambda pair: -pair[0].aval.size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.planning.profile import StepProfile, profile_of
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
@@ -16,10 +17,9 @@ from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, aw
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
+from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
-from jaxpp_flax.trainers.tuning.step_profile import StepProfile, profile_of
 
 __all__ = ["TrainStep"]
 
@@ -135,7 +135,8 @@ class TrainStep:
           batch, global_batch_size: as in `train_step`.
 
         Returns:
-          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
+          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`. A plan
+          takes it as `costs=`.
 
         Raises:
           ValueError: without a pipeline; also the errors of `train_step`.

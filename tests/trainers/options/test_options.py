@@ -16,8 +16,6 @@ from flax import nnx
 import jaxpp_flax.trainers as trainers
 from jaxpp_flax import Checkpoints, PipelineTrainer
 from jaxpp_flax.trainers import (
-    Assignment,
-    Balanced,
     Callback,
     DictTracker,
     Inference,
@@ -42,9 +40,9 @@ def make(**options):
 # ------------------------------------------------------------------ the constructor
 
 
-def test_the_constructor_has_at_most_17_parameters_each_with_a_type():
+def test_the_constructor_has_at_most_18_parameters_each_with_a_type():
     parameters = list(inspect.signature(PipelineTrainer.__init__).parameters.values())[1:]
-    assert len(parameters) <= 17
+    assert len(parameters) <= 18
     assert all(of.annotation not in (inspect.Parameter.empty, "Any") for of in parameters)
     assert not any(of.kind is of.VAR_KEYWORD for of in parameters)
 
@@ -68,10 +66,6 @@ def test_an_old_name_raises_and_names_a_place_that_exists(old):
             "save_every=2, checkpoint_dir='run', keep=3: pass checkpoints=Checkpoints('run', every=2, keep=3)",
         ),
         ({"save_every": 2, "checkpoints": "run"}, "save_every=2: pass checkpoints=Checkpoints('run', every=2)"),
-        (
-            {"assignment": "balanced", "cost": "flops"},
-            "cost='flops': pass assignment=Assignment('balanced', cost='flops')",
-        ),
         ({"rng_names": ("noise",), "seed": 7}, "pass seed=RandomStreams(7, names=('noise',))"),
         ({"num_ranks": 2, "mesh": build_mesh(2)}, "pass mesh=MeshOptions(num_ranks=2, mesh=MpmdMesh("),
         ({"predict_fn": m.mean_loss}, "predict_fn=mean_loss: pass inference=Inference(predict_fn=mean_loss)"),
@@ -109,8 +103,6 @@ def test_plain_values_are_short_forms():
     assert Checkpoints.of("run") == Checkpoints("run")
     assert Checkpoints.of(Path("run")) == Checkpoints(Path("run"))
     assert Checkpoints.of(None) is None
-    assert Assignment.of([1, 2]) == Assignment([1, 2])
-    assert dataclasses.astuple(Balanced(cost="flops")) == dataclasses.astuple(Assignment("balanced", cost="flops"))
     assert MeshOptions.of(mesh) == MeshOptions(mesh=mesh)
     assert MeshOptions.of(mesh.jax_mesh) == MeshOptions(mesh=mesh.jax_mesh)
     assert MeshOptions.of({}) == MeshOptions(axes={})
@@ -118,7 +110,7 @@ def test_plain_values_are_short_forms():
     assert RandomStreams.of(7) == RandomStreams(7)
     assert Logging.of(False) == Logging(progress=False)
     assert (Parameters.of(None), Precision.of(None), Inference.of(None)) == (Parameters(), Precision(), Inference())
-    for options in (Checkpoints("run"), Balanced(), MeshOptions(), RandomStreams(), Logging(), Precision()):
+    for options in (Checkpoints("run"), MeshOptions(), RandomStreams(), Logging(), Precision()):
         assert type(options).of(options) is options
 
 
@@ -127,7 +119,7 @@ def test_the_trainer_takes_every_option(tmp_path):
     trainer = make(
         num_stages=2,
         mesh=MeshOptions(axes={"data": 2}, num_ranks=2),
-        assignment=Assignment([1, 1], cost="flops", memory_limit=1e12),
+        assignment=[1, 1],
         parameters=Parameters(frozen="head", ema_decay=0.5),
         precision=Precision(loss_scale=8.0, gradient_dtype=jnp.float32),
         inference=Inference(predict_fn=lambda model, batch: model(batch["tokens"])),
@@ -138,8 +130,7 @@ def test_the_trainer_takes_every_option(tmp_path):
     head = jnp.array(trainer.model.head.kernel.get_value())
     trainer.fit([m.make_batch(4)], steps=2)
     assert dict(trainer.mesh.jax_mesh.shape) == {"stage": 2, "data": 2}
-    assert trainer.plan.rank_bytes is not None
-    assert trainer.plan.rank_costs is not None
+    assert trainer.plan.stage_sizes == (1, 2)
     assert list(tracker["loss"]) == [1, 2]
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()] == ["2"]
     assert trainer.predict(m.make_batch(4)).shape[0] == 4
@@ -169,13 +160,6 @@ REFUSED = {
     "on_nonfinite": (lambda: Precision(on_nonfinite="wait"), ValueError, "on_nonfinite='wait': it must be"),
     "conflict": (lambda: Precision(on_nonfinite="stop", loss_scale=2.0), ValueError, "overflow is skipped"),
     "precision": (lambda: Precision.of(jnp.float32), TypeError, "precision must be Precision(...), got"),
-    "cost": (lambda: Balanced(cost="mesured"), ValueError, "cost='mesured' is unknown. Did you mean 'measured'"),
-    "cost type": (lambda: Balanced(cost=3), TypeError, "cost is 3 (int)"),
-    "negative cost": (lambda: Assignment(cost=[1, -1]), ValueError, "cost= holds -1"),
-    "limit": (lambda: Balanced(memory_limit=0), ValueError, "memory_limit=0: it must be a number of bytes above 0"),
-    "limit type": (lambda: Balanced(memory_limit="16GB"), ValueError, "memory_limit='16GB'"),
-    "hardware": (lambda: Balanced(hardware="gpu"), TypeError, "hardware must be a jaxpp_flax.planning.Hard"),
-    "nested": (lambda: Assignment(Balanced()), TypeError, "holds another assignment"),
     "two meshes": (lambda: MeshOptions(mesh=build_mesh(2), axes={"data": 2}), ValueError, "both mesh= and axes= are"),
     "rules": (lambda: MeshOptions(sharding_rules=["embed"]), TypeError, "sharding_rules holds 'embed'"),
     "mesh": (lambda: MeshOptions.of(3), TypeError, "mesh must be a jax.sharding.Mesh, an MpmdMesh"),
