@@ -109,8 +109,8 @@ def plan(
       >>> model, loss = nnx.Sequential(*layers), lambda model, x: jnp.mean(model(x) ** 2)
       >>> options = {"num_stages": 2, "num_microbatches": 4, "logging": False}
       >>> found = plan(PipelineTrainer(model, optax.sgd(0.1), loss, **options), jnp.ones((8, 8)))
-      >>> found.stage_sizes, found.peak_bytes == found.peak_bytes, found.residuals.is_kept
-      ((2, 2), True, True)
+      >>> found.stage_sizes, found.residuals.is_kept  # what follows the last block counts as one
+      ((2, 3), True)
       >>> PipelineTrainer(model, optax.sgd(0.1), loss, plan=found, logging=False).num_stages
       2
     """

@@ -45,7 +45,7 @@ def test_plan(tmp_path, capsys):
     assert main(["plan", f"{file}:make", *options]) == 0
     assert "the best of 2 schedules" in capsys.readouterr().out.replace("\n", " ")
     found = Plan.load(saved)
-    assert (found.stage_sizes, found.num_microbatches, found.layout) == ((2, 2), 4, {"stage": 2})
+    assert (found.stage_sizes, found.num_microbatches, found.layout) == ((2, 3), 4, {"stage": 2})
     for factory, text in (
         (f"{file}:wrong", "must return a trainer and a batch, got NoneType"),
         (f"{file}:mak", "has no function 'mak'"),
