@@ -7,7 +7,8 @@ want one mesh axis, the first one has it. XLA may choose another partition; what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,12 +38,12 @@ def specs_after(
     flow = _SpecFlow(axis_sizes)
     for value, spec in zip(graph.inputs, in_specs, strict=True):
         flow.set(value, flow.entries(spec, value.aval.ndim))
-    flow.follow(graph.equations)
+    flow.settle(graph.equations, frozenset(graph.inputs))
     return {value: canonical(PartitionSpec(*map(_entry, axes))) for value, axes in flow.found.items()}
 
 
 def _entry(names: tuple[str, ...]) -> Any:
-    return (names if len(names) > 1 else names[0]) if names else None
+    return names if len(names) > 1 else next(iter(names), None)
 
 
 def _ways(equation: Equation, shape: Sequence[int]) -> Sequence[Way]:
@@ -87,12 +88,41 @@ class _SpecFlow:
             names = names[:-1]
         return names
 
+    def settle(self, equations: Sequence[Equation], fixed: Collection[Value]) -> None:
+        """Follow equations forward, then back from results to operands that nothing else partitions, and forward."""
+        self.follow(equations)
+        for equation in reversed(equations):
+            self._back(equation, fixed)
+        self.follow(equations)
+
+    def _back(self, equation: Equation, fixed: Collection[Value]) -> None:
+        wanted = self._of(equation.outputs[0]) if equation.outputs else None
+        if wanted is None:
+            return
+        for atom, way in zip(equation.inputs, _ways(equation, equation.outputs[0].aval.shape), strict=False):
+            if not isinstance(atom, Value) or atom in fixed:
+                continue
+            axes = list(self.found.get(atom, [()] * len(way)))
+            for dim, target in enumerate(way):
+                if target is None or target < 0 or axes[dim]:
+                    continue
+                if not {name for names in axes for name in names}.intersection(wanted[target]):
+                    axes[dim] = wanted[target]
+            self.set(atom, tuple(axes))
+
     def follow(self, equations: Iterable[Equation]) -> None:
         """Find the partitions of the results of equations in executable order."""
         for equation in equations:
             results = self._results(equation)
             for k, value in enumerate(equation.outputs):
-                self.set(value, results[k] if k < len(results) else None)
+                self.set(value, self._joined(self.found.get(value), results[k] if k < len(results) else None))
+
+    def _joined(self, one: _Axes | None, other: _Axes | None) -> _Axes | None:
+        """Return a partition with the axes of the first, and those of the second that it has room for."""
+        if one is None or other is None or len(one) != len(other):
+            return one or other
+        taken = {name for names in one for name in names}
+        return tuple(a or (b if taken.isdisjoint(b) else ()) for a, b in zip(one, other, strict=True))
 
     def _of(self, atom: Atom) -> _Axes | None:
         return self.found.get(atom) if isinstance(atom, Value) else None
@@ -109,7 +139,8 @@ class _SpecFlow:
         if (body := facts.body_in(equation.params)) is not None:
             return self._call(body, equation.inputs)
         if equation.name == "cond":
-            return self._call(equation.params["branches"][-1], equation.inputs[1:])
+            found = [self._call(branch, equation.inputs[1:]) for branch in equation.params["branches"]]
+            return [reduce(self._joined, of) for of in zip(*found, strict=True)]
         if facts.batch is Batch.PLACED:
             return [self._placed(equation, facts.placing_in(equation.params))]
         if not equation.outputs or all(self._of(atom) is None for atom in equation.inputs):
@@ -145,7 +176,7 @@ class _SpecFlow:
         graph = inline(Graph(inputs, (g := applied(body, inputs)).outputs, g.equations), flatten=True)
         for value, atom in zip(inputs, operands, strict=True):
             self.set(value, self._of(atom))
-        self.follow(graph.equations)
+        self.settle(graph.equations, frozenset(inputs))
         return list(map(self._of, graph.outputs))
 
     def _scan(self, equation: Equation) -> list[_Axes | None]:
@@ -153,10 +184,15 @@ class _SpecFlow:
         first, second = scan.num_consts, scan.num_consts + scan.num_carry
         known = [self._of(atom) for atom in equation.inputs]
         known[second:] = [None if axes is None else axes[1:] for axes in known[second:]]
-        for _ in range(2):  # what the first round finds of the carry, the second one starts from
+        fixed, after = frozenset(scan.body.inputs), list[Any]()
+        for _ in range(2):  # a carry has one partition: what the first round finds of it, the second one starts from
             for value, axes in zip(scan.body.inputs, known, strict=True):
                 self.set(value, axes)
-            self.follow(scan.body.equations)
+            for made, axes in zip(scan.body.outputs, known[first:second], strict=False):
+                if isinstance(made, Value) and made not in fixed:
+                    self.set(made, axes)
+            self.settle(scan.body.equations, fixed)
             after = list(map(self._of, scan.body.outputs))
-            known[first:second] = after[: scan.num_carry]
+            known[first:second] = map(self._joined, known[first:second], after)
+        after[: scan.num_carry] = known[first:second]
         return [*after[: scan.num_carry], *[None if a is None else ((), *a) for a in after[scan.num_carry :]]]
