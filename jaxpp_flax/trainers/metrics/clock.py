@@ -12,7 +12,8 @@ __all__ = ["Clock", "Part", "timed"]
 
 Part = Literal["data", "dispatch", "device", "save", "evaluation", "compilation", "restore", "placement", "other"]
 """The host waits for a batch; gives a step to the devices; waits for devices that are behind; saves; evaluates;
-compiles; restores a checkpoint; makes, reads or moves leaves of the state to their devices; or does something else, such as callbacks."""
+compiles; restores a checkpoint; makes, reads or moves leaves of the state to their devices; or does something else,
+such as callbacks."""
 
 _Returned = TypeVar("_Returned")
 
