@@ -138,7 +138,7 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     run_page("guides/stages.md", blocks=4, **unmarked())
     out = capsys.readouterr().out
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
-    assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
+    assert "no mixture of keep, recompute and offload keeps within memory_limit" in out
     assert '{"name": "after_block_7", "stage": 3' in out
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
+from jaxpp_flax.planning.profile import StepProfile
 from jaxpp_flax.trainers.callbacks import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
@@ -21,8 +22,6 @@ from jaxpp_flax.trainers.errors import (
 )
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
-    Assignment,
-    Balanced,
     Checkpoints,
     Inference,
     Logging,
@@ -44,16 +43,11 @@ from jaxpp_flax.trainers.trackers import (
     WandbTracker,
 )
 from jaxpp_flax.trainers.trainer import PipelineTrainer
-from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 # Messages name the user's line, not ours.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 
 __all__ = [
-    "Assignment",
-    "AutoSchedule",
-    "Balanced",
     "BatchError",
     "BatchStatisticsWarning",
     "Callback",
@@ -80,7 +74,6 @@ __all__ = [
     "PREEMPTED_STATUS",
     "Training",
     "PipelineTrainer",
-    "ScheduleReport",
     "StepProfile",
     "StepRecord",
     "TensorBoardTracker",

@@ -17,12 +17,12 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.scheduling import Scheduling
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.loss import LossTerms
 from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 __all__ = ["Average", "Evaluation"]
 

@@ -28,7 +28,6 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
 from jaxpp_flax.trainers.options import (
-    Assignment,
     Checkpoints,
     Inference,
     Logging,
@@ -36,7 +35,9 @@ from jaxpp_flax.trainers.options import (
     MeshOptions,
     Training,
 )
+from jaxpp_flax.trainers.planned import Planned
 from jaxpp_flax.trainers.progress import Display
+from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
@@ -48,7 +49,6 @@ from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
 from jaxpp_flax.trainers.step.optimizer_update import Update
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 
 __all__ = ["Core", "Parts", "make_core", "make_parts", "make_scheduling"]
 
@@ -90,18 +90,16 @@ class Parts:
     inputs: ProcessInputs
 
 
-def make_scheduling(
-    num_stages: Any, num_microbatches: Any, schedule: Any, devices: MeshOptions, memory: Memory
-) -> Scheduling:
+def make_scheduling(chosen: Planned) -> Scheduling:
     """Make the schedule and the mesh from the arguments of a trainer; refuse counts that are no whole numbers."""
     return Scheduling(
-        check_count("num_microbatches", num_microbatches),
-        schedule,
-        check_count("num_stages", num_stages),
-        devices.num_ranks,
-        devices.mesh,
-        devices.axes,
-        memory.residuals,
+        check_count("num_microbatches", chosen.num_microbatches),
+        chosen.schedule,
+        check_count("num_stages", chosen.num_stages),
+        chosen.mesh.num_ranks,
+        chosen.mesh.mesh,
+        chosen.mesh.axes,
+        chosen.memory.residuals,
     )
 
 
@@ -112,7 +110,7 @@ def make_core(
     *,
     scheduling: Scheduling,
     devices: MeshOptions,
-    assignment: Assignment,
+    assignment: Any,
     variables: Mapping[str, Any] | Callable[..., Any] | None,
     training: Training,
     memory: Memory,
@@ -124,7 +122,7 @@ def make_core(
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
     skips, kept = training.rule == "skip", OptimizerMemory(memory.optimizer_state)
-    _check_options(loss_fn, memory, scheduling, assignment, devices)
+    _check_options(loss_fn, memory, scheduling, devices)
     update = Update(
         tx=tx, loss_scale=training.scale, gradient_dtype=training.gradient_dtype, ema_decay=training.ema_decay,
         skips_nonfinite=skips, kept=kept,
@@ -132,7 +130,7 @@ def make_core(
     chosen = choose_model(model, variables, training.wrt, training.frozen, training.seed)
     check_parameters(chosen.params, chosen.name)
     check_memory(chosen.params, chosen.rest, chosen.name)
-    assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
+    assigner = Assigner(assignment)
     first = update.first_state(chosen.params, chosen.rest)
     update = replace(update, measured=logging.step_metrics(first.opt_state))
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
@@ -182,7 +180,6 @@ def _check_options(
     loss_fn: Any,
     memory: Memory,
     scheduling: Scheduling,
-    assignment: Assignment,
     devices: MeshOptions,
 ) -> None:
     """Refuse a loss of another form, and options that the devices, the mesh or one another do not allow."""
@@ -190,22 +187,8 @@ def _check_options(
     mesh = scheduling.mesh
     used = jax.local_devices()[:1] if mesh is None else mesh.jax_mesh.devices.flat
     check_devices(memory.optimizer_state, used, "Memory(optimizer_state=)")
-    if memory.residuals is not None:
-        if mesh is None:
-            raise ValueError(no_pipeline("Memory(residuals=)"))
-        if assignment.memory_limit is not None:
-            raise ValueError(
-                f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
-                "residuals itself. Leave one of them out."
-            )
-    if assignment.memory_limit is not None and mesh is None:
-        raise ValueError(no_pipeline(f"memory_limit={assignment.memory_limit!r} of the assignment"))
-    tuner = scheduling.tuner
-    if tuner is not None and tuner.options.memory_limit is not None and assignment.memory_limit is not None:
-        raise ValueError(
-            f"both AutoSchedule(memory_limit={tuner.options.memory_limit!r}), for activations alone, and memory_limit="
-            f"{assignment.memory_limit!r} of the assignment, for all bytes, are given. Leave the first one out."
-        )
+    if memory.residuals is not None and mesh is None:
+        raise ValueError(no_pipeline("Memory(residuals=)"))
     if mesh is None and devices.fsdp != "microbatch":
         raise MeshError(
             f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "

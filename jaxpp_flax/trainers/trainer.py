@@ -12,9 +12,8 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpp_flax.assignment import Plan
-from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.planning import Plan, PlanningStep, StepProfile
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume
@@ -23,7 +22,6 @@ from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
-    Assignment,
     Checkpoints,
     Inference,
     Logging,
@@ -31,12 +29,12 @@ from jaxpp_flax.trainers.options import (
     MeshOptions,
     Training,
 )
+from jaxpp_flax.trainers.options.assignment import AssignmentLike
 from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
+from jaxpp_flax.trainers.planned import Planned, take_plan
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.trained_model import TrainedModel
-from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 __all__ = ["PipelineTrainer"]
 
@@ -66,14 +64,14 @@ class PipelineTrainer(TrainedModel):
       loss_fn: as above; or a `WholeBatchLoss`. The function is traced and never runs eagerly.
       num_stages: stages to cut the model into. One stage on one device runs under plain `jax.jit`.
       num_microbatches: parts of a batch.
-      schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
-        first steps and continues with the best schedule that a search finds.
+      schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; None: "1f1b".
+      plan: a `jaxpp_flax.planning.Plan` or its JSON file, made beforehand (`planning.plan`). It gives the stages, the
+        schedule, the number of microbatches, the residuals and the axes of the mesh, which may be left out then.
       mesh: None: all of `jax.devices()`, and those of a stage share the examples of a microbatch. A mapping says what
         each stage takes: `{"data": 2}` two devices, `{}` one. A `jax.sharding.Mesh` with an axis "stage", or an
         `MpmdMesh`, names the devices. `MeshOptions` has more: groups of devices, sharding rules.
       assignment: which blocks form a stage: "auto" (even or balanced, by the estimated step), "even", "balanced",
         sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file, or a policy.
-        `Assignment` and `Balanced` add costs and a memory limit.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
       training: `Training(wrt=, frozen=, ema_decay=, gradient_dtype=, loss_scale=, on_nonfinite=, seed=)`: the trained
@@ -116,11 +114,12 @@ class PipelineTrainer(TrainedModel):
         tx: optax.GradientTransformation,
         loss_fn: Callable[..., Any],
         *,
-        num_stages: int,
-        num_microbatches: int,
-        schedule: str | Schedule | AutoSchedule = "1f1b",
+        num_stages: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
-        assignment: AssignmentLike | Assignment = "auto",
+        assignment: AssignmentLike = "auto",
         variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
         training: Training | None = None,
         memory: Memory | None = None,
@@ -128,17 +127,21 @@ class PipelineTrainer(TrainedModel):
         logging: Logging | bool = True,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
     ) -> None:
-        devices, logged, memory = MeshOptions.of(mesh), Logging.of(logging), Memory.of(memory)
+        logged = Logging.of(logging)
+        chosen = take_plan(plan, Planned(
+            num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, assignment=assignment,
+            mesh=MeshOptions.of(mesh), memory=Memory.of(memory),
+        ))  # fmt: skip
         self._core = make_core(
             model,
             tx,
             loss_fn,
-            scheduling=make_scheduling(num_stages, num_microbatches, schedule, devices, memory),
-            devices=devices,
-            assignment=Assignment.of(assignment),
+            scheduling=make_scheduling(chosen),
+            devices=chosen.mesh,
+            assignment=chosen.assignment,
             variables=variables,
             training=Training.of(training),
-            memory=memory,
+            memory=chosen.memory,
             logging=logged,
         )  # fmt: skip
         self._parts = make_parts(self._core, Inference.of(inference), logged, Checkpoints.of(checkpoints))
@@ -179,13 +182,8 @@ class PipelineTrainer(TrainedModel):
 
     @property
     def plan(self) -> Plan | None:
-        """The assignment of blocks to stages; None before the training step is compiled, and without a pipeline."""
+        """The plan of the training, to be saved; None before the training step is compiled, and without a pipeline."""
         return self._core.assigner.plan_of(self.schedule, self.num_microbatches)
-
-    @property
-    def schedule_report(self) -> ScheduleReport | None:
-        """The result of the search of `schedule="auto"`, predicted and measured; None before the search."""
-        return self._core.scheduling.report
 
     # ------------------------------------------------------------------ training
 
@@ -210,9 +208,7 @@ class PipelineTrainer(TrainedModel):
         Raises:
           ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
         """
-        tuner = self._core.scheduling.tuner
-        compile = lambda: self._parts.train_step.compile(batch, global_batch_size=global_batch_size)  # noqa: E731
-        return compile() if tuner is None else tuner.begin(self, compile)
+        return self._parts.train_step.compile(batch, global_batch_size=global_batch_size)
 
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
         """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
@@ -232,10 +228,6 @@ class PipelineTrainer(TrainedModel):
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: for other arguments that do not fit, before anything runs.
         """
-        tuner = self._core.scheduling.tuner
-        if tuner is not None and not tuner.done:
-            with self._core.measures.clock.part("tuning"):
-                return tuner.step(self, batch, global_batch_size, self._core.assigner.plan_with)
         whole = self._core.rows.whole(batch, global_batch_size)
         return self._parts.train_step.step(batch, whole)
 
@@ -373,9 +365,18 @@ class PipelineTrainer(TrainedModel):
           batch, global_batch_size: as in `train_step`.
 
         Returns:
-          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
+          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`. A plan
+          takes it as `costs=`.
 
         Raises:
           ValueError: without a pipeline; also the errors of `train_step`.
         """
         return self._parts.train_step.profile_step(batch, global_batch_size=global_batch_size)
+
+    def planning_step(self, batch: Any) -> PlanningStep:
+        """Return the training step for batches like this one as `jaxpp_flax.planning.plan` needs it.
+
+        Raises:
+          ValueError: without a pipeline.
+        """
+        return self._core.executables.to_plan(self._core.rows.split(batch))

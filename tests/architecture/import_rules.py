@@ -20,8 +20,7 @@ MAY_IMPORT = {
     "processes": {"_compat", "error_codes"},
     "engine": {"schedules", "processes", "error_codes", "_compat", "_compat_executables"},
     "layers": {"engine", "globs"},
-    "planning": {"engine", "schedules", "messages", "error_codes"},
-    "assignment": {"planning", "engine", "schedules", "globs", "messages", "error_codes"},
+    "planning": {"engine", "schedules", "globs", "messages", "error_codes"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
     "checkpoint": {"engine", "processes", "counts", "globs", "error_codes"},
@@ -29,7 +28,6 @@ MAY_IMPORT = {
     "trainers": {
         "layers",
         "planning",
-        "assignment",
         "checkpoint",
         "pretrained",
         "schedules",

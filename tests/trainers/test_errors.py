@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState as LinenTrainState
 
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.assignment import AssignmentError
+from jaxpp_flax.planning import AssignmentError
 from jaxpp_flax.schedules import Std1F1B
 from jaxpp_flax.trainers import BatchError, LossError, MeshError, MeshOptions, ModelError, NonFiniteLossError
 from jaxpp_flax.trainers.mesh import build_mesh

@@ -15,7 +15,6 @@ from jax.sharding import AxisType
 from jaxpp_flax import WholeBatchLoss
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.trainers import (
-    Assignment,
     DynamicLossScale,
     Inference,
     LossError,
@@ -205,7 +204,7 @@ def test_it_may_be_the_loss_of_the_evaluation_alone():
 
 def test_both_passes_have_the_stages_that_training_has():
     """Stages are chosen by the work of training, and the first pass has the same; tables tell of the second."""
-    trainer = t.trainer_of(num_stages=2, assignment=Assignment("balanced", memory_limit=1e6))
+    trainer = t.trainer_of(num_stages=2, assignment="balanced")
     compiled = trainer.compile(BATCH)
     assert all(block.backward for block in trainer.plan.blocks)
     first, second = compiled.as_text("choose_cuts").split("loop over")[1:]

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.assignment import (
+from jaxpp_flax.engine.blocks import Blocks, Marks
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add
+from jaxpp_flax.planning import (
     AssignmentError,
     Plan,
     auto,
@@ -18,16 +24,10 @@ from jaxpp_flax.assignment import (
     block_names,
     by_name,
     even,
-    resolve,
     segment_names,
     sizes,
 )
-from jaxpp_flax.engine.blocks import Blocks, Marks
-from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.engine.tracing.loop_body import LoopBody
-from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
-from jaxpp_flax.engine.tracing.treduce import Add
+from jaxpp_flax.trainers.options.assignment import resolve
 
 
 def blocks(count):

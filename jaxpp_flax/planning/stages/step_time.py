@@ -1,4 +1,8 @@
-"""The simulated time of a step under an assignment: with several stages on a rank, loads do not give the time."""
+"""The simulated time of a step under an assignment, and the choice between even and balanced stages.
+
+With several stages on a rank, loads do not give the time. Even stages of identical blocks are identical: they share one
+lowering and one compilation. So balanced ones must save a clear share of the step, more than the estimate's error.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from functools import cached_property
 
 from jaxpp_flax.schedules import Costs, Schedule, summarize
 
-__all__ = ["MOST_TASKS", "StepTime", "both_passes"]
+__all__ = ["MARGIN", "MOST_TASKS", "StepTime", "both_passes", "is_clearly_less"]
+
+MARGIN = 0.05
+"""The share of the step's time that balanced stages must save over even ones to be chosen."""
 
 MOST_TASKS = 300_000
 """The number of tasks that all tries of a search simulate together, if a user asks for it: about half a second."""
@@ -83,3 +90,13 @@ def both_passes(forward: Sequence[float], backward: Sequence[float]) -> tuple[Se
         return forward, backward
     ahead = [cost * _FORWARD_SHARE for cost in forward]
     return ahead, [cost - part for cost, part in zip(forward, ahead, strict=True)]
+
+
+def is_clearly_less(balanced: float, even: float) -> bool:
+    """Return whether a cost with balanced stages is less than the cost with even ones by the margin.
+
+    Example:
+      >>> is_clearly_less(90.0, 100.0), is_clearly_less(96.0, 100.0), is_clearly_less(0.0, 0.0)
+      (True, False, False)
+    """
+    return balanced < (1.0 - MARGIN) * even

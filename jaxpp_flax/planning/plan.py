@@ -1,31 +1,28 @@
-"""A plan: the stage and the cost of each block. A plan can be shown, saved, edited and loaded."""
+"""A plan: what a training runs, chosen beforehand. It can be shown, saved, edited and loaded."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from jaxpp_flax.assignment.balancing import rank_loads
-from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_names
-from jaxpp_flax.assignment.stages_choice import StagesChoice
-from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.engine.tracing.markers import Mark, segment_names
 from jaxpp_flax.messages import amount, listed, near_names
-from jaxpp_flax.planning import Choice, describe, why_chosen
-from jaxpp_flax.schedules import ScheduleError
-from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
+from jaxpp_flax.planning import plan_file
+from jaxpp_flax.planning.choice import describe
+from jaxpp_flax.planning.stages.balancing import rank_loads
+from jaxpp_flax.planning.stages.policies import AssignmentError, by_name
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Plan", "PlannedBlock"]
 
-_FORMAT = "jaxpp_flax plan 1"
-_ABOUT = "Which block runs on which stage. Edit the stages, and pass this file as assignment=."
 _UNITS = {"s": "seconds", "FLOP": "floating-point operations", "": "no unit"}
 _MOST_ROWS = 40  # of a table: with more blocks, equal neighbours share a row
 _ALIKE = 0.05  # relative difference of costs
@@ -49,25 +46,30 @@ class PlannedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The stage of each block, in the model's order; pass a plan, or its file, as `assignment=`.
+    """What a training runs: pass a plan, or its file, as `PipelineTrainer(plan=)`.
+
+    As `assignment=`, or a `cut_policy=`, it only says which blocks form a stage.
 
     Args:
       num_stages: the number of stages.
-      blocks: the blocks in the model's order; the last one may be the work after the last mark (head, loss).
+      blocks: the blocks in the model's order, each with its stage; the last one may be the work after the last mark
+        (head, loss).
       unit: the unit of the costs: "s", "FLOP", or "".
       source: the source of the costs, for people.
       ranks: the rank of each stage, if known.
       even_sizes: the number of blocks in each stage of an even assignment, for comparison; if known.
-      exact: True if no other assignment is better; None if no search was made.
-      step_gain: the share of its time that the simulated step saves over an even assignment, if the search aimed at the
-        step (several stages on a rank).
+      schedule: the schedule, if it is a part of the plan.
+      num_microbatches: the parts of a batch, if they are.
       residuals: what each stage does with the values that its forward keeps for its backward; None: it keeps them.
-      choice: if a memory limit was given, the search for `residuals`, with the predicted bytes and seconds.
-      stages_choice: the estimates that decided, if even or balanced stages were chosen by them (`assignment="auto"`).
+      layout: the axes of the mesh with their sizes, that of the ranks first; empty if they are no part of the plan.
+      seconds: the predicted time of a step, without the work before and after the pipeline.
+      peak_bytes: the most bytes on each device, for each rank, without XLA's workspace.
+      host_bytes: the most bytes on the host, for each device of each rank.
+      notes: why it was chosen, for people.
 
     Raises:
-      AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is not a
-        number.
+      AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, a cost is not a number,
+        or schedule, residuals and stages do not fit one another.
 
     Example:
       >>> rows = [("a", 0, 1.0), ("b", 0, 1.0), ("c", 1, 2.0)]
@@ -77,7 +79,7 @@ class Plan:
       ((2, 1), (2.0, 2.0), 1.0)
       >>> import tempfile, pathlib
       >>> path = plan.save(pathlib.Path(tempfile.mkdtemp()) / "plan.json")
-      >>> Plan.load(path).blocks == plan.blocks
+      >>> Plan.load(path) == plan
       True
     """
 
@@ -87,14 +89,20 @@ class Plan:
     source: str = ""
     ranks: tuple[int, ...] | None = None
     even_sizes: tuple[int, ...] | None = None
-    exact: bool | None = None
-    step_gain: float | None = None
+    schedule: Schedule | None = None
+    num_microbatches: int | None = None
     residuals: ResidualPlan | None = None
-    choice: Choice | None = None
-    stages_choice: StagesChoice | None = None
+    layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    seconds: float | None = None
+    peak_bytes: tuple[float, ...] = ()
+    host_bytes: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for name in ("blocks", "peak_bytes", "host_bytes", "notes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.ranks is None and self.schedule is not None and self.schedule.num_stages == self.num_stages:
+            object.__setattr__(self, "ranks", tuple(map(self.schedule.rank_of, range(self.num_stages))))
         _check(self)
 
     # ------------------------------------------------------------ as a policy
@@ -159,11 +167,6 @@ class Plan:
         return self._loads(self.stage_sizes)
 
     @property
-    def rank_bytes(self) -> tuple[float, ...] | None:
-        """Estimated bytes on each rank's devices, if a memory limit was given (`memory_analysis()` is exact)."""
-        return None if self.choice is None else self.choice.prediction.peak_bytes
-
-    @property
     def imbalance(self) -> float | None:
         """The slowest rank's cost divided by the mean; 1 is perfect balance."""
         return _imbalance(self.rank_costs)
@@ -186,12 +189,6 @@ class Plan:
             return None
         return tuple(rank_loads(known, sizes, self.ranks))
 
-    @property
-    def choice_text(self) -> str:
-        """The choices of stages and of residuals, a line each; "" if nothing was to be chosen."""
-        stages = "" if self.stages_choice is None else self.stages_choice.text(self.unit)
-        return "\n".join(filter(None, (stages, "" if self.choice is None else why_chosen(self.choice))))
-
     def table(self) -> Table:
         """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
         return _table(self)
@@ -202,14 +199,8 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, one line for each block; return the path."""
-        lines = ",\n".join(f"  {json.dumps(_known(block))}" for block in self.blocks)
-        head: dict[str, Any] = {"about": _ABOUT, "format": _FORMAT, "num_stages": self.num_stages, "unit": self.unit}
-        head["source"] = self.source
-        if self.residuals is not None and not self.residuals.is_kept:
-            head["residuals"] = asdict(self.residuals)
-        top = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in head.items())
         target = Path(path)
-        target.write_text(f'{{\n{top} "blocks": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        target.write_text(plan_file.as_text(self), encoding="utf-8")
         return target
 
     @classmethod
@@ -220,69 +211,12 @@ class Plan:
           FileNotFoundError: if the file does not exist.
           AssignmentError: if the file holds no valid plan; the message names the line, or the block and the stage.
         """
-        source = Path(path)
-        if not source.is_file():
-            others = sorted(p.name for p in source.parent.glob("*.json")) if source.parent.is_dir() else []
-            hint = near_names(source.name, others)
-            raise FileNotFoundError(f"assignment={os.fspath(path)!r}: there is no such file.{hint}")
+        found = plan_file.read(Path(path))
         try:
-            found = json.loads(source.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise AssignmentError(f"{os.fspath(path)} is no JSON: {error}.") from error
-        try:
-            return _read(found)
+            blocks = [PlannedBlock(**block) for block in found.pop("blocks")]
+            return cls(blocks=blocks, **found)
         except AssignmentError as error:
             raise AssignmentError(f"{os.fspath(path)}: {error}") from error
-
-
-def _known(block: PlannedBlock) -> dict[str, Any]:
-    return {f.name: getattr(block, f.name) for f in fields(block) if getattr(block, f.name) is not None}
-
-
-def _read(found: Any) -> Plan:
-    optional = ("about", "format", "unit", "source", "residuals")
-    top = _keys(found, "the plan", required=("num_stages", "blocks"), optional=optional)
-    if top.get("format", _FORMAT) != _FORMAT:
-        raise AssignmentError(f"the plan has format {top['format']!r}; this version reads {_FORMAT!r}.")
-    if not isinstance(top["blocks"], list):
-        raise AssignmentError(f"blocks is a {type(top['blocks']).__name__}; it must be a list of blocks.")
-    blocks: list[PlannedBlock] = []
-    for number, item in enumerate(top["blocks"]):
-        name = f" ({item['name']!r})" if isinstance(item, Mapping) and "name" in item else ""
-        blocks.append(PlannedBlock(**_keys(item, f"block {number}{name}", ("name", "stage"), ("forward", "backward"))))
-    return Plan(
-        num_stages=top["num_stages"],
-        blocks=blocks,
-        unit=top.get("unit", ""),
-        source=str(top.get("source", "")),
-        residuals=_read_residuals(top["residuals"]) if "residuals" in top else None,
-    )
-
-
-def _read_residuals(found: Any) -> ResidualPlan:
-    top = _keys(found, "residuals", required=("stages",), optional=("fetch_ahead", "offload_within"))
-    stages = [
-        _keys(stage, f"stage {number} of residuals", (), ("recompute", "offload", "offload_values"))
-        for number, stage in enumerate(top.pop("stages"))
-    ]
-    try:
-        return ResidualPlan([StageResiduals(**stage) for stage in stages], **top)
-    except (ScheduleError, TypeError) as error:
-        raise AssignmentError(f"residuals of the plan: {error}") from error
-
-
-def _keys(found: Any, what: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise AssignmentError(f"{what} is a {type(found).__name__}; it must be an object with {listed(required)}.")
-    allowed = [*required, *optional]
-    for key in found:
-        if key not in allowed:
-            hint = near_names(key, allowed)
-            raise AssignmentError(f"{what} has the unknown key {key!r}.{hint} Keys: {listed(allowed)}.")
-    for key in required:
-        if key not in found:
-            raise AssignmentError(f"{what} has no {key!r}. Keys: {listed(allowed)}.")
-    return dict(found)
 
 
 def _check(plan: Plan) -> None:
@@ -313,6 +247,11 @@ def _check(plan: Plan) -> None:
         raise AssignmentError(
             f"the plan's residuals have {len(plan.residuals.stages)} entries for num_stages={count}. Give one for each "
             "stage."
+        )
+    if plan.schedule is not None and plan.schedule.num_stages != count:
+        raise AssignmentError(
+            f"the plan's schedule {plan.schedule!r} has {plan.schedule.num_stages} stages, but num_stages={count}. "
+            "Make them equal."
         )
     for before, after in itertools.pairwise(plan.blocks):
         if after.stage < before.stage:
@@ -378,23 +317,22 @@ def _sum(values: Any) -> float | None:
 
 
 def _caption(plan: Plan) -> str:
-    lines = [] if plan.stages_choice is None else [plan.stages_choice.text(plan.unit)]
+    lines: list[str] = []
     costs = plan.rank_costs
     if costs is not None and plan.imbalance is not None:
         lines.append(f"ranks: {', '.join(amount(cost, plan.unit) for cost in costs)}")
         text = f"slowest rank over the mean: {plan.imbalance:.3f}"
-        if plan.even_imbalance is not None and plan.gain is not None:
+        if plan.even_imbalance is not None and plan.gain is not None and plan.even_sizes != plan.stage_sizes:
             text = f"slowest rank over the mean: even {plan.even_imbalance:.3f}, here {plan.imbalance:.3f}"
             change = "less" if plan.gain >= 0 else "more"
             text += f": {abs(plan.gain):.0%} {change} time for the slowest rank"
-        if plan.step_gain is not None:
-            text += f"; simulated step {plan.step_gain:.0%} shorter than even"
-        if plan.exact is not None:
-            text += "; no other assignment is better" if plan.exact else "; found by local search, not proven best"
         lines.append(text)
-    if plan.rank_bytes is not None:
-        lines.append(f"estimated bytes on each device: {', '.join(amount(b, 'B') for b in plan.rank_bytes)}")
+    if plan.schedule is not None:
+        step = "" if plan.seconds is None else f"; predicted step {amount(plan.seconds, 's')}"
+        lines.append(f"schedule: {plan.schedule!r}{step}")
+    if plan.peak_bytes:
+        lines.append(f"predicted bytes on each device: {', '.join(amount(b, 'B') for b in plan.peak_bytes)}")
     if plan.residuals is not None and not plan.residuals.is_kept:
         stages = ", ".join(f"stage {n} {describe(stage)}" for n, stage in enumerate(plan.residuals.stages))
         lines.append(f"residuals: {stages}")
-    return "\n".join(lines if plan.choice is None else [*lines, why_chosen(plan.choice)])
+    return "\n".join([*lines, *plan.notes])

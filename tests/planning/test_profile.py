@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.planning.cli import main as command_line
+from jaxpp_flax.planning.profile import task_costs
 from jaxpp_flax.schedules import Event, FusedTask, Task, TaskKind, by_name, draw, simulate
-from jaxpp_flax.trainers.tuning.step_profile import task_costs
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxpp_flax.assignment.balancing import balance, rank_loads
-from jaxpp_flax.assignment.stages_choice import is_clearly_less
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.globs import matches
 from jaxpp_flax.messages import listed, near_names
+from jaxpp_flax.planning.stages.balancing import balance, rank_loads
+from jaxpp_flax.planning.stages.step_time import is_clearly_less
 
 __all__ = [
     "AssignmentError",
@@ -42,15 +42,7 @@ CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
 
 @documented("JPF303")
 class AssignmentError(ValueError):
-    """The blocks of a model cannot be assigned to stages as requested.
-
-    Attributes:
-      excess: bytes by which the fullest rank of the closest plan exceeds `memory_limit`; 0 for other reasons.
-    """
-
-    def __init__(self, text: str, excess: float = 0.0) -> None:
-        super().__init__(text)
-        self.excess = excess
+    """The blocks of a model cannot be assigned to stages as requested."""
 
 
 def even() -> CutPolicy:
@@ -75,7 +67,7 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
     """Make the slowest stage as fast as possible: contiguous stages of least maximal cost, by dynamic programming.
 
     The result is exact. This policy is for `mpmd_jit_with_loop(cut_policy=)`, with one stage on each rank. The
-    trainer's `assignment="balanced"` also uses the schedule, measured times and memory limits.
+    trainer's `assignment="balanced"` also uses the schedule.
 
     Args:
       costs: the cost of each block, and of the work after the last block (without this number, that work stays with the
@@ -105,8 +97,7 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
                 f"balanced() got {len(found)} costs for {len(marks)} blocks: {_listing(marks)}. Give one for each "
                 "block, and perhaps one more for what follows the last of them."
             )
-        result = balance(found, range(num_stages))
-        return cuts_of(result.sizes) if result is not None else ()  # without a memory limit a result always exists
+        return cuts_of(balance(found, range(num_stages)).sizes)
 
     return policy
 
@@ -114,8 +105,8 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
 def auto() -> CutPolicy:
     """Choose `even()`, or `balanced()` if the slowest stage then takes at least 5 % less time by the engine's estimate.
 
-    This policy is for `mpmd_jit_with_loop(cut_policy=)`. The trainer's `assignment="auto"` also uses the schedule, the
-    number of microbatches and memory limits. Marks without costs get even stages.
+    This policy is for `mpmd_jit_with_loop(cut_policy=)`. The trainer's `assignment="auto"` also uses the schedule and
+    the number of microbatches. Marks without costs get even stages.
 
     Example:
       >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(8)]
@@ -129,9 +120,7 @@ def auto() -> CutPolicy:
             return cuts
         costs = [work.total for work in marks.work()]
         best = balance(costs, range(num_stages))
-        if best is None or not is_clearly_less(
-            best.slowest, max(rank_loads(costs, sizes_of(cuts, marks), range(num_stages)))
-        ):
+        if not is_clearly_less(best.slowest, max(rank_loads(costs, sizes_of(cuts, marks), range(num_stages)))):
             return cuts
         found = cuts_of(best.sizes)
         return found if marks.blocks.can_cut(found) else cuts

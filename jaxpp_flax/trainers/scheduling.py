@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax.schedules import ResidualPlan, Schedule, ScheduleError
-from jaxpp_flax.trainers.mesh import num_batch_shards, wrap_mesh
+from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.setup import choose_ranks
-from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport, ScheduleTuner
 
 
 class Scheduling:
-    """The current schedule and its ranks; for `"auto"`, also the tuner that finds a better schedule.
+    """The current schedule and its ranks.
 
     The arguments are those of the trainer; `residuals` is the field of its `memory=`.
 
@@ -34,25 +32,11 @@ class Scheduling:
         mesh_axes: Mapping[str, int] | None = None,
         residuals: ResidualPlan | None = None,
     ) -> None:
-        auto = AutoSchedule() if schedule == "auto" else schedule
-        if isinstance(auto, AutoSchedule) and residuals is not None:
-            auto = replace(auto, stages_per_rank=())  # the plan is for this number of stages
-        if isinstance(auto, AutoSchedule):
-            of_mesh = wrap_mesh(mesh, None).mpmd_dim if mesh is not None else num_stages
-            schedule = auto.first(num_stages, num_ranks if num_ranks is not None else of_mesh)
         self.schedule, self.mesh = choose_ranks(schedule, num_stages, num_microbatches, num_ranks, mesh, mesh_axes)
         self.num_stages, self.num_microbatches, self._residuals = num_stages, num_microbatches, residuals
         if self.mesh is not None and residuals is not None:
             residuals.check(num_stages)
         self.batch_shards = num_batch_shards(self.mesh)  # the devices of a stage that divide a microbatch's examples
-        self.tuner: ScheduleTuner | None = None
-        if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
-            self.tuner = ScheduleTuner(auto, self.schedule)
-
-    @property
-    def report(self) -> ScheduleReport | None:
-        """The result of the search of `"auto"`; None before the search."""
-        return self.tuner.report if self.tuner is not None else None
 
     def use(self, schedule: Any, num_stages: int | None = None) -> None:
         """As `PipelineTrainer.use_schedule`."""

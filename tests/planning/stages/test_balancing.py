@@ -1,17 +1,15 @@
-"""Balancing: no other assignment is better, with one stage on each rank or several, with and without a memory limit."""
+"""Balancing: no other assignment is better, with one stage on each rank or several."""
 
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.assignment.balancing import balance, leanest, rank_loads
-from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
-from jaxpp_flax.assignment.simulated_step import StepTime
+from jaxpp_flax.planning.stages.balancing import balance, rank_loads
+from jaxpp_flax.planning.stages.step_time import StepTime
 from jaxpp_flax.schedules import Costs, by_name, simulate
 from tests.helpers import slow
 
@@ -22,31 +20,9 @@ def assignments(count: int, num_stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in itertools.pairwise((0, *cut, count))) for cut in cuts]
 
 
-def bytes_of(held: list[Held], live: list[tuple[int, ...]], ranges: list[tuple[int, int]]) -> float:
-    """What a rank with these stages holds, from the definition: the fullest moment, each thing once for each stage."""
-    found = []
-    for moment in live:
-        total = 0.0
-        for (start, end), count in zip(ranges, moment, strict=True):
-            for item in held:
-                if set(item.blocks) & set(range(start, end)):
-                    total += item.nbytes * (count if item.kind == "activations" else 1)
-        found.append(total)
-    return max(found)
-
-
-def brute_force(costs, rank_of, held=(), live=None, limit=None):
-    """The least slowest rank of all assignments that fit, or None."""
-    best = None
-    for sizes in assignments(len(costs), len(rank_of)):
-        ends = list(itertools.accumulate(sizes))
-        ranges = list(zip([0, *ends], ends, strict=False))
-        of = {r: [ranges[s] for s, rank in enumerate(rank_of) if rank == r] for r in set(rank_of)}
-        if limit is not None and any(bytes_of(list(held), live[r], of[r]) > limit for r in of):
-            continue
-        slowest = max(sum(sum(costs[a:b]) for a, b in parts) for parts in of.values())
-        best = slowest if best is None else min(best, slowest)
-    return best
+def brute_force(costs, rank_of):
+    """The least slowest rank of all assignments."""
+    return min(max(rank_loads(costs, sizes, rank_of)) for sizes in assignments(len(costs), len(rank_of)))
 
 
 # The ranks of stages as schedules deal them: one each, in turn, and V-shaped.
@@ -57,87 +33,12 @@ costs_of_blocks = st.lists(st.integers(0, 9), min_size=6, max_size=9)
 @given(costs_of_blocks, st.sampled_from(DEALT))
 def test_no_other_assignment_is_better(costs, rank_of):
     found = balance(costs, rank_of)
-    assert found is not None
     assert found.exact  # so few blocks always are
     # Each layer ends in exactly one stage: the sizes are positive, one for each stage, and add up.
     assert len(found.sizes) == len(rank_of)
     assert min(found.sizes) >= 1
     assert sum(found.sizes) == len(costs)
     assert found.slowest == max(rank_loads(costs, found.sizes, rank_of)) == brute_force(costs, rank_of)
-
-
-@st.composite
-def held_things(draw, count):
-    kinds = st.sampled_from(["parameters", "optimizer", "activations"])
-    some = st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True).map(lambda b: tuple(sorted(b)))
-    made = st.builds(Held, kind=kinds, nbytes=st.integers(1, 5), blocks=some)
-    return draw(st.lists(made, min_size=1, max_size=12))
-
-
-SCHEDULES = [("1f1b", 2, 2), ("1f1b", 3, 3), ("gpipe", 3, 3), ("interleaved_1f1b", 4, 2), ("zbv", 4, 2)]
-
-
-@given(costs_of_blocks, st.sampled_from(SCHEDULES), st.data())
-def test_no_other_assignment_within_the_memory_limit_is_better(costs, dealt, data):
-    schedule = by_name(*dealt)
-    held = data.draw(held_things(len(costs)))
-    limit = data.draw(st.integers(1, 60))
-    rank_of = tuple(map(schedule.rank_of, range(schedule.num_stages)))
-    live = live_counts(schedule, 4)
-    memory = MemoryModel(
-        held=held, num_blocks=len(costs), rank_of=rank_of, live=live, limits=(limit,) * schedule.num_ranks
-    )
-    found = balance(costs, rank_of, memory)
-    best = brute_force(costs, rank_of, held, live, limit)
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert found.slowest == best
-        assert max(memory.rank_bytes(found.sizes)) <= limit
-    elif schedule.num_ranks == schedule.num_stages:  # then the leanest assignment is over the limit, by the least
-        excess = memory.excess(leanest(len(costs), schedule.num_stages, memory))
-        assert excess == min(memory.excess(sizes) for sizes in assignments(len(costs), schedule.num_stages)) > 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_what_barely_fits_is_found_where_assignments_are_too_many_to_try(seed):
-    rng = random.Random(seed)
-    schedule, count = by_name("interleaved_1f1b", 6, 3), 24
-    held = [Held(kind="parameters", nbytes=rng.randint(1, 50), blocks=(block,)) for block in range(count)]
-    held += [Held(kind="activations", nbytes=rng.randint(1, 9), blocks=(block,)) for block in range(count)]
-    rank_of = tuple(map(schedule.rank_of, range(schedule.num_stages)))
-    fields = {"held": held, "num_blocks": count, "rank_of": rank_of, "live": live_counts(schedule, 8)}
-    memory = MemoryModel(**fields, limits=(0.0,) * 3)
-    # Of 33,649 assignments, as tight as any can be.
-    least = min(max(memory.rank_bytes(sizes)) for sizes in assignments(count, schedule.num_stages))
-    tight = MemoryModel(**fields, limits=(least,) * 3)
-    found = balance([1.0] * count, rank_of, tight)
-    assert found is not None
-    assert max(tight.rank_bytes(found.sizes)) <= least
-    assert balance([1.0] * count, rank_of, MemoryModel(**fields, limits=(least - 1,) * 3)) is None
-
-
-@given(costs_of_blocks, st.sampled_from(SCHEDULES), st.data())
-def test_bytes_are_those_of_the_definition(costs, dealt, data):
-    schedule = by_name(*dealt)
-    held = data.draw(held_things(len(costs)))
-    sizes = data.draw(st.sampled_from(assignments(len(costs), schedule.num_stages)))
-    rank_of = tuple(map(schedule.rank_of, range(schedule.num_stages)))
-    live = live_counts(schedule, 4)
-    memory = MemoryModel(held=held, num_blocks=len(costs), rank_of=rank_of, live=live, limits=(1,) * schedule.num_ranks)
-    ends = list(itertools.accumulate(sizes))
-    for rank in range(schedule.num_ranks):
-        ranges = [(ends[s] - sizes[s], ends[s]) for s in schedule.stages_of(rank)]
-        assert memory.rank_bytes(sizes)[rank] == bytes_of(held, live[rank], ranges)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "interleaved_1f1b", "zbv", "dualpipe_v"])
-def test_live_counts_agree_with_the_schedules_own(name):
-    schedule = by_name(name, 8 if name in ("interleaved_1f1b", "zbv", "dualpipe_v") else 4, 4)
-    live = live_counts(schedule, 8)
-    for rank in range(4):
-        for position, stage in enumerate(schedule.stages_of(rank)):
-            most = max(moment[position] for moment in live[rank])
-            assert most == schedule.max_live_microbatches(stage, 8)
 
 
 def test_among_equals_fewer_bytes_are_sent_then_the_rest_is_even():
