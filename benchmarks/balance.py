@@ -144,17 +144,12 @@ def main() -> None:
     from workload import mesh
 
     from jaxpp_flax import PipelineTrainer
+    from jaxpp_flax.planning import plan
+    from jaxpp_flax.planning.profile import task_costs
     from jaxpp_flax.schedules import simulate
-    from jaxpp_flax.trainers import Assignment, Balanced, MeshOptions
-    from jaxpp_flax.trainers.tuning.step_profile import task_costs
+    from jaxpp_flax.trainers import MeshOptions
 
-    ways = {
-        "even": {"assignment": Assignment("even", cost="flops")},
-        "default": {},
-        "balanced, operations": {"assignment": Balanced(cost="flops")},
-        "balanced, estimated": {"assignment": Balanced(cost="estimated")},
-        "balanced, measured": {"assignment": Balanced(cost="measured")},
-    }
+    ways = ("even", "default", "operations", "estimated", "measured")
     for title, (model, loss, batch) in models(arguments).items():
         if not any(word in title.replace(",", "").split()[:2] for word in arguments.models):
             continue
@@ -174,10 +169,18 @@ def main() -> None:
 
         # Stages are chosen for a step of many microbatches, and timed in steps of one.
         plans: dict[str, Any] = {}
-        for name, options in ways.items():
-            planner = trainer_of(model, loss, arguments.microbatches, **options)
-            planner.compile(np.concatenate([batch] * arguments.microbatches))
-            plans[name] = planner.plan
+        whole = np.concatenate([batch] * arguments.microbatches)
+        for name in ways:
+            planner = trainer_of(model, loss, arguments.microbatches, assignment="even" if name == "even" else "auto")
+            if name == "default":
+                planner.compile(whole)
+                plans[name] = planner.plan
+                continue
+            costs = {"operations": "flops", "measured": None}.get(name, "estimated")
+            if costs is None:
+                planner.train_step(whole)
+                costs = planner.profile_step(whole)
+            plans[name] = plan(planner, whole, costs=costs)
         trainers = {name: trainer_of(model, loss, 1, assignment=plan) for name, plan in plans.items()}
         # Ways that come to the same stages are measured as one.
         of_sizes: dict[tuple[int, ...], str] = {}

@@ -100,7 +100,7 @@ def main() -> None:
             step(plain, optimizer, batch)
             trainer.train_step(batch)
         after = weights_of(plain)
-        apart = [a - b for a, b in zip(weights_of(trainer.model), after, strict=True)]
+        apart = [a - b for a, b in zip(weights_of(trainer.gather_model()), after, strict=True)]
         return norm(apart) / norm([a - b for a, b in zip(after, before, strict=True)])
 
     def normalized(norm: Callable[..., Any]) -> Callable[..., Any]:

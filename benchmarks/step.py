@@ -30,8 +30,8 @@ class Simulated:
         """One step measured task by task, beside the step that was timed last."""
         import jax
 
+        from jaxpp_flax.planning.profile import task_costs
         from jaxpp_flax.schedules import Event, simulate
-        from jaxpp_flax.trainers.tuning.step_profile import task_costs
 
         timed = self.contestant
         compiled = timed.step.compile(timed.params, timed.data)  # type: ignore[attr-defined]

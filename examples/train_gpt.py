@@ -124,7 +124,7 @@ def train_pipelined(args: argparse.Namespace, model: GPT, tx: optax.GradientTran
     plan = {"num_stages": args.stages, "num_microbatches": args.microbatches, "schedule": args.schedule, "mesh": mesh}
     trainer = PipelineTrainer(model, tx, loss_fn, **plan)
     trainer.fit(train, steps=args.steps)
-    return trainer.model, trainer.evaluate(held_out)["loss"]
+    return trainer.gather_model(), trainer.evaluate(held_out)["loss"]
 
 
 def train_plain(args: argparse.Namespace, model: GPT, tx: optax.GradientTransformation, train, held_out):

@@ -33,6 +33,14 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         ["engine/arrays/mesh.py:2: engine/arrays may import ('tracing', 'arrays')"],
     ),
     (
+        imports.arrows_point_down_inside_the_trainer,
+        {
+            "trainers/data/batch.py": "from jaxpp_flax.trainers import errors\nimport jaxpp_flax.trainers.state.holder",
+            "trainers/state/holder.py": "from jaxpp_flax.trainers import data",
+        },
+        ["trainers/data/batch.py:2: trainers/data may import ['data', 'errors', 'progress'] of"],
+    ),
+    (
         imports.no_file_imports_itself_in_a_circle,
         {
             "engine/a.py": "from jaxpp_flax.engine import b",

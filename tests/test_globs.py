@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.assignment import by_name
 from jaxpp_flax.checkpoint.format.paths import choose
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.globs import matches
+from jaxpp_flax.planning import by_name
 from jaxpp_flax.trainers.model.frozen import frozen_filter
 
 CASES = [

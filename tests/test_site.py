@@ -165,7 +165,7 @@ def test_a_name_that_a_page_imports_is_in_the_reference(page: Path, public_names
 def test_an_imported_name_without_an_entry_is_found(public_names: ModuleType):
     text = """
 from jaxpp_flax.trainers import Logging, Gone
-from jaxpp_flax.trainers.loop import progress
+from jaxpp_flax.trainers.loop import training_loop
 from jaxpp_flax.trainers.callbacks import (
     Profile,
     MeasuredStep,
@@ -177,7 +177,7 @@ import jaxpp_flax.linen as pipeline
     bare = {pair for pair in imports(text) if not is_described(*pair, public_names.MODULES)}
     assert bare == {
         ("jaxpp_flax.trainers", "Gone"),
-        ("jaxpp_flax.trainers.loop", "progress"),
+        ("jaxpp_flax.trainers.loop", "training_loop"),
         ("jaxpp_flax.trainers.callbacks", "MeasuredStep"),
         ("jaxpp_flax.engine.jit", ""),
     }

@@ -27,7 +27,6 @@ MODULES = (
     "jaxpp_flax.trainers.callbacks",
     "jaxpp_flax.layers",
     "jaxpp_flax.linen",
-    "jaxpp_flax.assignment",
     "jaxpp_flax.schedules",
     "jaxpp_flax.planning",
     "jaxpp_flax.checkpoint",

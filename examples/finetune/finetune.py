@@ -24,7 +24,7 @@ from settings import Settings
 from tokenizers import Tokenizer
 
 from jaxpp_flax import Callback, Checkpoints, PipelineTrainer
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Memory, Training
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -40,9 +40,8 @@ def make_trainer(settings: Settings, config: dict[str, Any]) -> PipelineTrainer:
         num_microbatches=settings.microbatches,
         schedule=settings.schedule,
         mesh={"data": settings.data_parallel},
-        parameters=Parameters(wrt=nnx.LoRAParam if settings.lora_rank else nnx.Param),
-        remat="full" if settings.remat else None,
-        seed=settings.seed,
+        training=Training(wrt=nnx.LoRAParam if settings.lora_rank else nnx.Param, seed=settings.seed),
+        memory=Memory(remat="full" if settings.remat else None),
         checkpoints=Checkpoints(settings.output / "checkpoints", every=settings.save_every, keep=2),
     )
 

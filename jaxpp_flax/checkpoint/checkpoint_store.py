@@ -218,7 +218,8 @@ class CheckpointStore:
             self._finishes_at_exit = True
 
     def check(self) -> None:
-        """Raise the error of a save in the background since the last call, if any; never wait."""
+        """Raise the error of a save in the background since the last call, if any; never wait. Call it at each step."""
+        self._ownership.renew()
         if self._writing is not None and not self.is_writing():
             self.wait()
 

@@ -24,7 +24,7 @@ class UnfinishedCheckpointError(CheckpointError, FileNotFoundError):
 
 @documented("JPF403")
 class CorruptCheckpointError(CheckpointError, OSError):
-    """A file of the checkpoint is missing, cut off, or has changed since it was written."""
+    """A file of the checkpoint is missing, cut off, or cannot be read."""
 
 
 @documented("JPF404")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,7 +121,7 @@ def restore(
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A checked restore, before the values are read: every leaf fits, and every file is whole."""
+    """A checked restore, before the values are read: every leaf fits, and no file is missing or cut off."""
 
     directory: Path  # of the tree on disk
     metadata: Any  # Orbax's metadata of each leaf
@@ -136,11 +136,24 @@ class RestorePlan:
 
     def read(self) -> Any:
         """Read a new tree like the target; raise a `CorruptCheckpointError` if a file cannot be read all the same."""
-        new = dict(self.leaves)
+        return jax.tree.unflatten(self.structure, (self.leaves | self.read_leaves()).values())
+
+    def read_leaves(self) -> dict[str, Any]:
+        """Read the chosen leaves by path; leaves without elements are made."""
+        new = {path: empty(leaf) for path, leaf in self.leaves.items() if is_empty(leaf)}
         for names in self._rounds():
             arrays = _read(self.directory, self.metadata, {found: self.wants[name] for found, name in names.items()})
             new |= {name: self.wants[name].finish(arrays[found]) for found, name in names.items()}
-        return jax.tree.unflatten(self.structure, new.values())
+        return new
+
+    def at(self, places: Mapping[str, Any]) -> RestorePlan:
+        """Return the plan for some of its leaves, with these shardings."""
+        leaves = {
+            path: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype, sharding=to)
+            for path, to in places.items()
+        }
+        chosen = {path: self.chosen[path] for path in leaves if path in self.chosen}
+        return replace(self, leaves=leaves, chosen=chosen, wants={path: Wanted.of(leaves[path]) for path in chosen})
 
     def _rounds(self) -> list[dict[str, str]]:
         """Divide the reads into rounds: `rename` may make two leaves from one on disk, which are read separately.
@@ -171,7 +184,7 @@ def plan_restore(
 
     Args:
       path, target, only, rename, missing, extra: as in `restore`.
-      check: False does not compare files with their digests.
+      check: False does not compare files with their sizes.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
     """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from jaxpp_flax.checkpoint.barriers import shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointError
-from jaxpp_flax.checkpoint.format.integrity import write_digests
+from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
 from jaxpp_flax.checkpoint.format.orbax_io import (
     TREE_ITEM,
@@ -126,14 +126,14 @@ def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> N
 
 
 def complete(directory: Path, leaves: Any) -> None:
-    """Check that a written checkpoint has `leaves`, and write the digests of its files.
+    """Check that a written checkpoint has `leaves`, and write the sizes of its files.
 
     The directory has its final name or its temporary name.
     """
     absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
     if absent:
         raise CorruptCheckpointError(f"checkpoint {directory} was written without {shortened(sorted(absent), 5)}.")
-    write_digests(directory)
+    write_sizes(directory)
 
 
 def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:

@@ -14,7 +14,9 @@ from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.analyses.data_flow import makers_of
+from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.analyses.work import work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.carries import CarryError
@@ -85,7 +87,7 @@ class Blocks:
         spec.
       batch_dims: for each result, the dimension of its accumulator over the shards of the batch, and the mesh axes of
         that dimension; or None.
-      shards_of: returns the number of shards over an entry of a PartitionSpec.
+      shards_of: the number of shards over an entry of a PartitionSpec.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       gathered: the constants that are parameters gathered for the loop (with `fsdp=`).
     """
@@ -94,7 +96,7 @@ class Blocks:
     split_backward: bool
     arguments: Mapping[Atom, tuple[int, PartitionSpec]] = field(default_factory=dict)
     batch_dims: Sequence[Any] = ()
-    shards_of: Callable[[Any], int] = lambda entry: 1
+    shards_of: ShardCounts = field(default_factory=lambda: ShardCounts({}))
     batch_shards: int = 1
     gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
 
@@ -136,10 +138,6 @@ class Blocks:
         """Return the partition of a constant or carry leaf inside a rank."""
         known = self.arguments.get(value)
         return PartitionSpec() if known is None else known[1]
-
-    def spec_read(self, value: Value) -> PartitionSpec:
-        """Return the partition in which tasks read a constant or carry leaf."""
-        return self.gathered[value].spec if value in self.gathered else self.spec_of(value)
 
     def state_specs(self) -> dict[Value, PartitionSpec]:
         """Return the spec of each accumulator; see `accumulator_spec`."""
@@ -212,7 +210,7 @@ class Blocks:
         return [
             Holding(
                 kind=kind,
-                nbytes=value.nbytes / (self.batch_shards if value.aval.ndim else 1),
+                nbytes=value.nbytes / self._shards_made.get(value, 1),
                 blocks=tuple(sorted(stages)),
             )
             for value, stages in held.items()
@@ -239,8 +237,20 @@ class Blocks:
                     *(of for (stage, is_ahead), of in read.items() if is_ahead and stage > task.stage)
                 )
                 leaving = ahead.intersection(values(task.graph.outputs)) - read.get((task.stage, False), set())
-                found[task.stage] = sum(v.nbytes / (self.batch_shards if v.aval.ndim else 1) for v in leaving)
+                found[task.stage] = sum(v.nbytes / self._shards_made.get(v, 1) for v in leaving)
         return tuple(found)
+
+    @cached_property
+    def _shards_made(self) -> dict[Value, int]:
+        """The number of devices of a rank that share each value that tasks make, where it is above 1: a prediction."""
+        specs = dict(self.state_specs())
+        for task in self.partition.tasks:
+            read = [
+                specs.get(v) or (self.gathered[v].spec if v in self.gathered else self.spec_of(v))
+                for v in task.graph.inputs
+            ]
+            specs.update(specs_after(task.graph, read, self.shards_of.axes))
+        return {value: self._shards(spec) for value, spec in specs.items()}
 
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)

@@ -37,12 +37,7 @@ class Compiled:
         self._plan, self.compiler = plan, compiler
         self._built, self._signature = built, signature
         mesh = self.mpmd_mesh = compiler.mesh
-        # A result for all processes is whole on each device, because every process reads it.
-        out_specs = [
-            spec if spec is not None or not for_all else PartitionSpec()
-            for spec, for_all in zip(plan.out_specs, built.placed.for_all, strict=True)
-        ]
-        self._executables = compile_program(built.program, compiler, plan.in_specs, out_specs, plan.avals)
+        self._executables = compile_program(built.program, compiler, plan.in_specs, plan.result_specs, plan.avals)
         program = self.program = self._executables.program
         self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
         if not self._can_run:  # nothing can be put on devices that are only described

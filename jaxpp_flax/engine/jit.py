@@ -162,6 +162,11 @@ class MpmdFunction:
         """
         return self._get(self._parameters.split(self._fun, args, kwargs))
 
+    def place(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace a step for arguments like these and place it on ranks, and compile nothing; see `compile`."""
+        call = self._parameters.split(self._fun, args, kwargs)
+        return self._plan(call, self._key(call))
+
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument of the latest compilation: a tree like `(args, kwargs)`."""

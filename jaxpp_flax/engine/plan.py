@@ -39,6 +39,14 @@ class Plan:
         return self.signature.specs(len(self.consts))
 
     @cached_property
+    def result_specs(self) -> list[PartitionSpec | None]:
+        """The requested partition of each result; one for all processes is whole on each device, as each reads it."""
+        return [
+            spec if spec is not None or not for_all else PartitionSpec()
+            for spec, for_all in zip(self.out_specs, self.built.placed.for_all, strict=True)
+        ]
+
+    @cached_property
     def avals(self) -> list[Any]:
         """The type of each constant, then of each leaf of a call."""
         return [value.aval for value in self.built.placed.inputs]

@@ -8,7 +8,7 @@ a layer that ends a stage still does: the mark comes after the adapter's term.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -30,8 +30,6 @@ M = TypeVar("M", bound=nnx.Module)
 _LAYERS = (nnx.Linear, nnx.LinearGeneral)
 # The metadata of NNX variables that name a mesh axis for each dimension, in newer and older versions of Flax.
 _AXIS_NAMES = ("out_sharding", "sharding_names", "sharding")
-# Elements of a kernel whose term is computed at once. A kernel in parts has the same blocks, and so the same bits.
-_BLOCK = 1 << 19
 
 
 def add_lora(
@@ -48,7 +46,7 @@ def add_lora(
     The result of an adapted layer is `layer(x) + alpha / rank * (x @ lora_a @ lora_b)`, in the dtype of `layer(x)`.
     `lora_b` begins as zeros, so the model's results are at first those without adapters. Paths of other parameters,
     pipeline stages and the classes that `isinstance` finds do not change. Train the adapters alone by
-    `PipelineTrainer(..., parameters=Parameters(wrt=nnx.LoRAParam))`.
+    `PipelineTrainer(..., training=Training(wrt=nnx.LoRAParam))`.
 
     Args:
       model: a module with `nnx.Linear` and `nnx.LinearGeneral` layers (those of `nnx.MultiHeadAttention` are such).
@@ -92,9 +90,9 @@ def add_lora(
 def merge_lora(model: M) -> M:
     """Add the product of each adapter's factors to its layer's kernel, and remove the adapters; return the model.
 
-    The model is changed in place: `merge_lora(trainer.model)` is the plain model with the trained weights, and has the
-    parameters of the model before `add_lora`. The sum is computed in float32 and rounded once to the kernel's dtype.
-    The adapters of `nnx.LoRALinear` are merged too.
+    The model is changed in place: `merge_lora(trainer.gather_model())` is the plain model with the trained weights, and
+    has the parameters of the model before `add_lora`. The sum is computed in float32 and rounded once to the kernel's
+    dtype. The adapters of `nnx.LoRALinear` are merged too.
 
     Raises:
       TypeError: if `model` is no NNX module.
@@ -112,11 +110,9 @@ def merge_lora(model: M) -> M:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"merge_lora needs an instance of an nnx.Module, got {type(model).__name__}.")
     for layer, plain in _adapted_layers(model, "merge_lora").values():
-        factors = jnp.asarray(layer.lora.lora_a[...]), jnp.asarray(layer.lora.lora_b[...])
-        kernel, scale = jnp.asarray(layer.kernel[...]), getattr(layer, "lora_scale", 1.0)
-        whole = tuple(slice(0, size) for size in kernel.shape)
-        blocks = [merged_rows(kernel, whole, kernel.shape, rows, factors, scale) for rows in row_blocks(kernel.shape)]
-        layer.kernel[...] = jnp.concatenate(blocks) if len(blocks) > 1 else blocks[0]
+        kernel, factors = jnp.asarray(layer.kernel[...]), (layer.lora.lora_a[...], layer.lora.lora_b[...])
+        whole = (slice(None),) * kernel.ndim
+        layer.kernel[...] = merged_part(kernel, whole, kernel.shape, factors, getattr(layer, "lora_scale", 1.0))
         for name in ("lora", "lora_scale"):
             if hasattr(layer, name):
                 delattr(layer, name)
@@ -157,64 +153,21 @@ def find_adapters(model: Any) -> list[Adapter]:
     ]
 
 
-def row_blocks(shape: Sequence[int]) -> Iterator[slice]:
-    """Yield the ranges of a kernel's first axis whose terms are computed one after another.
-
-    Example:
-      >>> list(row_blocks((3, 1 << 18)))
-      [slice(0, 2, None), slice(2, 3, None)]
-    """
-    step = max(1, _BLOCK // max(1, math.prod(shape[1:])))
-    for first in range(0, max(1, shape[0]), step):
-        yield slice(first, min(first + step, shape[0]))
-
-
-def merged_rows(
-    piece: jax.Array,
-    index: Sequence[slice],
-    shape: Sequence[int],
-    rows: slice,
-    factors: tuple[jax.Array, jax.Array],
-    scale: float,
+def merged_part(
+    piece: jax.Array, index: Sequence[slice], shape: Sequence[int], factors: Sequence[Any], scale: float
 ) -> jax.Array:
-    """Return a part of a kernel with the adapter's term added: the rule of `merge_lora`.
-
-    The term is computed in float32 for whole rows, whatever part of them is wanted, and the sum is rounded once to the
-    kernel's dtype. So every division of a kernel gives the same bits.
+    """Return a part of a kernel with the adapter's term added, in float32 and rounded once to the kernel's dtype.
 
     Args:
       piece: `kernel[index]`.
-      index: a slice with start and stop for each axis.
+      index: a slice for each axis.
       shape: of the kernel.
-      rows: one of `row_blocks(shape)`, of which `index` has a part.
-      factors: `lora_a` and `lora_b`, whole, on the devices of `piece`.
+      factors: `lora_a` and `lora_b`, whole, on the device of `piece`.
       scale: of the product of the factors.
     """
-    a, b = factors
-    count = a.shape[0] // max(1, shape[0])  # several input axes are one axis of `lora_a`
-    term = _term(_part(a, [slice(rows.start * count, rows.stop * count)]), b, scale)
-    begin, end = max(rows.start, index[0].start), min(rows.stop, index[0].stop)
-    term = jnp.reshape(term, (rows.stop - rows.start, *shape[1:]))
-    term = _part(term, [slice(begin - rows.start, end - rows.start), *index[1:]])
-    return _sum(_part(piece, [slice(begin - index[0].start, end - index[0].start)]), term)
-
-
-@jax.jit
-def _term(a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    return scale * jnp.matmul(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), precision="highest")
-
-
-@jax.jit
-def _sum(kernel: jax.Array, term: jax.Array) -> jax.Array:
-    return (kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) + term).astype(kernel.dtype)
-
-
-def _part(array: jax.Array, index: Sequence[slice]) -> jax.Array:
-    """Return `array[index]`, without a copy if it is all of the array."""
-    index = [*index, *(slice(0, size) for size in array.shape[len(index) :])]
-    starts, sizes = [of.start for of in index], tuple(of.stop - of.start for of in index)
-    # One program for all blocks: with `array[index]`, the start would be a constant of the program.
-    return array if sizes == array.shape else jax.lax.dynamic_slice(array, starts, sizes)
+    a, b = (jnp.asarray(factor, jnp.float32) for factor in factors)
+    term = jnp.reshape(scale * jnp.matmul(a, b, precision="highest"), shape)[tuple(index)]
+    return (piece.astype(jnp.promote_types(piece.dtype, jnp.float32)) + term).astype(piece.dtype)
 
 
 def _adapted_layers(model: nnx.Module, caller: str) -> dict[str, tuple[Any, type]]:

@@ -1,7 +1,4 @@
-"""Planning a step without devices: a model of its time and memory, the choice of its residuals, a search of schedules.
-
-Pure Python over schedules, stage loads and hardware. Nothing here needs JAX.
-"""
+"""Planning a training beforehand: a model of its step, the stages, the schedule and the residuals; a plan as a file."""
 
 from jaxpp_flax.planning.choice import (
     Choice,
@@ -11,23 +8,50 @@ from jaxpp_flax.planning.choice import (
     describe,
     why_chosen,
 )
-from jaxpp_flax.planning.measured import measured_costs
 from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StageUse, StepModel
+from jaxpp_flax.planning.plan import Plan, PlannedBlock
+from jaxpp_flax.planning.planner import PlanningStep, plan
+from jaxpp_flax.planning.profile import StepProfile, measured_costs
 from jaxpp_flax.planning.schedule_search.search import Found, search
+from jaxpp_flax.planning.stages.policies import (
+    AssignmentError,
+    CutPolicy,
+    auto,
+    balanced,
+    block_names,
+    by_name,
+    even,
+    segment_names,
+    sizes,
+)
 
 __all__ = [
+    "AssignmentError",
     "Choice",
+    "CutPolicy",
     "Found",
     "Hardware",
     "LimitError",
+    "Plan",
+    "PlannedBlock",
+    "PlanningStep",
     "Prediction",
     "StageLoad",
     "StageUse",
     "StepModel",
+    "StepProfile",
+    "auto",
+    "balanced",
     "best_mixture",
+    "block_names",
+    "by_name",
     "choose_residuals",
     "describe",
+    "even",
     "measured_costs",
+    "plan",
     "search",
+    "segment_names",
+    "sizes",
     "why_chosen",
 ]

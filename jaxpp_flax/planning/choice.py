@@ -11,17 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
-from jaxpp_flax.planning.limits import limits_of
-from jaxpp_flax.planning.model import Prediction, StepModel
+from jaxpp_flax.planning.loads import limits_of
+from jaxpp_flax.planning.model import BESIDE, Prediction, StepModel
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import FusedTask
 
-__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "why_chosen"]
+__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "nothing_fits", "why_chosen"]
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 _PARTS = (0.25, 0.5, 0.75)
@@ -113,7 +113,7 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
     """
     choice = best_mixture(model, memory_limit)
     if choice.excess > 0:
-        raise _nothing_fits(model, choice, limits_of(memory_limit, model.schedule.num_ranks))
+        raise nothing_fits(model, choice, limits_of(memory_limit, model.schedule.num_ranks))
     return choice
 
 
@@ -365,17 +365,23 @@ def _climb(search: _Search, plan: ResidualPlan, fitting: Mapping[int, Sequence[S
     return plan
 
 
-def _nothing_fits(model: StepModel, choice: Choice, limits: Sequence[float]) -> LimitError:
-    peaks = choice.prediction.peak_bytes
+def nothing_fits(
+    model: StepModel, choice: Choice, limits: Sequence[float], held: Sequence[float] | None = None
+) -> LimitError:
+    """Return the error: it names the rank furthest above its limit, its contents, and possible changes.
+
+    `held` are the bytes of the ranks, where more is known than the model's prediction.
+    """
+    peaks = choice.prediction.peak_bytes if held is None else held
     rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
     stages = [stage for stage, of in enumerate(model.rank_of) if of == rank]
     does = ", ".join(f"stage {stage}: {describe(choice.residuals.of(stage))}" for stage in stages)
-    kinds = ", ".join(
-        f"{kind} {amount(n, 'B')}" for kind, n in model.bytes_by_kind(rank, choice.residuals).items() if n
-    )
+    kinds = model.bytes_by_kind(rank, choice.residuals)
+    kinds[BESIDE] = kinds.get(BESIDE, 0.0) + peaks[rank] - choice.prediction.peak_bytes[rank]
+    parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in kinds.items() if n > 0)
     return LimitError(
         f"no mixture of keep, recompute and offload keeps within memory_limit: in the closest plan found, rank {rank} "
-        f"holds {peaks[rank]:,.0f} bytes on each device, but may hold {limits[rank]:,.0f} ({does}; {kinds}). Use more "
+        f"holds {peaks[rank]:,.0f} bytes on each device, but may hold {limits[rank]:,.0f} ({does}; {parts}). Use more "
         "stages or devices, a schedule with fewer microbatches in flight, smaller microbatches, or a higher limit.",
-        choice,
+        replace(choice, excess=peaks[rank] - limits[rank]),
     )

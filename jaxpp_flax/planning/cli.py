@@ -1,10 +1,18 @@
-"""Finding a schedule from a terminal."""
+"""Planning from a terminal: a plan for a trainer, or a schedule for given costs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+
+from jaxpp_flax.planning.planner import plan
 from jaxpp_flax.planning.schedule_search.search import search
 from jaxpp_flax.schedules.simulation.costs import Link, Transfer
 from jaxpp_flax.schedules.tools.cli import add_counts, add_model, add_pictures, costs_of, draw_panels, run
@@ -30,8 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.planning", description="Plan pipeline schedules.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpp_flax.planning", description="Plan a training, or a schedule."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("plan", help="choose schedule, stages and residuals for a trainer")
+    make.add_argument("factory", help="file.py:function; the function returns a trainer and a batch (arrays or shapes)")
+    make.add_argument("--memory-limit", type=_bytes, help="bytes of each device, such as 40e9 or 40GB")
+    make.add_argument("--schedules", nargs="+", help="names to choose from, or all (default: the trainer's own)")
+    make.add_argument("--costs", default="estimated", choices=("estimated", "flops"), help="costs of blocks")
+    make.add_argument("--save", help="write the plan here, as JSON")
+    make.set_defaults(run=_plan)
     find = commands.add_parser("search", help="find a schedule for these costs, links and memory")
     add_counts(find)
     add_model(find)
@@ -46,6 +63,45 @@ def _parser() -> argparse.ArgumentParser:
     add_pictures(find)
     find.set_defaults(run=_search)
     return parser
+
+
+def _bytes(text: str) -> float:
+    """Read a number of bytes: plain, or with a prefix."""
+    for unit, factor in (("KB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
+        if text.upper().endswith(unit):
+            return float(text[:-2]) * factor
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _plan(options: argparse.Namespace) -> int:
+    trainer, batch = _made(options.factory)
+    schedules: Any = "all" if options.schedules == ["all"] else options.schedules
+    found = plan(trainer, batch, memory_limit=options.memory_limit, schedules=schedules, costs=options.costs)
+    Console().print(found)
+    if options.save:
+        print(f"wrote {found.save(options.save)}")
+    return 0
+
+
+def _made(factory: str) -> Any:
+    """Run a function of a user's file."""
+    path, _, name = factory.partition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path) if name else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path} has no function {name!r}.")
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"{factory} must return a trainer and a batch, got {type(made).__name__}.")
+    return made
 
 
 def _search(options: argparse.Namespace) -> int:

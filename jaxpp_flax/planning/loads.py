@@ -1,16 +1,17 @@
-"""The inputs of a planner: the hardware, and the work and the bytes of each stage."""
+"""The inputs of a planner: the hardware, memory limits, and the work and the bytes of each stage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import StageResiduals
 from jaxpp_flax.schedules.simulation.costs import Link, Transfer
 
-__all__ = ["Hardware", "StageLoad"]
+__all__ = ["Hardware", "StageLoad", "check_memory_limit", "flops_per_byte", "hardware_of", "limits_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +129,72 @@ class StageLoad:
         """Return the seconds that a backward takes longer because it recomputes values."""
         return self.time_again if residuals.recompute else 0.0
 
-    def with_times(self, forward: float, backward: float) -> StageLoad:
-        """Return this load with other times, such as measured ones; recomputation takes the same share of a forward."""
-        share = forward / self.forward if self.forward else 0.0
-        again = self.time_again * share if share else forward
-        return replace(self, forward=forward, backward=backward, recomputation=again)
-
     @property
     def fixed(self) -> float:
         """The bytes held for the whole step."""
         return sum(self.fixed_bytes.values())
+
+
+# Approximate FLOPs in the time to move one byte between a device's memory and its cores.
+_FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
+_OF_AN_ACCELERATOR = 100.0
+
+_CPU = Hardware(flops=50e9, host_bandwidth=10e9, link_bandwidth=10e9, gather_bandwidth=10e9)
+# A card of 2023 on PCIe 5, beside others of its host.
+_ACCELERATOR = Hardware(flops=400e12, host_bandwidth=50e9, link_bandwidth=50e9, gather_bandwidth=200e9)
+_TPU = Hardware(flops=200e12, host_bandwidth=10e9, link_bandwidth=50e9, gather_bandwidth=100e9)
+_HARDWARE = {"cpu": _CPU, "tpu": _TPU}
+
+
+def flops_per_byte(platform: str) -> float:
+    """Return the FLOPs in the time to move one byte: an order of magnitude, for a platform.
+
+    Example:
+      >>> flops_per_byte("cpu")
+      4.0
+    """
+    return _FLOPS_PER_BYTE.get(platform, _OF_AN_ACCELERATOR)
+
+
+def hardware_of(platform: str) -> Hardware:
+    """Return the speeds that are assumed of one device of a platform, if none are given.
+
+    Example:
+      >>> hardware_of("gpu").host_bandwidth
+      50000000000.0
+    """
+    return _HARDWARE.get(platform, _ACCELERATOR)
+
+
+def check_memory_limit(limit: Any) -> None:
+    """Refuse a value that is neither None, nor a number of bytes above 0, nor a sequence of such numbers.
+
+    Raises:
+      ScheduleError: the message names the value.
+    """
+    if limit is None:
+        return
+    listed = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
+    for value in listed:
+        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str)) and not getattr(value, "ndim", 0)
+        if not is_number or not float(value) > 0:
+            raise ScheduleError(
+                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
+            )
+
+
+def limits_of(memory_limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
+    """Return the limit of each rank; infinity for None.
+
+    Raises:
+      ScheduleError: for another number of limits than ranks, and for a limit that is no number of bytes above 0.
+    """
+    if memory_limit is None:
+        return (math.inf,) * num_ranks
+    check_memory_limit(memory_limit)
+    listed = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    if len(listed) != num_ranks:
+        raise ScheduleError(
+            f"memory_limit has {len(listed)} numbers for {num_ranks} ranks. Give one for each, or one number for all."
+        )
+    return tuple(map(float, listed))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from jaxpp_flax.planning.loads import Hardware, StageLoad
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -23,9 +23,9 @@ from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import summarize
 from jaxpp_flax.schedules.task import AnyTask
 
-__all__ = ["Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
+__all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
 
-_WINDOW = "optimizer state from the host"
+_WINDOW, BESIDE = "optimizer state from the host", "other arrays"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,8 @@ class StepModel:
       fsdp: how often parameters are gathered: "step" or "microbatch"; see `MeshOptions`.
       stream_window: bytes of optimizer state on the host that the update fetches at one time. What one parameter has is
         fetched together.
+      beside: for each rank, the bytes that a compiled step holds beside those of the loads; below 0 if the loads have
+        more. Empty: none.
 
     Raises:
       ScheduleError: if the number of loads is not the number of stages, and for less than 1 microbatch.
@@ -111,6 +113,7 @@ class StepModel:
     hardware: Hardware
     fsdp: Fsdp = "microbatch"
     stream_window: float = math.inf
+    beside: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.schedule.num_stages:
@@ -153,8 +156,7 @@ class StepModel:
     @cached_property
     def tasks(self) -> list[list[AnyTask]]:
         """Each rank's tasks."""
-        ranks = range(self.schedule.num_ranks)
-        return [list(self.schedule.rank_tasks(rank, self.num_microbatches)) for rank in ranks]
+        return _tasks(self.schedule, self.num_microbatches)
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
@@ -215,7 +217,7 @@ class StepModel:
     def _arrivals(self) -> Sequence[Sequence[Sequence[tuple[int, bool]]]]:
         """The arrays from other stages that come before each task of each rank."""
         is_sent = any(load.sent_bytes for load in self.stages)
-        return arrivals(self.tasks) if is_sent else [()] * len(self.tasks)
+        return _arrivals(self.schedule, self.num_microbatches) if is_sent else [()] * len(self.tasks)
 
     def _update_bytes(self, rank: int) -> float:
         """Return the most bytes of optimizer state on the host that a rank's update has on each device at one time."""
@@ -230,13 +232,15 @@ class StepModel:
         for stage in (s for s, of in enumerate(self.rank_of) if of == rank):
             for kind, nbytes in self.stages[stage].fixed_bytes.items():
                 found[kind] = found.get(kind, 0.0) + nbytes
+        if self.beside:
+            found[BESIDE] = self.beside[rank]
         memory, update = self.walk(rank, residuals).devices, self._update_bytes(rank)
         return {**found, **({_WINDOW: update} if update > memory.peak else memory.at_peak)}
 
     @cached_property
     def rank_fixed(self) -> tuple[float, ...]:
         """The bytes that each rank's devices hold for the whole step."""
-        fixed = [0.0] * self.schedule.num_ranks
+        fixed = list(self.beside) or [0.0] * self.schedule.num_ranks
         for rank, load in zip(self.rank_of, self.stages, strict=True):
             fixed[rank] += load.fixed
         return tuple(fixed)
@@ -262,6 +266,16 @@ class StepModel:
                 )
             )
         return tuple(uses)
+
+
+@lru_cache(maxsize=16)  # a search asks for them again for all sizes of stages
+def _tasks(schedule: Schedule, num_microbatches: int) -> list[list[AnyTask]]:
+    return [list(schedule.rank_tasks(rank, num_microbatches)) for rank in range(schedule.num_ranks)]
+
+
+@lru_cache(maxsize=16)
+def _arrivals(schedule: Schedule, num_microbatches: int) -> list[list[list[tuple[int, bool]]]]:
+    return arrivals(_tasks(schedule, num_microbatches))
 
 
 def update_window(leaves: Sequence[float], window: float) -> float:

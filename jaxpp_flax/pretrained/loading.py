@@ -106,9 +106,9 @@ class LoadPlan:
     shardings: Mapping[str, Any]  # of the target; None for a NumPy array
 
     def arrays(self, shardings: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-        """Read one leaf after another: the path and the array, with the target's sharding or one of `shardings`."""
-        for path, leaf in self.filled.items():
-            yield path, _place(leaf, (shardings or self.shardings)[path])
+        """Read one leaf after another: the path and the array. `shardings` may name some leaves, and other places."""
+        for path, sharding in (self.shardings if shardings is None else shardings).items():
+            yield path, _place(self.filled[path], sharding)
 
 
 def plan_load(

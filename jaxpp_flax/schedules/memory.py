@@ -22,7 +22,6 @@ __all__ = [
     "Memory",
     "RankMemory",
     "StageBytes",
-    "fullest_moments",
     "most_microbatches",
     "walk_rank",
 ]
@@ -197,27 +196,3 @@ def most_microbatches(tasks: Iterable[AnyTask], stage: int) -> int:
             for nbytes in one.changes(task):
                 memory.change(nbytes)
     return int(memory.peak)
-
-
-def fullest_moments(tasks: Iterable[AnyTask], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the microbatches that each of a rank's stages holds at the rank's fullest moments.
-
-    A moment is left out if each stage holds at least as many microbatches at another moment.
-
-    Example:
-      >>> from jaxpp_flax.schedules import Interleaved1F1B
-      >>> fullest_moments(Interleaved1F1B(4, 2).tasks(4)[0], stages=[0, 2])
-      ((3, 2), (4, 1))
-    """
-    held, one = {stage: Memory() for stage in stages}, StageBytes()
-    moments: dict[tuple[int, ...], None] = {}
-    for task in tasks:
-        taken, left = one.changes(task)
-        held[task.stage].change(taken)
-        moments[tuple(int(memory.live) for memory in held.values())] = None
-        held[task.stage].change(left)
-    return tuple(m for m in moments if not any(m != other and _covers(other, m) for other in moments))
-
-
-def _covers(more: Sequence[int], less: Sequence[int]) -> bool:
-    return all(a >= b for a, b in zip(more, less, strict=True))

@@ -4,8 +4,11 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.ending.preemption import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.planning.profile import StepProfile
+from jaxpp_flax.trainers.callbacks import Callback, StepRecord
+from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
+from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
+from jaxpp_flax.trainers.callbacks.preemption import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,
@@ -17,9 +20,19 @@ from jaxpp_flax.trainers.errors import (
     NonFiniteLossError,
     UnusedParametersWarning,
 )
-from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
-from jaxpp_flax.trainers.loop.progress import Meter
-from jaxpp_flax.trainers.loop.trackers import (
+from jaxpp_flax.trainers.metrics.throughput import Throughput
+from jaxpp_flax.trainers.options import (
+    Checkpoints,
+    Inference,
+    Logging,
+    Memory,
+    MeshOptions,
+    Training,
+)
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
+from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
+from jaxpp_flax.trainers.trackers import (
     CompositeTracker,
     DictTracker,
     JsonlTracker,
@@ -29,33 +42,12 @@ from jaxpp_flax.trainers.loop.trackers import (
     Tracker,
     WandbTracker,
 )
-from jaxpp_flax.trainers.metrics.throughput import Throughput
-from jaxpp_flax.trainers.options import (
-    Assignment,
-    Balanced,
-    Checkpoints,
-    Inference,
-    Logging,
-    Memory,
-    MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
-)
-from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
-from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.trainer import PipelineTrainer
-from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 # Messages name the user's line, not ours.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 
 __all__ = [
-    "Assignment",
-    "AutoSchedule",
-    "Balanced",
     "BatchError",
     "BatchStatisticsWarning",
     "Callback",
@@ -71,23 +63,17 @@ __all__ = [
     "KILLED_STATUS",
     "LogMetrics",
     "Logging",
-    "LoopHook",
     "LossError",
     "Memory",
     "MeshError",
     "MeshOptions",
-    "Meter",
     "MicrobatchLossWarning",
     "ModelError",
     "NonFiniteLossError",
     "NoopTracker",
     "PREEMPTED_STATUS",
-    "Parameters",
+    "Training",
     "PipelineTrainer",
-    "Precision",
-    "RandomStreams",
-    "ScheduleReport",
-    "StepHook",
     "StepProfile",
     "StepRecord",
     "TensorBoardTracker",

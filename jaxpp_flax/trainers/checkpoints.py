@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-
 from jaxpp_flax.checkpoint import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -26,17 +24,17 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
-from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
-from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
+from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.options import Checkpoints
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import with_copies
-from jaxpp_flax.trainers.state.partial_restore import complete, target_with_the_rest_later
+from jaxpp_flax.trainers.state.sources import Checkpoint
 from jaxpp_flax.trainers.state.train_state import WIDENED
 
 __all__ = ["Checkpointing", "Resume", "check_resume", "open_store"]
@@ -106,26 +104,8 @@ class Checkpointing:
         only: PathFilter | None = None,
         wait: bool = True,
     ) -> Path:
-        """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
-
-        Args:
-          where: None or the current step for the trainer's directory; or another path.
-          only: leaves to write to another path, by their paths in `trainer.state`: `"params/*"` for the trained
-            parameters alone, such as adapters. `restore(path, only=...)` with the same globs reads them.
-          wait: True waits until the checkpoint is complete. False writes in the background, and training may go on:
-            the next step raises if the save failed. A save to another path always waits.
-
-        Returns:
-          The checkpoint's directory.
-
-        Raises:
-          CheckpointSaveError: if the checkpoint cannot be written; the state and older checkpoints are not changed.
-          NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
-            path.
-          ValueError: if `only` chooses no leaf, or `where` is no path.
-        """
+        """As `PipelineTrainer.save`."""
         self.meet("trainer.save")
-        self.held.load()
         self.trained_on.check(self.held.step)
         if only is not None:
             return self._save_part(where, only)
@@ -173,31 +153,8 @@ class Checkpointing:
         missing: Literal["error", "keep"] = "error",
         low_memory: bool = False,
     ) -> None:
-        """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
-
-        Each leaf goes directly to the devices of its ranks. Before a training step is compiled, these are preliminary:
-        each rank gets its share, and the first step moves what belongs to another rank. Without a mesh, the state goes
-        to the default device.
-
-        Args:
-          where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or
-            the path of any Orbax checkpoint of a tree.
-          only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
-            weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
-          rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
-            unpipelined model's parameters that stock Orbax wrote.
-          missing: "keep" keeps the current value of each leaf that the checkpoint lacks.
-          low_memory: free the state in memory before the new state is read, so that memory never holds both. All checks
-            come before: paths, shapes, dtypes, and the digests of all files. If a file is unreadable after the checks,
-            no state is left, and another restore is needed.
-
-        Raises:
-          CheckpointMismatchError: the message lists all leaves that do not fit.
-          CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
-            The state in memory does not change when any of these is raised.
-        """
+        """As `PipelineTrainer.restore`."""
         self.meet("trainer.restore")
-        self.held.load()
         path: Any = where
         if isinstance(where, int) or where in ("latest", "best"):
             store = self.need_store("restore")
@@ -208,24 +165,23 @@ class Checkpointing:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
-        is_abstract = self.held.lacks_values  # then nothing exists that was made of old parameters
         plan = self._plan(path, only, rename, missing)
-        if (only is not None or missing == "keep") and not is_abstract:
-            plan, following = with_copies(plan, self.held.memory, self.init)
+        if only is not None or missing == "keep":
+            plan, following = with_copies(plan, self.held.memory, self.init, self.held.valued())
             if following:
                 self.display.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
         position = own_position(read_json(path, "data"))
         if low_memory:
-            self._release(plan)
+            self.under_way.clear()
         try:
-            self.held.restored(complete(plan.read(), self.held, self.init))
+            self.held.take(Checkpoint(plan), low_memory=low_memory)
         except CorruptCheckpointError as error:
             if not low_memory:
                 raise
             raise CorruptCheckpointError(
                 f"{error} The state in memory was given up for it (low_memory=True): restore one before training."
             ) from error
-        step: Any = self.held.memory.step
+        step: Any = self.held.stored_step()
         known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
         answers = exchange_values(process_group(), "the step of the checkpoint", known)
         known = next(answer for answer in answers if answer is not None)
@@ -234,14 +190,8 @@ class Checkpointing:
     def _plan(
         self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
     ) -> RestorePlan:
-        """Compare a checkpoint with the state, and the checkpoint's files with their digests."""
-        whole = only is None and missing == "error"
-        if whole:
-            target = self.held.target()
-        elif self.held.lacks_values:
-            target = self.held.target_of_model(choose(only))
-        else:
-            target = target_with_the_rest_later(self.held)  # leaves that are not restored keep their values
+        """Compare a checkpoint with the state, and the checkpoint's files with their sizes."""
+        target = self.held.target(keeps=only is not None or missing == "keep")
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that no trainer wrote may hold other items.
@@ -254,16 +204,6 @@ class Checkpointing:
                 f"{error.message} It was written for the model {about['model']}; this trainer has {self.model_name}.",
                 error.faults,
             ) from None
-
-    def _release(self, plan: RestorePlan) -> None:
-        """Free the arrays that `plan` replaces. The first state holds the user's own arrays: they are not deleted."""
-        if not self.held.owns_arrays:
-            return
-        self.under_way.clear()
-        held = flatten(self.held.memory)[0]
-        for path in plan.chosen:
-            if isinstance(held[path], (jax.Array, MpmdArray)):
-                held[path].delete()
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         self.held.step = step
@@ -307,13 +247,9 @@ class Checkpointing:
         return position
 
     def _take_over(self, path: Path) -> None:
-        """Make a step's checkpoint the state: now, or when the step is compiled and the shardings are known."""
+        """Make a step's checkpoint the state."""
         self.callbacks.restored(read_json(path, "callbacks") or {})
-        if self.held.is_placed:
-            return self.restore(int(path.name))
-        self._plan(path, None, None, "error")
-        self._take_position(int(path.name), own_position(read_json(path, "data")))
-        return self.held.is_on_disk(path)
+        self.restore(int(path.name))
 
     def is_saved(self) -> bool:
         """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""

@@ -15,7 +15,7 @@ from jaxpp_flax.trainers.errors import MeshError
 
 __all__ = [
     "BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "default_axes", "describe_mesh", "inner_sizes",
-    "num_batch_shards", "wrap_mesh",
+    "layout_of", "num_batch_shards", "wrap_mesh",
 ]  # fmt: skip
 
 STAGE_AXIS = "stage"
@@ -150,6 +150,16 @@ def inner_sizes(mesh: MpmdMesh) -> dict[str, int]:
       {'data': 2}
     """
     return {axis: size for axis, size in mesh.jax_mesh.shape.items() if axis != mesh.mpmd_axis_name}
+
+
+def layout_of(mesh: MpmdMesh) -> dict[str, int]:
+    """Return the axes of a mesh with their sizes, that of the ranks first, under the name of `STAGE_AXIS`.
+
+    Example:
+      >>> layout_of(build_mesh(4, {"data": 2}))
+      {'stage': 4, 'data': 2}
+    """
+    return {STAGE_AXIS: mesh.mpmd_dim, **inner_sizes(mesh)}
 
 
 def describe_mesh(mesh: MpmdMesh) -> str:

@@ -10,38 +10,34 @@ import jax
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
-from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
-from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.generation.generator import Generator
-from jaxpp_flax.trainers.loop.evaluation import Evaluation
+from jaxpp_flax.trainers.inference import Evaluation
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call
-from jaxpp_flax.trainers.loop.progress import Display
-from jaxpp_flax.trainers.loop.saving import Saving
-from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
+from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
 from jaxpp_flax.trainers.options import (
-    Assignment,
     Checkpoints,
     Inference,
     Logging,
     Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
+from jaxpp_flax.trainers.planned import Planned
+from jaxpp_flax.trainers.progress import Display
+from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
@@ -51,10 +47,8 @@ from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.step.diagnosis import first_loss_error
 from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
 from jaxpp_flax.trainers.step.optimizer_update import Update
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 
 __all__ = ["Core", "Parts", "make_core", "make_parts", "make_scheduling"]
 
@@ -80,11 +74,6 @@ class Core:
         """Wait until every process has made this call after the same step."""
         await_same_call(self.scheduling.mesh, self.held.memory, call)
 
-    def diagnose(self, loss: float, beginning: tuple[Any, Any] | None, microbatches: Any) -> Exception:
-        """Return the error for a first loss that is not finite."""
-        count, mesh = self.scheduling.num_microbatches, self.scheduling.mesh
-        return first_loss_error(loss, beginning, self.adapter, self.loss_fn, microbatches, count, mesh)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -101,18 +90,16 @@ class Parts:
     inputs: ProcessInputs
 
 
-def make_scheduling(
-    num_stages: Any, num_microbatches: Any, schedule: Any, devices: MeshOptions, memory: Memory
-) -> Scheduling:
+def make_scheduling(chosen: Planned) -> Scheduling:
     """Make the schedule and the mesh from the arguments of a trainer; refuse counts that are no whole numbers."""
     return Scheduling(
-        check_count("num_microbatches", num_microbatches),
-        schedule,
-        check_count("num_stages", num_stages),
-        devices.num_ranks,
-        devices.mesh,
-        devices.axes,
-        memory.residuals,
+        check_count("num_microbatches", chosen.num_microbatches),
+        chosen.schedule,
+        check_count("num_stages", chosen.num_stages),
+        chosen.mesh.num_ranks,
+        chosen.mesh.mesh,
+        chosen.mesh.axes,
+        chosen.memory.residuals,
     )
 
 
@@ -123,12 +110,9 @@ def make_core(
     *,
     scheduling: Scheduling,
     devices: MeshOptions,
-    assignment: Assignment,
+    assignment: Any,
     variables: Mapping[str, Any] | Callable[..., Any] | None,
-    parameters: Parameters,
-    remat: Any,
-    precision: Precision,
-    streams: RandomStreams,
+    training: Training,
     memory: Memory,
     logging: Logging,
 ) -> Core:
@@ -137,24 +121,24 @@ def make_core(
     Raises:
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
-    skips, kept = precision.rule == "skip", OptimizerMemory(memory.optimizer_state)
-    _check_options(loss_fn, remat, memory, scheduling, assignment, devices)
+    skips, kept = training.rule == "skip", OptimizerMemory(memory.optimizer_state)
+    _check_options(loss_fn, memory, scheduling, devices)
     update = Update(
-        tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
+        tx=tx, loss_scale=training.scale, gradient_dtype=training.gradient_dtype, ema_decay=training.ema_decay,
         skips_nonfinite=skips, kept=kept,
     )  # fmt: skip
-    chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
+    chosen = choose_model(model, variables, training.wrt, training.frozen, training.seed)
     check_parameters(chosen.params, chosen.name)
     check_memory(chosen.params, chosen.rest, chosen.name)
-    assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
+    assigner = Assigner(assignment)
     first = update.first_state(chosen.params, chosen.rest)
     update = replace(update, measured=logging.step_metrics(first.opt_state))
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
-    builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=remat)
-    builders = StepBuilderCache(builder, scheduling.num_microbatches, parameters.unused)
+    builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
+    builders = StepBuilderCache(builder, scheduling.num_microbatches, training.unused)
     rows = BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards)
     measures = _run_metrics(logging, held, builders, rows)
     return Core(
@@ -162,7 +146,7 @@ def make_core(
         model_name=chosen.name,
         update=update,
         loss_fn=loss_fn,
-        on_nonfinite=precision.rule,
+        on_nonfinite=training.rule,
         scheduling=scheduling,
         assigner=assigner,
         held=held,
@@ -194,34 +178,17 @@ def _run_metrics(logging: Logging, held: StateHolder, builders: StepBuilderCache
 
 def _check_options(
     loss_fn: Any,
-    remat: Any,
     memory: Memory,
     scheduling: Scheduling,
-    assignment: Assignment,
     devices: MeshOptions,
 ) -> None:
-    """Refuse a loss or remat of another form, and options that the devices, the mesh or one another do not allow."""
+    """Refuse a loss of another form, and options that the devices, the mesh or one another do not allow."""
     check_functions(loss_fn=loss_fn)
-    check_remat(remat, "PipelineTrainer")
     mesh = scheduling.mesh
     used = jax.local_devices()[:1] if mesh is None else mesh.jax_mesh.devices.flat
     check_devices(memory.optimizer_state, used, "Memory(optimizer_state=)")
-    if memory.residuals is not None:
-        if mesh is None:
-            raise ValueError(no_pipeline("Memory(residuals=)"))
-        if assignment.memory_limit is not None:
-            raise ValueError(
-                f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
-                "residuals itself. Leave one of them out."
-            )
-    if assignment.memory_limit is not None and mesh is None:
-        raise ValueError(no_pipeline(f"memory_limit={assignment.memory_limit!r} of the assignment"))
-    tuner = scheduling.tuner
-    if tuner is not None and tuner.options.memory_limit is not None and assignment.memory_limit is not None:
-        raise ValueError(
-            f"both AutoSchedule(memory_limit={tuner.options.memory_limit!r}), for activations alone, and memory_limit="
-            f"{assignment.memory_limit!r} of the assignment, for all bytes, are given. Leave the first one out."
-        )
+    if memory.residuals is not None and mesh is None:
+        raise ValueError(no_pipeline("Memory(residuals=)"))
     if mesh is None and devices.fsdp != "microbatch":
         raise MeshError(
             f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "
@@ -232,23 +199,23 @@ def _check_options(
 def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
-    display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
+    display, tracking, callbacks = Display(logging.progress), DataTracking(lambda: held.step), CallbackStates()
     if logging.lacks_learning_rate(core.update.measured):
         display.message(NO_LEARNING_RATE)
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
     core.measures.skipped = lambda: under_way.skipped
     trained_on, clock = BatchComparison(mesh, "training"), core.measures.clock
-    is_ignored = core.on_nonfinite == "ignore"
+    store = open_store(options)
     checkpoints = Checkpointing(
-        store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
+        store=store, held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
-        measured=MeasuredStep(), saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet, clock=clock,
+        measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore", is_across=rows.is_across,
+        meet=core.meet, clock=clock,
     )  # fmt: skip
-    saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)
     train_step = TrainStep(
         scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
-        under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check,
-        diagnose=None if is_ignored else core.diagnose, clock=clock,
+        under_way=under_way, trained_on=trained_on, display=display,
+        check_saves=(lambda: None) if store is None else store.check, clock=clock,
     )  # fmt: skip
     inference_weights = InferenceWeights(held, inference.params, display.message)
     evaluation = Evaluation(
@@ -257,15 +224,17 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         predict_fn=inference.predict_fn or call_model, meet=core.meet, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
-        rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,
-        config=as_config(logging.config), display=display,
+        rows=rows, held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
+        saves=options is not None and options.every is not None,
         deadline=None if options is None else options.preemption_deadline,
-        trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
+        await_same_end=train_step.end,
     )  # fmt: skip
     weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
     return Parts(
         weights=weights,
-        pretrained=PretrainedWeights(held, inference_weights, core.update, mesh, core.meet, weights.abstract_model),
+        pretrained=PretrainedWeights(
+            held, inference_weights, core.update.tx.init, mesh, core.meet, weights.abstract_model
+        ),
         display=display,
         evaluation=evaluation,
         generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, core.meet),

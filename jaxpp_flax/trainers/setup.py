@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
-from jaxpp_flax.trainers.state.initializer import Initializer
+from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.train_state import model_part
 
 __all__ = ["check_functions", "check_parameters", "choose_model", "choose_ranks"]
 
@@ -57,7 +58,7 @@ class ChosenModel:
       name: the class of the module.
       params, rest: the trained parameters and the rest of the state: arrays, or shapes of values that do not exist yet.
       notes: the annotations of the leaves of both.
-      initializer: makes `(params, rest)`; None if they have values, or if nothing is known to make them of.
+      initializer: makes both; None if they have values, or if nothing is known to make them of.
     """
 
     adapter: ModelAdapter
@@ -65,17 +66,17 @@ class ChosenModel:
     params: Any
     rest: Any
     notes: tuple[Any, Any]
-    initializer: Initializer | None = None
+    initializer: LeafPrograms | None = None
 
     @classmethod
     def of(
-        cls, adapter: ModelAdapter, name: str, params: Any, rest: Any, initializer: Initializer | None = None
+        cls, adapter: ModelAdapter, name: str, params: Any, rest: Any, initializer: LeafPrograms | None = None
     ) -> ChosenModel:
         """Take Linen's boxes off, and note the annotations."""
         notes = annotations_of(params), annotations_of(rest)
         params, rest = (jax.tree.map(_without_sharding, unboxed(tree)) for tree in (params, rest))
         if initializer is not None:
-            initializer = replace(initializer, shapes=(params, rest))
+            initializer = replace(initializer, shapes=model_part(params, rest))
         return cls(adapter=adapter, name=name, params=params, rest=rest, notes=notes, initializer=initializer)
 
 
@@ -90,11 +91,10 @@ def choose_model(
     wrt: Any,
     frozen: Any,
     seed: int,
-    rng_names: Sequence[str],
 ) -> ChosenModel:
     """Take a model apart: a module, a factory of a module, or a Linen module with variables or a function of a key."""
     if isinstance(model, nn.Module):
-        return _choose_linen(model, variables, frozen, seed, rng_names)
+        return _choose_linen(model, variables, frozen, seed)
     is_factory = callable(model) and not isinstance(model, (type, nnx.Module)) and not _what_to_pass(model)
     if variables is not None and (is_factory or isinstance(model, nnx.Module)):
         kind = "a factory" if is_factory else f"{type(model).__name__} is an nnx.Module"
@@ -111,8 +111,7 @@ def choose_model(
 
         make = lambda: call_factory(model, "rngs", lambda: nnx.Rngs(seed))  # noqa: E731
         adapter, made = trace_factory(model, make, take_apart)
-        params, rest = made.shapes
-        return ChosenModel.of(adapter, names[-1], params, rest, made)
+        return ChosenModel.of(adapter, names[-1], made.shapes["params"], made.shapes["model_state"], made)
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
         f"model must be an instance of nnx.Module or flax.linen.Module, or a function that makes an nnx.Module, got "
@@ -125,15 +124,14 @@ def _choose_linen(
     variables: Mapping[str, Any] | Callable[..., Any] | None,
     frozen: Any,
     seed: int,
-    rng_names: Sequence[str],
 ) -> ChosenModel:
     def take_apart(variables: Any) -> tuple[ModelAdapter, Any, Any]:
-        return LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
+        return LinenModel.take_apart(model, variables, jax.random.key(seed), frozen)
 
     if callable(variables):
         make = lambda: call_factory(variables, "key", lambda: jax.random.key(seed))  # noqa: E731
         adapter, made = trace_factory(variables, make, lambda of: take_apart(check_variables(of, variables)))
-        params, rest = made.shapes
+        params, rest = made.shapes["params"], made.shapes["model_state"]
         return ChosenModel.of(adapter, type(model).__name__, params, rest, made)
     if not isinstance(variables, Mapping):
         raise TypeError(
@@ -175,7 +173,7 @@ def check_parameters(params: Any, name: str) -> None:
     if not leaves:
         raise ModelError(
             f"the model {name} has no parameters to train. Give it layers with parameters; for NNX, "
-            "Parameters(wrt=) chooses the variables to train (nnx.Param by default)."
+            "Training(wrt=) chooses the variables to train (nnx.Param by default)."
         )
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):

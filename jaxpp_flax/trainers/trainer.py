@@ -4,59 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpp_flax.assignment import Plan
-from jaxpp_flax.assignment.resolution import AssignmentLike
-from jaxpp_flax.checkpoint.format.paths import PathFilter
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.pretrained import IDENTITY, NameMap
+from jaxpp_flax.planning import Plan, PlanningStep, StepProfile
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume
-from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, ProcessInputs
+from jaxpp_flax.trainers.checkpoints import Resume
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
-from jaxpp_flax.trainers.decorators import described_by, refuse_renamed
-from jaxpp_flax.trainers.generation.generator import Generator
-from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
-from jaxpp_flax.trainers.loop.hooks import StepHook
-from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
-from jaxpp_flax.trainers.loop.train_step import TrainStep
-from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
-    Assignment,
     Checkpoints,
     Inference,
     Logging,
     Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
+from jaxpp_flax.trainers.options.assignment import AssignmentLike
 from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
-from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
+from jaxpp_flax.trainers.planned import Planned, take_plan
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.state.weights import Weights
-from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
-from jaxpp_flax.trainers.tuning.step_profile import StepProfile
+from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
+from jaxpp_flax.trainers.trained_model import TrainedModel
 
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer:
+class PipelineTrainer(TrainedModel):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary model with marked layers (`PipelineStage`, `@pipeline_stage`). The trainer copies the model
@@ -75,33 +58,29 @@ class PipelineTrainer:
     Args:
       model: an `nnx.Module`; or a Linen module, together with `variables=`; or, for a model larger than a device, a
         function that makes an `nnx.Module`: `lambda rngs: GPT(config, rngs=rngs)`. It gets `nnx.Rngs(seed)` (without
-        parameters, nothing) and is traced; each leaf is made on its ranks, with the bits of the ordinary construction.
+        parameters, nothing) and is traced; each leaf is made alone and put on its ranks, with the same bits on all.
         An abstract module (`nnx.eval_shape`) needs values before training: `restore`, `fit(resume=True)`.
       tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above; or a `WholeBatchLoss`. The function is traced and never runs eagerly.
       num_stages: stages to cut the model into. One stage on one device runs under plain `jax.jit`.
       num_microbatches: parts of a batch.
-      schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
-        first steps and continues with the best schedule that a search finds.
+      schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; None: "1f1b".
+      plan: a `jaxpp_flax.planning.Plan` or its JSON file, made beforehand (`planning.plan`). It gives the stages, the
+        schedule, the number of microbatches, the residuals and the axes of the mesh, which may be left out then.
       mesh: None: all of `jax.devices()`, and those of a stage share the examples of a microbatch. A mapping says what
         each stage takes: `{"data": 2}` two devices, `{}` one. A `jax.sharding.Mesh` with an axis "stage", or an
         `MpmdMesh`, names the devices. `MeshOptions` has more: groups of devices, sharding rules.
       assignment: which blocks form a stage: "auto" (even or balanced, by the estimated step), "even", "balanced",
         sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file, or a policy.
-        `Assignment` and `Balanced` add costs and a memory limit.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
-      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: the parameters to train, and their moving average.
-      remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
-        keep. `PipelineStage(remat=)` sets it for one block.
-      precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
+      training: `Training(wrt=, frozen=, ema_decay=, gradient_dtype=, loss_scale=, on_nonfinite=, seed=)`: the trained
+        parameters and their moving average, number types, losses that are not finite, random numbers.
+      memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed or
+        lies in host memory; see `docs/guides/memory.md`.
       inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
-      seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
-        NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/guides/checkpointing.md`.
-      memory: `Memory(optimizer_state="pinned_host", residuals=ResidualPlan(...))`: what lies in host memory or is
-        recomputed; see `docs/guides/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
@@ -125,53 +104,54 @@ class PipelineTrainer:
       >>> before = float(trainer.train_step(batch)["loss"])
       >>> trainer.fit([batch], steps=3)["loss"] < before
       True
-      >>> trainer.model(batch["x"]).shape  # an ordinary module with the current weights
+      >>> trainer.gather_model()(batch["x"]).shape  # an ordinary module with the current weights
       (8, 4)
     """
 
-    @refuse_renamed
     def __init__(
         self,
         model: nnx.Module | nn.Module | Callable[..., nnx.Module],
         tx: optax.GradientTransformation,
         loss_fn: Callable[..., Any],
         *,
-        num_stages: int,
-        num_microbatches: int,
-        schedule: str | Schedule | AutoSchedule = "1f1b",
+        num_stages: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
-        assignment: AssignmentLike | Assignment = "auto",
+        assignment: AssignmentLike = "auto",
         variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
-        parameters: Parameters | None = None,
-        remat: Literal["full"] | Callable[..., bool] | None = None,
-        precision: Precision | None = None,
+        training: Training | None = None,
+        memory: Memory | None = None,
         inference: Inference | None = None,
-        seed: int | RandomStreams = 0,
         logging: Logging | bool = True,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
-        memory: Memory | None = None,
     ) -> None:
-        devices, logged, memory = MeshOptions.of(mesh), Logging.of(logging), Memory.of(memory)
+        logged = Logging.of(logging)
+        chosen = take_plan(plan, Planned(
+            num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, assignment=assignment,
+            mesh=MeshOptions.of(mesh), memory=Memory.of(memory),
+        ))  # fmt: skip
         self._core = make_core(
             model,
             tx,
             loss_fn,
-            scheduling=make_scheduling(num_stages, num_microbatches, schedule, devices, memory),
-            devices=devices,
-            assignment=Assignment.of(assignment),
+            scheduling=make_scheduling(chosen),
+            devices=chosen.mesh,
+            assignment=chosen.assignment,
             variables=variables,
-            parameters=Parameters.of(parameters),
-            remat=remat,
-            precision=Precision.of(precision),
-            streams=RandomStreams.of(seed),
-            memory=memory,
+            training=Training.of(training),
+            memory=chosen.memory,
             logging=logged,
         )  # fmt: skip
         self._parts = make_parts(self._core, Inference.of(inference), logged, Checkpoints.of(checkpoints))
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
         self.log_every = logged.every
+        self.config = logged.run_config
         self.stopping: str | None = None
+        self.callbacks: Sequence[Callback] = ()
+        """Those of the loop that runs, in order."""
 
     # ------------------------------------------------------------------ the trainer's attributes
 
@@ -202,46 +182,8 @@ class PipelineTrainer:
 
     @property
     def plan(self) -> Plan | None:
-        """The assignment of blocks to stages; None before the training step is compiled, and without a pipeline."""
+        """The plan of the training, to be saved; None before the training step is compiled, and without a pipeline."""
         return self._core.assigner.plan_of(self.schedule, self.num_microbatches)
-
-    @property
-    def schedule_report(self) -> ScheduleReport | None:
-        """The result of the search of `schedule="auto"`, predicted and measured; None before the search."""
-        return self._core.scheduling.report
-
-    @property
-    def state(self) -> TrainState:
-        """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
-
-        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.model`. Before the first
-        step, the state is made now: on the ranks, where each gets its share.
-        """
-        return self._core.held.whole()
-
-    @property
-    @described_by(Weights.model)
-    def model(self) -> Any:
-        return self._parts.weights.model()
-
-    @property
-    @described_by(Weights.abstract_model)
-    def abstract_model(self) -> Any:
-        return self._parts.weights.abstract_model()
-
-    @property
-    @described_by(Weights.ema_model)
-    def ema_model(self) -> Any:
-        return self._parts.weights.ema_model()
-
-    @property
-    @described_by(Weights.variables)
-    def variables(self) -> dict[str, Any]:
-        return self._parts.weights.variables()
-
-    @described_by(Weights.set)
-    def set_weights(self, weights: Any) -> None:
-        self._parts.weights.set(weights)
 
     # ------------------------------------------------------------------ training
 
@@ -253,22 +195,42 @@ class PipelineTrainer:
         """
         return self._core.executables.training_function(self._core.rows.split(batch))
 
-    @described_by(TrainStep.compile)
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        tuner = self._core.scheduling.tuner
-        compile = lambda: self._parts.train_step.compile(batch, global_batch_size=global_batch_size)  # noqa: E731
-        return compile() if tuner is None else tuner.begin(self, compile)
+        """Compile the training step for batches like this one, and print the table of stages; nothing runs.
 
-    @described_by(TrainStep.step)
+        Args:
+          batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+          global_batch_size: as in `fit`.
+
+        Returns:
+          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage on one device).
+
+        Raises:
+          ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
+        """
+        return self._parts.train_step.compile(batch, global_batch_size=global_batch_size)
+
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
-        tuner = self._core.scheduling.tuner
-        if tuner is not None and not tuner.done:
-            with self._core.measures.clock.part("tuning"):
-                return tuner.step(self, batch, global_batch_size, self._core.assigner.plan_with)
+        """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
+
+        Args:
+          batch: leaves of shape (batch, ...); the whole batch, or this process's rows.
+          global_batch_size: as in `fit`.
+
+        Returns:
+          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`). The
+          call does not wait for these values, but for the values of two steps before.
+
+        Raises:
+          BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
+          NonFiniteLossError: if the first loss is not finite, or if the loss of two steps before is not finite; see
+            `Training`.
+          CheckpointSaveError: if a save in the background has failed since the last step.
+          ValueError, TypeError: for other arguments that do not fit, before anything runs.
+        """
         whole = self._core.rows.whole(batch, global_batch_size)
         return self._parts.train_step.step(batch, whole)
 
-    @described_by(TrainingLoop.steps)
     def training_steps(
         self,
         data: Iterable[Any],
@@ -277,14 +239,41 @@ class PipelineTrainer:
         epochs: int | None = None,
         global_batch_size: int | None = None,
         remainder: Remainder | None = None,
-        hooks: Sequence[StepHook] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
+
+        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
+        callbacks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
+
+        Args:
+          data, steps, epochs, global_batch_size, remainder: as in `fit`.
+          callbacks: called after each step, before a save and before the loop's body. `trainer.stop` ends the loop.
+
+        Raises:
+          TypeError: for what is no callback.
+          ValueError: for a callback that waits for metrics where none logs them.
+          CheckpointSaveError: if the directory holds later checkpoints.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> from flax import nnx
+          >>> from jaxpp_flax import DictTracker, PipelineTrainer
+          >>> from jaxpp_flax.trainers import Logging, LogMetrics
+          >>> tracker = DictTracker()
+          >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
+          ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
+          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
+          >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, callbacks=[LogMetrics()]):
+          ...     pass
+          >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
+          [1, 2, 4]
+        """
         return self._parts.loop.steps(
             self, data,
-            steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, hooks=hooks,
+            steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, callbacks=callbacks,
         )  # fmt: skip
 
-    @described_by(TrainingLoop.fit)
     def fit(
         self,
         data: Iterable[Any],
@@ -300,6 +289,35 @@ class PipelineTrainer:
         resume: Resume = False,
         resume_data: ResumeData = "fast_forward",
     ) -> dict[str, Any]:
+        """Train on `data`.
+
+        Args:
+          data: an iterable of batches: a list, a generator, a grain dataset or loader.
+          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
+          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
+          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
+            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
+          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
+            leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
+            "drop", with a message. A batch with more examples than the first one is refused.
+          eval_data: data to evaluate at the end, and every `eval_every` steps.
+          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
+          callbacks: see `jaxpp_flax.trainers.callbacks`.
+          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
+            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
+            newest whole one.
+          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
+            drops them, "refuse" raises, "restart" begins the data again.
+
+        Returns:
+          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
+          step left returns those that its checkpoint has.
+
+        Raises:
+          ValueError, TypeError: for arguments that do not fit, before the first step.
+          NonFiniteLossError: see `train_step`.
+          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
+        """
         arguments = FitArguments(
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, eval_data=eval_data,
             eval_every=eval_every, eval_global_batch_size=eval_global_batch_size, callbacks=callbacks, resume=resume,
@@ -320,77 +338,45 @@ class PipelineTrainer:
         """Print a line without disturbing the progress bar."""
         self._parts.display.message(text)
 
-    # ------------------------------------------------------------------ inference, data, schedules, checkpoints
-
-    @described_by(Evaluation.evaluate)
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
-        return self._parts.evaluation.evaluate(data, global_batch_size=global_batch_size)
-
-    @described_by(Evaluation.predict)
-    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        return self._parts.evaluation.predict(batch, global_batch_size=global_batch_size)
-
-    @described_by(Generator.generate)
-    def generate(
-        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
-        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
-        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
-    ) -> list[np.ndarray]:  # fmt: skip
-        return self._parts.generator.generate(
-            prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, seed=seed, top_k=top_k,
-            top_p=top_p, eos_token_id=eos_token_id, prefill=prefill, groups=groups, cache_length=cache_length,
-            cache_dtype=cache_dtype,
-        )  # fmt: skip
-
-    @described_by(ProcessInputs.leaves_read)
-    def leaves_read(self, batch: Any) -> Any:
-        return self._parts.inputs.leaves_read(batch)
-
-    @described_by(ProcessInputs.rows_read)
-    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
-        return self._parts.inputs.rows_read(batch, call)
-
-    @described_by(Scheduling.use)
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
+        """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
+
+        The training continues without a difference: results do not depend on the schedule.
+
+        Args:
+          schedule: a name or a `Schedule`.
+          num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
+
+        Raises:
+          ValueError: if the schedule does not fit the ranks or the microbatches, there are no ranks, or the trainer's
+            `Memory(residuals=)` is for another number of stages.
+        """
         self._core.scheduling.use(schedule, num_stages)
 
-    @described_by(TrainStep.profile_step)
     def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
+        """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
+
+        The state advances by one step, and state and metrics are the same as from `train_step`. Each rank runs in its
+        own thread and waits for each task, so this step is slower than others. The first run of a task is even slower,
+        so measure a later step than the first. With several processes, all call this; each measures its own ranks, and
+        all get the whole picture, in which the clocks of the hosts are compared as they are.
+
+        Args:
+          batch, global_batch_size: as in `train_step`.
+
+        Returns:
+          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`. A plan
+          takes it as `costs=`.
+
+        Raises:
+          ValueError: without a pipeline; also the errors of `train_step`.
+        """
         return self._parts.train_step.profile_step(batch, global_batch_size=global_batch_size)
 
-    @described_by(Checkpointing.save)
-    def save(
-        self, where: str | os.PathLike[str] | int | None = None, *, only: PathFilter | None = None, wait: bool = True
-    ) -> Path:
-        return self._parts.checkpoints.save(where, only=only, wait=wait)
+    def planning_step(self, batch: Any) -> PlanningStep:
+        """Return the training step for batches like this one as `jaxpp_flax.planning.plan` needs it.
 
-    @described_by(Checkpointing.restore)
-    def restore(
-        self, where: str | os.PathLike[str] | int = "latest", *, only: PathFilter | None = None,
-        rename: Mapping[str, str] | None = None, missing: Literal["error", "keep"] = "error", low_memory: bool = False,
-    ) -> None:  # fmt: skip
-        self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
-
-    @described_by(PretrainedWeights.load)
-    def load_pretrained(
-        self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,
-        keep: PathFilter = (),
-    ) -> None:  # fmt: skip
-        self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
-
-    @described_by(PretrainedWeights.export)
-    def export_pretrained(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        map: NameMap = IDENTITY,
-        only: PathFilter | None = None,
-        config: Mapping[str, Any] | None = None,
-        max_shard_bytes: int = SHARD_BYTES,
-        ema: bool = False,
-        merge_adapters: bool = True,
-    ) -> Path:
-        return self._parts.pretrained.export(
-            directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema,
-            merge_adapters=merge_adapters,
-        )  # fmt: skip
+        Raises:
+          ValueError: without a pipeline.
+        """
+        return self._core.executables.to_plan(self._core.rows.split(batch))

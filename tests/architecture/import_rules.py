@@ -20,8 +20,7 @@ MAY_IMPORT = {
     "processes": {"_compat", "error_codes"},
     "engine": {"schedules", "processes", "error_codes", "_compat", "_compat_executables"},
     "layers": {"engine", "globs"},
-    "planning": {"engine", "schedules", "messages", "error_codes"},
-    "assignment": {"planning", "engine", "schedules", "globs", "messages", "error_codes"},
+    "planning": {"engine", "schedules", "globs", "messages", "error_codes"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
     "checkpoint": {"engine", "processes", "counts", "globs", "error_codes"},
@@ -29,7 +28,6 @@ MAY_IMPORT = {
     "trainers": {
         "layers",
         "planning",
-        "assignment",
         "checkpoint",
         "pretrained",
         "schedules",
@@ -49,6 +47,8 @@ MAY_IMPORT = {
 }
 # The folders of the engine, from the lowest up: each may import those before it.
 ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
+# Parts of the trainer that are in no circle, with what each may import of the trainer.
+TRAINERS_MAY_IMPORT = {"errors": set(), "mesh": {"errors"}, "data": {"errors", "progress"}}
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
 ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers", "memory"}
 FORBIDDEN_LIBRARIES = {
@@ -97,6 +97,18 @@ def arrows_point_down_inside_the_engine(sources: Sequence[Source]) -> Iterator[s
         for name, line in source.imports:
             if name.startswith(f"{NAME}.engine.") and name.split(".")[2] not in allowed:
                 yield f"{source.at(line)}: engine/{rest[0]} may import {allowed} of the engine, not {name}"
+
+
+def arrows_point_down_inside_the_trainer(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        part = source.module.removeprefix(f"{NAME}.trainers.").split(".")[0]
+        if source.part != "trainers" or part not in TRAINERS_MAY_IMPORT:
+            continue
+        allowed = {part, *TRAINERS_MAY_IMPORT[part]}
+        for name, line in source.imports:
+            below = name.removeprefix(f"{NAME}.trainers.")
+            if below != name and not any(matches(below, one) for one in allowed):
+                yield f"{source.at(line)}: trainers/{part} may import {sorted(allowed)} of the trainer, not {name}"
 
 
 def no_file_imports_itself_in_a_circle(sources: Sequence[Source]) -> Iterator[str]:

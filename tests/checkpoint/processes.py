@@ -193,9 +193,9 @@ def train(directory: str, stages: int, steps: int, signal_at: int | None = None,
     from tests.checkpoint.program import batches
 
     class Signal(Callback):
-        def on_step(self, trainer: Any, step: int) -> None:
-            print("step", step, flush=True)
-            if step == signal_at and jax.process_index() == 1:
+        def on_step(self, trainer: Any, record: Any) -> None:
+            print("step", record.step, flush=True)
+            if record.step == signal_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = make_trainer(Checkpoints(directory, every=2), stages, data=data)

@@ -53,10 +53,10 @@ class Report(Callback):
         super().__init__()
         self.hang = hang
 
-    def on_step(self, trainer, step):
+    def on_step(self, trainer, record):
         jax.block_until_ready(jax.tree.leaves(trainer.state))
-        print(f"step {step}", flush=True)
-        if self.hang and step == 2:
+        print(f"step {record.step}", flush=True)
+        if self.hang and record.step == 2:
             print("hanging", flush=True)
             endless = jax.jit(lambda x: jax.lax.while_loop(lambda y: y > -1.0, lambda y: y + 1.0, x))
             endless(jnp.zeros(())).block_until_ready()  # inside JAX, where no signal handler of Python runs

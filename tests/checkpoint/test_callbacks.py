@@ -69,7 +69,7 @@ class Counts(Callback):
     def set_state(self, state: Any) -> None:
         self.count = 0 if state is None else state["count"]
 
-    def on_step(self, trainer: Any, step: int) -> None:
+    def on_step(self, trainer: Any, record: Any) -> None:
         self.count += self.by
 
 

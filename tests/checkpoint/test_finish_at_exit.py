@@ -31,8 +31,8 @@ class EndsAfter(Callback):
         super().__init__()
         self.step, self.error = step, error
 
-    def on_step(self, trainer: Any, step: int) -> None:
-        if step == self.step:
+    def on_step(self, trainer: Any, record: Any) -> None:
+        if record.step == self.step:
             raise self.error
 
 

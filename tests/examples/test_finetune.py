@@ -214,8 +214,8 @@ def test_the_export_is_the_model_with_its_adapters(recipe: SimpleNamespace, sett
     target = settings.output / "model"
     assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     found = logits_of(recipe, target, TOKENS)
-    np.testing.assert_array_equal(found, merge_lora(trainer.model)(TOKENS))
-    with_adapters = np.asarray(trainer.model(TOKENS))
+    np.testing.assert_array_equal(found, merge_lora(trainer.gather_model())(TOKENS))
+    with_adapters = np.asarray(trainer.gather_model()(TOKENS))
     # A product of sums against a sum of products, in float32.
     np.testing.assert_allclose(found, with_adapters, rtol=0, atol=1e-5 * np.abs(with_adapters).max())
     assert np.abs(found - logits_of(recipe, settings.model, TOKENS)).max() > 0.1, "the adapters have learnt"
@@ -227,7 +227,7 @@ def test_the_prompts_are_continued_as_without_a_pipeline(recipe: SimpleNamespace
     tokenizer = recipe.finetune.read_tokenizer(settings)
     prompts = [tokenizer.encode(prompt).ids for prompt in settings.prompts]
     assert len({len(prompt) for prompt in prompts}) > 1
-    expected = greedy(trainer.model, prompts, settings.max_new_tokens)
+    expected = greedy(trainer.gather_model(), prompts, settings.max_new_tokens)
     texts = recipe.finetune.generate(trainer, settings)
     assert texts == [tokenizer.decode([*a, *b.tolist()]) for a, b in zip(prompts, expected, strict=True)]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, settings.prompts, strict=True))
@@ -239,7 +239,7 @@ def test_all_weights_are_trained_and_written(recipe: SimpleNamespace, settings: 
     trainer = recipe.finetune.finetune(full, [losses])
     assert losses.values[4] < losses.values[1] - 0.2
     recipe.finetune.export(trainer, full)
-    np.testing.assert_array_equal(logits_of(recipe, tmp_path / "model", TOKENS), trainer.model(TOKENS))
+    np.testing.assert_array_equal(logits_of(recipe, tmp_path / "model", TOKENS), trainer.gather_model()(TOKENS))
 
 
 # ---------------------------------------------------------------- the commands

@@ -55,11 +55,11 @@ def digest(tree: Any) -> str:
 class Says(Callback):
     """Says each step's loss to the last bit, and gets into trouble."""
 
-    def on_step(self, trainer: Any, step: int) -> None:
+    def on_step(self, trainer: Any, record: Any) -> None:
         time.sleep(0.03)  # a fault at a random moment is to come before many steps are done
         if SETTINGS.get("every"):
-            print(f"state {step} {digest(trainer.state)}", flush=True)
-        if step == STEP:
+            print(f"state {record.step} {digest(trainer.state)}", flush=True)
+        if record.step == STEP:
             if is_struck("callback"):
                 raise RuntimeError(f"chaos in the callback of process {jax.process_index()}")
             if is_struck("full disk"):

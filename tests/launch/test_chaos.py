@@ -44,7 +44,7 @@ TO_PROCESSES = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": sig
 TO_LAUNCHER = {"terminate all": signal.SIGTERM, "interrupt all": signal.SIGINT}
 TO_SERVICE = {"kill the service": signal.SIGKILL}
 INSIDE = ("data", "callback", "loss", "full disk", "read-only directory")
-DAMAGE = ("truncated file", "changed byte", "missing file", "empty directory")
+DAMAGE = ("truncated file", "missing file", "empty directory")
 AGREED = ("terminate", "terminate all", "interrupt", "interrupt all")  # all processes end after the same step, saved
 # SIGTERM and SIGINT mean something else before the training has begun; a process that is not connected yet is awaited
 # for as long as a start may take.
@@ -153,16 +153,11 @@ def damage(directory: Path, kind: str, rng: random.Random) -> None:
         return (directory / str(int(latest.name) + 5)).mkdir()
     files = sorted(file for file in latest.rglob("*") if file.is_file() and file not in unread(latest))
     if kind == "missing file":
-        # Without its digests a checkpoint is read unchecked, as one of Orbax's own.
-        return rng.choice([file for file in files if file.name != "file_digests.json"]).unlink()
+        # Without the list of its files a checkpoint is read unchecked, as one of Orbax's own.
+        return rng.choice([file for file in files if file.name != "file_sizes.json"]).unlink()
     file = rng.choice([file for file in files if file.stat().st_size])
-    content = bytearray(file.read_bytes())
-    at = rng.randrange(len(content))
-    if kind == "truncated file":
-        file.write_bytes(content[:at])
-    else:
-        content[at] ^= 1 << rng.randrange(8)
-        file.write_bytes(content)
+    content = file.read_bytes()
+    file.write_bytes(content[: rng.randrange(len(content))])
     return None
 
 

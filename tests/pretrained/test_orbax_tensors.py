@@ -43,7 +43,7 @@ def test_stock_orbax(tmp_path: Path, options: dict[str, bool]):
     np.testing.assert_array_equal(tensors["w"].read(((slice(1, 3),), (slice(0, 6),))), TREE["params"]["w"][1:3])
 
 
-def test_damage_is_found_by_the_digests(tmp_path: Path):
+def test_damage_is_found_before_anything_is_read(tmp_path: Path):
     path = save(tmp_path / "run", TREE)
     data = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     data.write_bytes(data.read_bytes()[:-1])

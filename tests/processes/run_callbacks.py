@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from jaxpp_flax import DictTracker, JsonlTracker, Tracker  # noqa: E402
 from jaxpp_flax.trainers import Callback, Logging  # noqa: E402
 from jaxpp_flax.trainers.callbacks import Profile, SamplePredictions, TimeLimit  # noqa: E402
-from jaxpp_flax.trainers.loop.trackers import CompositeTracker  # noqa: E402
+from jaxpp_flax.trainers.trackers import CompositeTracker  # noqa: E402
 from tests.checkpoint.program import batches, make_trainer  # noqa: E402
 
 ME = jax.process_index()
@@ -38,7 +38,7 @@ class Calls(Tracker):
     def log_config(self, config: Any) -> None:
         self.calls.append(f"config of {config['num_processes']} processes")
 
-    def close(self) -> None:
+    def close(self, error: Any = None) -> None:
         self.calls.append("close")
 
 
@@ -49,8 +49,8 @@ class ClockRunsAhead(Callback):
         super().__init__()
         self.limit = limit
 
-    def on_step(self, trainer: Any, step: int) -> None:
-        if ME == 1 and step == 3:
+    def on_step(self, trainer: Any, record: Any) -> None:
+        if ME == 1 and record.step == 3:
             self.limit._start -= 1e6
 
 

@@ -32,8 +32,8 @@ from tests.trainers.models import Layers  # noqa: E402
 class Say(Callback):
     """Says each step."""
 
-    def on_step(self, trainer: Any, step: int) -> None:
-        print(f"step {step}", flush=True)
+    def on_step(self, trainer: Any, record: Any) -> None:
+        print(f"step {record.step}", flush=True)
 
 
 def batches(count: int) -> Iterator[Any]:

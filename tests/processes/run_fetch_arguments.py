@@ -188,7 +188,7 @@ def training(batches: Any, mesh: jax.sharding.Mesh) -> list[float]:
     trainer.use_schedule("gpipe", num_stages=2)
     found += [trainer.evaluate(batches[:1])["loss"]]  # moves the parameters too
     found += [float(trainer.train_step(batch)["loss"]) for batch in batches[4:]]
-    leaves = jax.tree.leaves(nnx.state(trainer.model))
+    leaves = jax.tree.leaves(nnx.state(trainer.gather_model()))
     return found + [float(np.abs(leaf).sum()) for leaf in leaves]
 
 

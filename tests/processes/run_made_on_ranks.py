@@ -17,7 +17,7 @@ from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.processes.comparison import ValuesMismatchError  # noqa: E402
-from jaxpp_flax.trainers import Memory, Parameters  # noqa: E402
+from jaxpp_flax.trainers import Memory, Training  # noqa: E402
 from tests.trainers.models import Layers, make_xy, squared_error  # noqa: E402
 
 WIDTH = 32
@@ -27,7 +27,7 @@ BATCH = make_xy(4, WIDTH)
 
 def make(factory: Any, **options: Any) -> PipelineTrainer:
     options = {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
-    return PipelineTrainer(factory, optax.adam(1e-2), squared_error, parameters=Parameters(ema_decay=0.5), **options)
+    return PipelineTrainer(factory, optax.adam(1e-2), squared_error, training=Training(ema_decay=0.5), **options)
 
 
 def factory(rngs: nnx.Rngs) -> Layers:
@@ -41,11 +41,11 @@ def own_bytes() -> int:
 
 
 def check(tree: Any, expected: Any) -> None:
-    """The parts of this process have the bits of the eager model."""
+    """The parts of this process have the values of the eager model."""
     found = dict(jax.tree_util.tree_leaves_with_path(tree))
     for path, right in jax.tree_util.tree_leaves_with_path(expected):
         for part in found[path]._partially_addressable_arrays.values():
-            np.testing.assert_array_equal(np.asarray(part), right)
+            np.testing.assert_allclose(np.asarray(part), right, rtol=1e-6, atol=1e-8)
 
 
 def main() -> None:

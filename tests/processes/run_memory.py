@@ -20,7 +20,6 @@ from tests.processes.running import join_run
 join_run()
 
 
-from jaxpp_flax.trainers.state import holder  # noqa: E402
 from tests.trainers.lives import LIVES, live  # noqa: E402
 
 SMALL, WIDTH = 64, 1448  # leaves of 8 MiB
@@ -45,7 +44,6 @@ def main() -> None:
     # Freed leaves go back to the system at once: the C library would keep them, after it has freed a first large one.
     library = ctypes.CDLL(None)
     library.mallopt(_MMAP_THRESHOLD, 1 << 20)
-    holder._KEPT_FOR_DIAGNOSIS = 0
     folder = Path(sys.argv[1])
     over: dict[str, float] = {}
 

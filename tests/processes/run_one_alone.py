@@ -64,7 +64,7 @@ if jax.process_index() == 0:
     if call == "train_step":  # it waits for what process 1 is to send
         float(trainer.train_step(batch)["loss"])
     else:
-        trainer.save(folder) if call == "save" else trainer.model
+        trainer.save(folder) if call == "save" else trainer.gather_model()
 elif other == "trains":
     for _ in range(100):
         float(trainer.train_step(batch)["loss"])

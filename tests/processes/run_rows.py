@@ -146,7 +146,7 @@ def main() -> None:
     assert float(by_rows.train_step(last, global_batch_size=BATCH)["loss"]) == float(
         whole.train_step(batches[3])["loss"]
     )
-    weights = [jax.tree.map(np.asarray, nnx.state(t.model, nnx.Param)) for t in (by_rows, whole)]
+    weights = [jax.tree.map(np.asarray, nnx.state(t.gather_model(), nnx.Param)) for t in (by_rows, whole)]
     tree_allclose(*weights, rtol=0, atol=0)
 
     check_inference(by_rows, whole)

@@ -32,8 +32,8 @@ class At(Callback):
         self.at = step if ME in processes else None
         self.function = function
 
-    def on_step(self, trainer: Any, step: int) -> None:
-        if step == self.at:
+    def on_step(self, trainer: Any, record: Any) -> None:
+        if record.step == self.at:
             self.function(trainer)
 
 

@@ -85,7 +85,7 @@ def main() -> None:
     found["evaluated"] = {key: np.asarray(value).tolist() for key, value in piped.evaluate(batches).items()}
     found["predicted"] = np.asarray(piped.predict(batches[0])).tolist()
     found["fitted"] = piped.fit(batches, steps=4)["loss"]
-    weights = nnx.state(piped.model, nnx.Param)
+    weights = nnx.state(piped.gather_model(), nnx.Param)
     found["weights"] = {
         jax.tree_util.keystr(path): np.asarray(leaf).tolist()
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights)

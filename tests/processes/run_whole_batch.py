@@ -39,11 +39,11 @@ def main() -> None:
     else:
         metrics = trainer.train_step(batch)
     np.testing.assert_allclose(float(metrics["loss"]), float(value), rtol=1e-5)
-    before, after = (nnx.to_pure_dict(nnx.state(of, nnx.Param)) for of in (model, trainer.model))
+    before, after = (nnx.to_pure_dict(nnx.state(of, nnx.Param)) for of in (model, trainer.gather_model()))
     moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after)
     expected = jax.tree.map(np.asarray, nnx.to_pure_dict(gradients))
     tree_allclose(moved, expected, rtol=1e-5, atol=1e-6)
-    total, weight = t.weighted_info_nce(t.embed(eval_of(trainer.model), batch), batch)
+    total, weight = t.weighted_info_nce(t.embed(eval_of(trainer.gather_model()), batch), batch)
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], float(total / weight), rtol=1e-5)
     print("all done", flush=True)
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 SAID = {
     ("save", "ends"): ["process 1: it ended its program while others wait for it", "trainer.save"],
     ("model", "trains"): [
-        "process 0: it goes no further while others wait for it: it waits in trainer.model, which every"
+        "process 0: it goes no further while others wait for it: it waits in trainer.gather_model, which every"
     ],
     # Whoever notices first accuses the other.
     ("save", "evaluates"): [" for trainer.save (from process 1)", " for trainer.evaluate (from process 0)"],

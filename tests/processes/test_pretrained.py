@@ -63,7 +63,7 @@ def test_parts_of_a_model_come_back_bit_by_bit_on_other_stages_and_processes(tmp
     for again in ("merged again", "merged of adapters"):
         assert files(tmp_path / again) == files(tmp_path / "merged"), again
     first = make_trainer(2)
-    merged = merge_lora(first.model)
+    merged = merge_lora(first.gather_model())
     export_pretrained(nnx.state(merged, nnx.Param), tmp_path / "here", max_shard_bytes=1000)
     assert files(tmp_path / "here") == files(tmp_path / "first merged")
     for how in ("restore", "adapters", "load_pretrained"):

@@ -48,18 +48,13 @@ def test_losses_metrics_and_weights(count: int, devices: int, arguments: tuple[s
         tree_allclose(actual, expected, rtol=1e-6 if not arguments else 1e-4)
 
 
-def test_a_loss_that_is_not_finite_is_explained_by_the_process_that_can():
+def test_a_first_loss_that_is_not_finite_ends_all_processes():
     """Process 0 has the inputs and process 1 the targets alone; both say the same."""
     first, second = run_processes(2, "run_not_finite.py")
-    said = dict(line.split(": ", 1) for line in first.splitlines() if ": the loss of step 1 is nan. " in line)
-    assert said == dict(line.split(": ", 1) for line in second.splitlines() if ": the loss of step 1 is nan. " in line)
-    block = "Process 0 finds: in microbatch 0, the first block whose output is not finite is 'block_1'; the first NaN"
-    assert f"{block} comes from `log` at " in said["block"]
-    assert "Process 1 finds: batch['y'] holds a value that is not finite" in said["leaf"]
-    loss = (
-        "Process 0 finds: every marked block's output is finite: it arises after the last mark ('block_1'), in the head"
-    )
-    assert f"{loss} or loss; batch['y'], which it reads, is not in this process." in said["loss"]
+    said = [line for line in first.splitlines() if ": the loss of step 1 is nan. " in line]
+    assert said == [line for line in second.splitlines() if ": the loss of step 1 is nan. " in line]
+    assert [line.partition(":")[0] for line in said] == ["block", "leaf", "loss"]
+    assert all("jax.debug_nans" in line for line in said)
 
 
 def test_each_process_makes_what_its_ranks_hold(tmp_path: Path):

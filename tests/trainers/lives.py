@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.layers import add_lora
-from jaxpp_flax.trainers import MeshOptions, Parameters
+from jaxpp_flax.trainers import MeshOptions, Training
 
 RANKS, LAYERS = 4, 8
 
@@ -136,7 +136,7 @@ LIVES: dict[str, Life] = {
             "export of merged adapters": lambda t, folder, x: t.export_pretrained(folder / "merged"),
         },
         model=adapted,
-        options={"parameters": Parameters(wrt=nnx.LoRAParam)},
+        options={"training": Training(wrt=nnx.LoRAParam)},
     ),
     "evaluated": Life(
         calls={

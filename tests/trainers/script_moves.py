@@ -46,8 +46,8 @@ class Does(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self._do("on_fit_start", trainer, trainer.step)
 
-    def on_step(self, trainer: Any, step: int) -> None:
-        self._do("on_step", trainer, step)
+    def on_step(self, trainer: Any, record: Any) -> None:
+        self._do("on_step", trainer, record.step)
 
     def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
         self._do("on_metrics", trainer, step)

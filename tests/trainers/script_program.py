@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Parameters, Tracker
+from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Tracker, Training
 
 WIDTH, MODULUS, MICROBATCHES = 3, 509.0, 2
 
@@ -76,7 +76,7 @@ def make_trainer(
 ) -> PipelineTrainer:
     return PipelineTrainer(
         Model(), _hashing(), loss_fn, num_stages=stages, checkpoints=checkpoints,
-        inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), parameters=Parameters(ema_decay=0.5),
+        inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), training=Training(ema_decay=0.5),
         logging=Logging(progress=False, every=1, tracker=tracker), mesh={},
         **{"num_microbatches": MICROBATCHES, **options},
     )  # fmt: skip

@@ -20,11 +20,11 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
-from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Parameters, Precision
+from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Training
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
-from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
@@ -297,28 +297,29 @@ def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     assert rest == {step: whole[step] for step in (4, 5)}
 
 
-class Lines(Meter):
+class Lines(Display):
     """Remembers what a bar would have shown."""
 
     def __init__(self):
+        super().__init__(False)
         self.shown: list[Any] = []
 
     def message(self, text: str) -> None:
         self.shown.append(text)
 
-    def start(self, total: int | None, begin: int) -> None:
-        self.shown.append(("bar", total, begin))
+    def start(self, total: int | None, done: int) -> None:
+        self.shown.append(("bar", total, done))
 
     def advance(self, step: int) -> None:
         self.shown.append(step)
 
 
 def test_a_long_way_through_the_data_is_shown():
-    meter = Lines()
+    display = Lines()
     position = DataPosition(batches=150, epoch=0, in_epoch=150)
-    assert next(Batches(range(1000), position=position, meter=meter)) == 150
-    assert meter.shown[:2] == ["fast-forwarding the data by 150 batches", ("bar", 150, 0)]
-    assert meter.shown[2:] == list(range(1, 151))
+    assert next(Batches(range(1000), position=position, display=display)) == 150
+    assert display.shown[:2] == ["fast-forwarding the data by 150 batches", ("bar", 150, 0)]
+    assert display.shown[2:] == list(range(1, 151))
 
 
 def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Path):
@@ -339,7 +340,7 @@ def test_resuming_a_finished_run_and_an_empty_directory(after_four: Path, tmp_pa
 
 
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
-    options = {"parameters": Parameters(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
+    options = {"training": Training(ema_decay=0.9, loss_scale="dynamic")}
     trainer = make_trainer(checkpoints=tmp_path / "ckpt", **options)
     fit(trainer, steps=2)
     trainer.save()
@@ -368,14 +369,15 @@ def test_copies_of_weights_follow_them(trained: bool, tmp_path: Path, capsys: py
     first = make(program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.1), logging=False)
     fit(first, OTHER, steps=3)
     first.save()
-    expected = make(first.model, parameters=Parameters(ema_decay=0.9), logging=False)
-    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), parameters=Parameters(ema_decay=0.9))
+    expected = make(first.gather_model(), training=Training(ema_decay=0.9), logging=False)
+    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), training=Training(ema_decay=0.9))
     if trained:
         trainer.train_step(OTHER[1])
     trainer.restore(3, only="params/*")
     for leaves in (trainer.state.ema, optax.tree.get(trainer.state.opt_state, "z")):
         tree_allclose(to_ordinary(leaves), to_ordinary(first.state.params), rtol=0, atol=0)
-    assert "copies of parameters take their restored values too: opt_state/" in capsys.readouterr().out
+    says = "copies of parameters take their restored values too: opt_state/" in capsys.readouterr().out
+    assert says == trained, "what does not exist yet is made from the restored weights"
     if not trained:  # else the averages' weights differ
         trainer.train_step(OTHER[0])
         expected.train_step(OTHER[0])
@@ -393,6 +395,7 @@ def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> No
     trainer = PipelineTrainer(
         program.MLP(2, rngs=nnx.Rngs(5)), tx, squared_error, num_stages=1, num_microbatches=2, logging=False
     )
+    trainer.train_step(OTHER[0])
     with pytest.raises(CheckpointMismatchError, match=r"opt_state/first_norm: the optimizer made it of parameters"):
         trainer.restore(tmp_path / "ckpt" / "1", only="params/*")
 
@@ -402,7 +405,7 @@ def test_the_average_begins_at_the_parameters_of_a_checkpoint(tmp_path: Path) ->
     first = make_trainer(checkpoints=tmp_path / "ckpt")
     fit(first, steps=2)
     first.save()
-    trainer = make_trainer(checkpoints=tmp_path / "ckpt", parameters=Parameters(ema_decay=0.9))
+    trainer = make_trainer(checkpoints=tmp_path / "ckpt", training=Training(ema_decay=0.9))
     trainer.train_step(BATCHES[0])
     trainer.restore(2, rename={"ema": "params"}, only=["params/*", "ema/*"])
     tree_allclose(to_ordinary(trainer.state.ema), to_ordinary(first.state.params), rtol=0, atol=0)

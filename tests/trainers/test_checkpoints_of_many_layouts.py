@@ -16,7 +16,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import MeshOptions, Parameters
+from jaxpp_flax.trainers import MeshOptions, Training
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.helpers import tree_allclose
 from tests.trainers.models import Chain
@@ -109,7 +109,7 @@ def test_a_base_model_into_one_with_adapters(tmp_path: Path):
     path = base.save(tmp_path / "base")
     tuned = PipelineTrainer(
         make_model(seed=1, rank=2), optax.adam(1e-2), loss_fn, num_stages=4, num_microbatches=2, logging=False,
-        parameters=Parameters(wrt=nnx.LoRAParam),
+        training=Training(wrt=nnx.LoRAParam),
     )  # fmt: skip
     tuned.compile(BATCH)  # on its ranks, where the base's weights, frozen, are other state than parameters
     adapters = to_ordinary(tuned.state.params)

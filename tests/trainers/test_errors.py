@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState as LinenTrainState
 
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.assignment import AssignmentError
+from jaxpp_flax.planning import AssignmentError
 from jaxpp_flax.schedules import Std1F1B
 from jaxpp_flax.trainers import BatchError, LossError, MeshError, MeshOptions, ModelError, NonFiniteLossError
 from jaxpp_flax.trainers.mesh import build_mesh
@@ -281,46 +281,26 @@ class Poisoned(nnx.Module):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_loss_that_is_not_finite_says_where_it_arose(stages):
-    with pytest.raises(NonFiniteLossError) as error:
-        trainer(Poisoned(1), num_stages=stages).train_step(m.make_batch(8))
-    text = str(error.value)
-    assert text.startswith("the loss of step 1 is nan. In microbatch 0, the first block whose output is not finite is")
-    assert "'block_1'; the first NaN comes from `log` at " in text
-    assert "test_errors.py:" in text
+def test_a_first_loss_that_is_not_finite_names_the_switch_that_finds_it(stages):
+    made = trainer(Poisoned(1), num_stages=stages)
+    with pytest.raises(NonFiniteLossError, match=r"loss of step 1 is nan\. Under `jax.debug_nans\(True\)`") as error:
+        made.train_step(m.make_batch(8))
     check_text(error)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in task fwd_0" if stages == 2 else "nan"):
+        made.train_step(m.make_batch(8)) if stages == 2 else m.mean_loss(Poisoned(1), m.make_batch(2))
 
 
-def test_not_finite_in_loss_parameters_or_batch():
-    def bad_loss(model, batch):
-        return m.mean_loss(model, batch) + jnp.log(batch["mask"] - 1e9).mean()
-
-    with pytest.raises(NonFiniteLossError, match=r"every marked block's output is finite .* after the last mark"):
-        trainer(loss_fn=bad_loss, num_stages=1).train_step(m.make_batch(8))
-    batch = m.make_batch(8)
-    batch["mask"][5, 0] = np.nan
-    with pytest.raises(NonFiniteLossError, match=r"batch\['mask'\] holds a value that is not finite"):
-        trainer(loss_fn=m.weighted_loss, num_stages=1).train_step(batch)
-    model = m.Model(2, rngs=nnx.Rngs(0))
-    model.blocks[1].widen.kernel[...] = model.blocks[1].widen.kernel[...].at[0, 0].set(jnp.nan)
-    with pytest.raises(NonFiniteLossError, match=r"parameter.*blocks.*widen.*kernel.* holds a value"):
-        trainer(model, num_stages=1).train_step(m.make_batch(8))
-
-
-def test_not_finite_in_a_later_microbatch():
-    batch = m.make_batch(8)
-    batch["targets"] = batch["targets"].copy()
-    batch["scale"] = np.array([1, 1, 1, 1, -1, 1, 1, 1], np.float32)
-    loss = lambda model, b: m.mean_loss(model, b) + jnp.sqrt(b["scale"]).mean()  # noqa: E731
-    with pytest.raises(NonFiniteLossError, match=r"In microbatch 2, .* the first NaN comes from `sqrt` at"):
-        trainer(loss_fn=loss, num_stages=1).train_step(batch)
+def test_a_first_loss_that_is_infinite_names_the_switch_for_that():
+    loss = lambda model, batch: m.mean_loss(model, batch) + jnp.inf  # noqa: E731
+    with pytest.raises(NonFiniteLossError, match=r"the loss of step 1 is inf.*jax.debug_infs"):
+        trainer(loss_fn=loss, num_stages=1).train_step(m.make_batch(8))
 
 
 def test_predict_of_a_dict():
     with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', and cannot know"):
         trainer().predict(m.make_batch(8))
-    with pytest.raises(TypeError, match=r"trainer.variables is for Linen models"):
-        _ = trainer().variables
+    with pytest.raises(TypeError, match=r"gather_variables\(\) is for Linen models"):
+        _ = trainer().gather_variables()
 
 
 class ScannedModel(nn.Module):

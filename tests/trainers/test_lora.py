@@ -14,7 +14,7 @@ from flax import nnx
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint import leaves_of, restore
 from jaxpp_flax.layers import add_lora, merge_lora
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -31,7 +31,7 @@ def adapted_model(seed: int = 0) -> m.Model:
 def make_trainer(stages: int = 2, wrt: Any = nnx.LoRAParam, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
         options.pop("model", None) or adapted_model(), optax.adam(0.1), m.mean_loss,
-        num_stages=stages, num_microbatches=2, parameters=Parameters(wrt=wrt), logging=False, **options,
+        num_stages=stages, num_microbatches=2, training=Training(wrt=wrt), logging=False, **options,
     )  # fmt: skip
 
 
@@ -55,8 +55,10 @@ def test_equal_to_plain_jax_with_a_frozen_base(trained: tuple[PipelineTrainer, l
     expected, after = m.plain_training(adapted_model(), tx, m.mean_loss, BATCHES, 2)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     # Adam divides by the root of a gradient's square: rounding of tiny gradients moves a factor by up to 1e-6.
-    tree_allclose(nnx.to_pure_dict(nnx.state(trainer.model)), nnx.to_pure_dict(after[-1]), rtol=1e-5, atol=1e-6)
-    before, now = (values(model, BASE) for model in (adapted_model(), trainer.model))
+    tree_allclose(
+        nnx.to_pure_dict(nnx.state(trainer.gather_model())), nnx.to_pure_dict(after[-1]), rtol=1e-5, atol=1e-6
+    )
+    before, now = (values(model, BASE) for model in (adapted_model(), trainer.gather_model()))
     assert len(before) == 11
     tree_allclose(now, before, rtol=0, atol=0)
 
@@ -140,12 +142,12 @@ def test_factors_are_divided_along_the_axis_of_their_kernel():
 def test_adapters_are_saved_alone_and_loaded_on_another_number_of_stages(trained, tmp_path):
     trainer, _ = trained
     path = trainer.save(tmp_path / "adapters", only="params/*")
-    expected = values(trainer.model, nnx.LoRAParam)
+    expected = values(trainer.gather_model(), nnx.LoRAParam)
     assert set(leaves_of(path)) == {f"params/{'/'.join(map(str, key))}" for key in expected}
     other = make_trainer(stages=1, model=adapted_model(seed=5))
-    assert not all(np.array_equal(x, expected[key]) for key, x in values(other.model, nnx.LoRAParam).items())
+    assert not all(np.array_equal(x, expected[key]) for key, x in values(other.gather_model(), nnx.LoRAParam).items())
     other.restore(path, only="params/*")
-    tree_allclose(values(other.model, nnx.LoRAParam), expected, rtol=0, atol=0)
+    tree_allclose(values(other.gather_model(), nnx.LoRAParam), expected, rtol=0, atol=0)
     first = make_trainer().save(tmp_path / "first", only=["params", "opt_state"])  # before any step
     assert len(leaves_of(first)) == 3 * len(expected) + 1, "the factors, both moments of Adam, and its number of steps"
     model = adapted_model(seed=5)  # and into a plain model
@@ -165,7 +167,7 @@ def test_a_part_of_the_state_is_no_step_of_the_run(trained, tmp_path):
 def test_the_merged_model_computes_what_the_adapted_one_does(trained):
     trainer, _ = trained
     adapted = trainer.predict(BATCHES[0]["tokens"])
-    merged = merge_lora(trainer.model)
+    merged = merge_lora(trainer.gather_model())
     assert nnx.graphdef(merged) == nnx.graphdef(m.Model(2, rngs=nnx.Rngs(0)))
     # Two products in the other order: sums of 8 or 16 terms of size 1.
     np.testing.assert_allclose(merged(BATCHES[0]["tokens"]), adapted, rtol=1e-5, atol=1e-5)

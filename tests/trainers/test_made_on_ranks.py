@@ -15,9 +15,10 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import MeshOptions, ModelError, Parameters
-from jaxpp_flax.trainers.state import holder, initializer
+from jaxpp_flax.trainers import MeshOptions, ModelError, Training
+from jaxpp_flax.trainers.state import leaf_programs
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
 
@@ -38,7 +39,7 @@ class Tied(m.Model):
 
 
 def make(model: Any, **options: Any) -> PipelineTrainer:
-    options = {"num_microbatches": 4, "logging": False, "parameters": Parameters(ema_decay=0.5), **options}
+    options = {"num_microbatches": 4, "logging": False, "training": Training(ema_decay=0.5), **options}
     return PipelineTrainer(model, optax.adam(1e-2), m.mean_loss, **options)
 
 
@@ -63,33 +64,57 @@ LAYOUTS = [
 ]
 
 
+def same(tree: Any, eager: Any) -> None:
+    """The values are those of the eager construction, which XLA rounds in other places."""
+    plain = lambda tree: {path: np.frombuffer(of, np.uint8) for path, of in bits(tree).items()}  # noqa: E731
+    found, wanted = plain(tree), plain(eager)
+    kinds = {path: leaf.dtype for path, leaf in flatten(eager)[0].items()}
+    assert found.keys() == wanted.keys()
+    for (path, value), dtype in zip(found.items(), kinds.values(), strict=True):
+        if dtype == np.float32:
+            right = wanted[path].view(np.float32)
+            scale = abs(right).max(initial=0.0)
+            np.testing.assert_allclose(value.view(np.float32), right, rtol=1e-6, atol=1e-6 * scale, err_msg=path)
+        else:
+            np.testing.assert_array_equal(value, wanted[path], err_msg=path)
+
+
+def test_every_layout_has_the_same_bits():
+    layouts: list[Any] = [layout.values[0] for layout in LAYOUTS]
+    first, *others = (make(lambda rngs: Tied(rngs), **layout) for layout in layouts)
+    batch = m.make_batch(16)
+    for trainer in (first, *others):
+        trainer.compile(batch)
+        assert bits(trainer.state) == bits(first.state)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_nnx_factory_gives_the_bits_of_the_eager_model(layout: dict[str, Any]):
+def test_an_nnx_factory_gives_the_values_of_the_eager_model(layout: dict[str, Any]):
     with nnx.use_eager_sharding(False):
         eager = make(Tied(nnx.Rngs(0)), **layout)
     lazy, batch = make(lambda rngs: Tied(rngs), **layout), m.make_batch(16)
     for trainer in (eager, lazy):
         trainer.compile(batch)
-    assert bits(lazy.state) == bits(eager.state)
+    same(lazy.state, eager.state)
     if lazy.mesh is not None:
         placed = jax.tree.leaves(lazy.state)
         assert all(isinstance(leaf, MpmdArray) for leaf in placed)
         assert [leaf.sharding for leaf in placed] == [leaf.sharding for leaf in jax.tree.leaves(eager.state)]
     losses = [[float(trainer.train_step(batch)["loss"]) for _ in range(2)] for trainer in (lazy, eager)]
-    assert losses[0] == losses[1]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_linen_variables_from_a_function_have_the_bits_of_init(stages: int):
+def test_linen_variables_from_a_function_have_the_values_of_init(stages: int):
     module, batch = m.LinenModel(4, dropout=0.1, batch_norm=True), m.make_batch(16)
     init: Callable[..., Any] = lambda key: module.init(key, batch["tokens"], training=False)  # noqa: E731
     lazy, eager = (make(module, variables=of, num_stages=stages) for of in (init, init(jax.random.key(0))))
-    if stages > 1:
-        assert lazy.evaluate([batch]) == eager.evaluate([batch])
-    assert bits(lazy.state) == bits(eager.state)
-    assert bits(lazy.variables) == bits(eager.variables)
+    np.testing.assert_allclose(lazy.evaluate([batch])["loss"], eager.evaluate([batch])["loss"], rtol=1e-6)
+    same(lazy.state, eager.state)
+    same(lazy.gather_variables(), eager.gather_variables())
     bound = make(module, variables=lambda: init(jax.random.key(3)), num_stages=stages)  # with a key of its own
-    assert bits(bound.variables) == bits(init(jax.random.key(3)))
+    bound.evaluate([batch])
+    same(bound.gather_variables(), init(jax.random.key(3)))
 
 
 # ------------------------------------------------------------------ memory
@@ -126,14 +151,14 @@ class Peak:
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
     """Sampled after each leaf that is made, too."""
-    monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
-    found, take = Peak(), initializer._Run._take
+    found, call = Peak(), leaf_programs._Program.__call__
 
-    def sampled(self: Any, atoms: Any) -> Any:
+    def sampled(self: Any, *operands: Any) -> Any:
+        value = call(self, *operands)
         found.at("while a leaf is made")
-        return take(self, atoms)
+        return value
 
-    monkeypatch.setattr(initializer._Run, "_take", sampled)
+    monkeypatch.setattr(leaf_programs._Program, "__call__", sampled)
     return found
 
 
@@ -177,12 +202,12 @@ def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):
     lazy, eager = deep_trainer(), deep_trainer(Deep(WIDTH, nnx.Rngs(0)))
     for name, trainer in (("lazy", lazy), ("eager", eager)):
         trainer.save(tmp_path / name)
-    for name in ("lazy", "eager"):
+    for name, trainer in (("lazy", lazy), ("eager", eager)):
         read = deep_trainer()
         read.restore(tmp_path / name)
-        assert bits(read.state) == bits(eager.state)
+        assert bits(read.state) == bits(trainer.state)
     eager.compile(DATA)
-    assert bits(eager.state) == bits(lazy.state)
+    same(lazy.state, eager.state)
 
 
 # ------------------------------------------------------------------ models without values, and models too large
@@ -197,7 +222,7 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
         lambda: trainer.train_step(batch),
         lambda: trainer.evaluate([batch]),
         lambda: trainer.save(tmp_path / "other"),
-        lambda: trainer.model,
+        lambda: trainer.gather_model(),
         lambda: trainer.state,
     ]
     for call in calls:
@@ -211,11 +236,10 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
     assert bits(weights.state.params) == bits(deep_trainer().state.params)
 
 
-def test_shapes_and_places_cost_nothing():
+def test_shapes_cost_nothing():
     trainer = deep_trainer()
-    target = trainer._core.held.target()
-    kernel = target.params.layers[LAYERS - 1].kernel.get_value()
-    assert (kernel.shape, kernel.sharding.ranks) == ((WIDTH, WIDTH), (RANKS - 1,))
+    target = trainer._core.held.target(keeps=False)
+    assert target.params.layers[LAYERS - 1].kernel.get_value().shape == (WIDTH, WIDTH)
     assert isinstance(trainer.abstract_model, Deep)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
 
@@ -229,20 +253,21 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(
     trainer = deep_trainer()
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: RANKS * SHARE // 2)
     with pytest.raises(
-        ModelError, match=r"does not fit, even in parts: the share of .* params 8.19 kB, opt_state .*is"
+        ModelError, match=r"does not fit, even in parts: the share of .* \(opt_state 16.4 kB, params 8.19 kB, .*is"
     ):
         trainer.train_step(DATA)
     peak.at("the refusal", extra=-SHARE)
-    with pytest.raises(ModelError, match="does not fit, even in parts: the share of"):
-        trainer.restore(saved)
-    trainer.load_pretrained(saved)  # weights in files are read when the state is placed
-    with pytest.raises(ModelError, match="does not fit, even in parts: the share of"):
-        trainer.train_step(DATA)
+    for source in (trainer.restore, trainer.load_pretrained):
+        source(saved)  # is read when the state is placed
+        with pytest.raises(ModelError, match="does not fit, even in parts: the share of"):
+            trainer.train_step(DATA)
     peak.at("the refusal of a restore", extra=-SHARE)
     trainer = deep_trainer()
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: LAYERS * LEAF - 1)
-    with pytest.raises(ModelError, match=r"trainer\.model copies all weights to one device: 32.8 kB to .*save\(\)"):
-        _ = trainer.model
+    with pytest.raises(
+        ModelError, match=r"trainer\.gather_model copies all weights to one device: 32.8 kB to .*save\(\)"
+    ):
+        _ = trainer.gather_model()
     monkeypatch.undo()
     trainer.train_step(DATA)
-    assert trainer.model(DATA).shape == DATA.shape
+    assert trainer.gather_model()(DATA).shape == DATA.shape

@@ -82,7 +82,11 @@ def make_trainer(kind, schedule, stages, ranks, count, **options):
 
 
 def parameters(kind, trainer):
-    return nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)) if kind == "nnx" else trainer.variables["params"]
+    return (
+        nnx.to_pure_dict(nnx.state(trainer.gather_model(), nnx.Param))
+        if kind == "nnx"
+        else trainer.gather_variables()["params"]
+    )
 
 
 @pytest.mark.parametrize(("kind", "schedule", "stages", "ranks", "count"), CASES)
@@ -152,8 +156,8 @@ def test_evaluate_and_predict_before_between_and_after_training(kind):
 
 def _callable(kind, trainer):
     if kind == "nnx":
-        return trainer.model
-    return lambda tokens: trainer.model(tokens)
+        return trainer.gather_model()
+    return lambda tokens: trainer.gather_model()(tokens)
 
 
 def loss_with_vectors(model, batch):

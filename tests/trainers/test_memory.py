@@ -11,7 +11,7 @@ import pytest
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.pretrained.safetensors_file import Tensor
-from jaxpp_flax.trainers.state import holder, initializer
+from jaxpp_flax.trainers.state import leaf_programs
 from tests.trainers.lives import LAYERS, LIVES, RANKS, data, live, live_bytes, num_bytes
 
 WIDTH = 64
@@ -28,7 +28,7 @@ class Peak:
         for owner, name in (
             (MpmdArray, "__init__"),
             (MpmdArray, "delete"),
-            (initializer._Run, "_take"),
+            (leaf_programs._Program, "__call__"),
             (Tensor, "write"),
         ):
             monkeypatch.setattr(owner, name, self._sampled(getattr(owner, name)))
@@ -49,7 +49,6 @@ class Peak:
 
 @pytest.mark.slow
 def test_no_device_holds_more_than_its_share_in_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
     state = LIVES["new"].trainer(WIDTH)._core.held.memory
     assert num_bytes(state) >= RANKS * (3 * LAYERS * LEAF // RANKS)
     peak, over = Peak(monkeypatch), dict[str, float]()

@@ -16,11 +16,11 @@ from jaxpp_flax.trainers.data.stream import Batches, awaited
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.model.sharding import AxisRules
+from jaxpp_flax.trainers.scheduling import Scheduling
+from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
-from jaxpp_flax.trainers.state.optimizer_state import numbers_of_init
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 
 @pytest.mark.parametrize(("kind", "step"), [("train", 13), ("evaluate", 12)])
@@ -70,9 +70,9 @@ def test_a_launched_run_with_too_few_devices_is_told_what_its_launcher_takes(mon
 
 def test_numbers_that_differ_are_shown_as_such():
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.25, b1=0.5)
-    numbers = numbers_of_init(tx.init, {"w": jnp.zeros((3, 3))})
-    assert numbers[".hyperparams['learning_rate']"] == "0.25"
-    assert numbers[".hyperparams['b1']"] == "0.5"
+    numbers = LeafPrograms.trace(tx.init, {"w": jnp.zeros((3, 3))}).single_numbers()
+    assert numbers["hyperparams/learning_rate"] == "0.25"
+    assert numbers["hyperparams/b1"] == "0.5"
     assert value_text(jnp.zeros(2)) == value_hash(jnp.zeros(2))
     assert value_text(jax.random.key(0)) == value_hash(jax.random.key(0))
     assert value_text(np.float32(0.1)) != value_text(np.nextafter(np.float32(0.1), np.float32(1)))

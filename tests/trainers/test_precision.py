@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import DynamicLossScale, Parameters, Precision
+from jaxpp_flax.trainers import DynamicLossScale, Training
 from tests.helpers import slow, tree_allclose
 
 pytestmark = pytest.mark.full_compilation
@@ -86,10 +86,9 @@ def snapshot(made):
 
 def test_dynamic_scale_skips_on_all_stages_halves_and_grows():
     made = trainer(
-        precision=Precision(loss_scale=DynamicLossScale(initial=64.0, growth_interval=2)),
-        parameters=Parameters(ema_decay=0.5),
+        training=Training(loss_scale=DynamicLossScale(initial=64.0, growth_interval=2), ema_decay=0.5),
     )
-    plain = trainer(stages=1, parameters=Parameters(ema_decay=0.5))
+    plain = trainer(stages=1, training=Training(ema_decay=0.5))
     scales = []
     for seed, poisoned in enumerate([False, True, False, False, False]):
         before = snapshot(made)
@@ -108,9 +107,9 @@ def test_dynamic_scale_skips_on_all_stages_halves_and_grows():
     assert made.state.params["blocks"][1]["linear"]["kernel"].get_value().mpmd_idxs == (1,), "there were two stages"
 
 
-def one_step(precision=None, dtype=None, stages=STAGES, **options):
+def one_step(training=None, dtype=None, stages=STAGES, **options):
     """What SGD with rate 1 takes off the weights: the gradients."""
-    made = trainer(stages, dtype, optax.sgd(1.0), precision=precision, **options)
+    made = trainer(stages, dtype, optax.sgd(1.0), training=training, **options)
     before = jax.tree.map(np.asarray, made.state.params)
     metrics = made.train_step(batch(0))
     return jax.tree.map(lambda a, b: np.asarray(a - np.asarray(b)), before, made.state.params), metrics, made
@@ -118,7 +117,7 @@ def one_step(precision=None, dtype=None, stages=STAGES, **options):
 
 @pytest.mark.slow
 def test_gradients_summed_in_bfloat16_by_choice():
-    (exact, _, _), (rounded, _, made) = one_step(), one_step(Precision(gradient_dtype=jnp.bfloat16))
+    (exact, _, _), (rounded, _, made) = one_step(), one_step(Training(gradient_dtype=jnp.bfloat16))
     compiled = made.compile(batch(0))
     dtypes = {str(r.aval.dtype) for r in compiled._built.loops[0].accumulator_results if r.aval.shape}
     assert dtypes == {"bfloat16"}
@@ -131,8 +130,8 @@ def test_gradients_summed_in_bfloat16_by_choice():
 @pytest.mark.parametrize("stages", [slow(1), STAGES])
 def test_gradients_of_bfloat16_weights_summed_in_float32(stages):
     """Equal to a loop in plain JAX that casts each microbatch's gradients and adds these up."""
-    wide = Precision(gradient_dtype=jnp.float32)
-    made = trainer(stages, jnp.bfloat16, keep_gradients(), precision=wide, param_dtype=jnp.bfloat16)
+    wide = Training(gradient_dtype=jnp.float32)
+    made = trainer(stages, jnp.bfloat16, keep_gradients(), training=wide, param_dtype=jnp.bfloat16)
     graphdef, params, rest = nnx.split(Model(jnp.bfloat16, jnp.bfloat16), nnx.Param, ...)
 
     @jax.jit
@@ -168,7 +167,7 @@ def keep_gradients():
 
 @pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), slow(jnp.float16, 2.0**-11)])
 def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
-    scale = Precision(loss_scale=2.0**8 if dtype == jnp.float16 else None)
+    scale = Training(loss_scale=2.0**8 if dtype == jnp.float16 else None)
     found, metrics, made = one_step(scale, dtype)
     expected, reference, _ = one_step(dtype=dtype, stages=1)
     assert {leaf.dtype for leaf in jax.tree.leaves(made.state.params)} == {jnp.dtype(jnp.float32)}
@@ -187,7 +186,7 @@ def test_a_scale_that_cannot_grow_is_refused(wrong):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_average_of_narrow_weights_is_wide(stages):
     """In bfloat16, a thousandth of a small change is rounded away, and the average stands still."""
-    made = trainer(stages, jnp.bfloat16, optax.sgd(1e-2), jnp.bfloat16, parameters=Parameters(ema_decay=0.999))
+    made = trainer(stages, jnp.bfloat16, optax.sgd(1e-2), jnp.bfloat16, training=Training(ema_decay=0.999))
     wide = lambda params: jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), params)  # noqa: E731
     expected = first = wide(made.state.params)
     for seed in range(3):
@@ -199,4 +198,6 @@ def test_the_average_of_narrow_weights_is_wide(stages):
     tree_allclose(found, expected, rtol=3 * 0.001 * 2.0**-9, atol=1e-7)
     moved = jax.tree.map(lambda a, b, p: np.mean((a != b)[p != b]), found, first, params)
     assert min(jax.tree.leaves(moved)) > 0.9, "where a weight has moved, its average has"
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(made.ema_model, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(made.gather_model(ema=True), nnx.Param))} == {
+        jnp.dtype(jnp.bfloat16)
+    }

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer, pipeline_stage
+from jaxpp_flax.trainers import Memory
 from tests.helpers import slow, slow_but, tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
@@ -54,9 +55,9 @@ def plain():
 # Each of a stage's two blocks does its first product again: nothing in its gradient needs the second one. A block that
 # recomputed the one before it would add that one's two.
 CASES = {
-    "trainer": ({"remat": "full"}, None, 2),
+    "trainer": ({"memory": Memory(remat="full")}, None, 2),
     "blocks": ({}, "full", 2),
-    "policy": ({"remat": jax.checkpoint_policies.dots_saveable}, None, 0),
+    "policy": ({"memory": Memory(remat=jax.checkpoint_policies.dots_saveable)}, None, 0),
 }
 
 
@@ -103,7 +104,7 @@ def plain_linen():
 def test_linen_equals_plain_and_a_block_recomputes_itself_alone(way):
     policies = {"trainer": "full", "policy": jax.checkpoint_policies.dots_saveable}
     losses, state, products, kept = plain_linen()
-    found = train_linen(way, remat=policies.get(way))
+    found = train_linen(way, memory=Memory(remat=policies.get(way)))
     np.testing.assert_allclose(found[0], losses, rtol=1e-6)  # as above
     tree_allclose(found[1], state)
     assert (products["fwd_0"], products["bwd_0"]) == (4, 8)
@@ -139,9 +140,7 @@ def test_what_is_no_remat_is_refused():
         "PipelineStage": lambda: PipelineStage(block, remat=True),
         "linen.PipelineStage": lambda: linen_pipeline.PipelineStage(m.LinenBlock(), remat=True),
         "pipeline_stage": lambda: pipeline_stage(remat=True),
-        "PipelineTrainer": lambda: PipelineTrainer(
-            Model(), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=1, remat=True
-        ),
+        "Memory": lambda: Memory(remat=True),
     }.items():
         with pytest.raises(TypeError, match=rf"^{where} got remat=True\. Use None .*, 'full'"):
             make()

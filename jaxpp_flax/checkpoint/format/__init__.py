@@ -1,1 +1,1 @@
-"""The format of a tree of `MpmdArray`s as an ordinary Orbax checkpoint: leaves, paths, digests."""
+"""The format of a tree of `MpmdArray`s as an ordinary Orbax checkpoint: leaves, paths, files."""

@@ -1,4 +1,8 @@
-"""Check that the bytes on disk have not changed since the save: Orbax's format does not notice a changed byte."""
+"""Check before a restore that no file of a checkpoint is missing or cut off, by a list of their sizes.
+
+Orbax's format has checksums for its own index, not for the values of arrays. So a file that is missing or cut off is
+found here, damage to the index when Orbax reads it, and a changed value in an array is not found.
+"""
 
 from __future__ import annotations
 
@@ -11,85 +15,67 @@ from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import process_group
 
-DIGESTS = "file_digests.json"
-"""A file beside Orbax's files, with the size and CRC-32 of each. Without it, a checkpoint is read unchecked."""
-
-_BLOCK = 1 << 22
+FILE_SIZES = "file_sizes.json"
+"""A file beside Orbax's files, with the size of each. Without it, a checkpoint is read unchecked."""
 
 
-def write_digests(directory: Path) -> None:
-    """Write the size and CRC-32 of every file below `directory`."""
-    digests = {name: [path.stat().st_size, _crc(path)] for name, path in _files(directory).items()}
-    unfinished = directory / f".{DIGESTS}.{os.getpid()}"
+def write_sizes(directory: Path) -> None:
+    """Write the size of every file below `directory`."""
+    unfinished = directory / f".{FILE_SIZES}.{os.getpid()}"
     with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(digests, file, indent=0, sort_keys=True)
+        json.dump(_sizes(directory), file, indent=0, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(directory / DIGESTS)
+    unfinished.replace(directory / FILE_SIZES)
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> str:
-    """Describe a checkpoint, by its digests if it has any. Copies of one checkpoint have the same description.
+    """Describe a checkpoint, by its list of files if it has one. Copies of one checkpoint have the same description.
+
+    Two checkpoints have different lists, since Orbax draws the names of files at random.
 
     Example:
       >>> describe_checkpoint("/shared/run/40")
       'the checkpoint /shared/run/40'
     """
-    record = Path(path).expanduser() / DIGESTS
+    record = Path(path).expanduser() / FILE_SIZES
     if not record.is_file():
         return f"the checkpoint {path}"
-    return f"the checkpoint {Path(path).name}, whose {DIGESTS} has the CRC-32 {_crc(record):08x}"
+    return f"the checkpoint {Path(path).name}, whose {FILE_SIZES} has the CRC-32 {zlib.crc32(record.read_bytes()):08x}"
 
 
 def check_files(directory: Path) -> None:
-    """Compare the files with their digests. A checkpoint without digests, as stock Orbax writes it, is not checked.
+    """Compare the files with the list. A checkpoint without a list, as stock Orbax writes it, is not checked.
 
-    Several processes divide the files among themselves, and each process gets all faults.
+    Each process gets the faults that any process sees.
     """
-    record = directory / DIGESTS
+    record = directory / FILE_SIZES
     if not record.is_file():
         return
     try:
-        digests = json.loads(record.read_text(encoding="utf-8"))
-        wanted = {str(name): (int(size), int(crc)) for name, (size, crc) in digests.items()}
+        wanted = {str(name): int(size) for name, size in json.loads(record.read_text(encoding="utf-8")).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"checkpoint {directory}: {DIGESTS} is damaged ({error}). Restore another one, or delete that file to read "
-            "this one unchecked."
+            f"checkpoint {directory}: {FILE_SIZES} is damaged ({error}). Restore another one, or delete that file to "
+            "read this one unchecked."
         ) from error
-    found = _files(directory)
-    faults: list[str] = []
-    group = process_group()
-    # The largest file comes first, so that each process reads about as many bytes.
-    ordered = sorted(wanted.items(), key=lambda item: (-item[1][0], item[0]))
-    for name, (size, crc) in ordered[group.process_index :: group.process_count]:
-        path = found.get(name)
-        if path is None:
-            faults.append(f"{name}: missing")
-        elif path.stat().st_size != size:
-            faults.append(f"{name}: {path.stat().st_size} bytes, {size} were written")
-        elif _crc(path) != crc:
-            faults.append(f"{name}: other bytes than were written")
-    everyones = exchange_values(group, "the comparison of files with their digests", faults)
-    faults = sorted(fault for found in everyones for fault in found)
-    if faults:
+    found = _sizes(directory)
+    faults = [
+        f"{name}: missing" if name not in found else f"{name}: {found[name]} bytes, {size} were written"
+        for name, size in wanted.items()
+        if found.get(name) != size
+    ]
+    everyones = exchange_values(process_group(), "the comparison of a checkpoint's files with their sizes", faults)
+    if faults := sorted({fault for of_process in everyones for fault in of_process}):
         raise CorruptCheckpointError(
             "\n  ".join([f"checkpoint {directory} is damaged; restore another one (an earlier step). Files:", *faults])
         )
 
 
-def _files(directory: Path) -> dict[str, Path]:
-    """Return the files that Orbax does not write again after the checkpoint is complete, by name."""
+def _sizes(directory: Path) -> dict[str, int]:
+    """Return the sizes of the files that Orbax does not write again after the checkpoint is complete, by name."""
     return {
-        path.relative_to(directory).as_posix(): path
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and DIGESTS not in path.name and path.name != "_CHECKPOINT_METADATA"
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in directory.rglob("*")
+        if path.is_file() and FILE_SIZES not in path.name and path.name != "_CHECKPOINT_METADATA"
     }
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return crc

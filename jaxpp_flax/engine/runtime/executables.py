@@ -60,6 +60,8 @@ def compile_program(
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
     argument_avals: Sequence[Any],
+    *,
+    alone: bool = False,
 ) -> Executables:
     """Compile the tasks of this process's ranks in program order, finding shardings on the way.
 
@@ -70,11 +72,12 @@ def compile_program(
       compiler: shared by all programs of one step function, so that identical tasks compile once.
       argument_specs, argument_avals: for each argument of the program.
       result_specs: for each result; `None` keeps the spec that XLA chose.
+      alone: take no part of the other processes; this one compiles every task.
 
     Raises:
       ProgramMismatchError: if the processes have other programs or settings, and the errors of `compare_programs`.
     """
-    distributed = compare_programs(compiler.mesh, program, argument_specs, result_specs)
+    distributed = None if alone else compare_programs(compiler.mesh, program, argument_specs, result_specs)
     with context_mesh(None):  # no mesh around the call may change what is compiled
         walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, distributed)
         for number, instruction in enumerate(program.instructions):

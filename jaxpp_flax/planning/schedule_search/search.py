@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.planning.limits import limits_of
+from jaxpp_flax.planning.loads import limits_of
 from jaxpp_flax.planning.schedule_search.greedy import construct, rules
 from jaxpp_flax.planning.schedule_search.local import improve
 from jaxpp_flax.planning.schedule_search.problem import (

@@ -24,12 +24,13 @@ _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def _parse(cell: str, where: str) -> Iterator[Task]:
+def parse_cell(cell: str, where: str) -> Iterator[Task]:
+    """Yield the tasks of a cell, such as ``1F0``; ``where`` it stands is for messages."""
     cell = cell.strip()
     overlapped = _OVERLAPPED.fullmatch(cell)
     if overlapped:
         for part in overlapped[1].split(";"):
-            yield from _parse(part, where)
+            yield from parse_cell(part, where)
         return
     if not cell:
         return
@@ -63,7 +64,7 @@ def read_csv(path: str | os.PathLike[str]) -> CustomSchedule:
                     [
                         task
                         for column, cell in enumerate(cells)
-                        for task in _parse(cell, f"{os.fspath(path)}, row {row + 1}, column {column + 1}")
+                        for task in parse_cell(cell, f"{os.fspath(path)}, row {row + 1}, column {column + 1}")
                     ]
                 )
     return CustomSchedule(lists)

@@ -1,6 +1,6 @@
 """Callbacks: small classes with hooks that `fit` calls during training."""
 
-from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord, has_failed
 from jaxpp_flax.trainers.callbacks.profiling import Profile
 from jaxpp_flax.trainers.callbacks.reporting import OnMetrics, PrintLoss
 from jaxpp_flax.trainers.callbacks.samples import SamplePredictions
@@ -13,6 +13,8 @@ __all__ = [
     "PrintLoss",
     "Profile",
     "SamplePredictions",
+    "StepRecord",
     "StopOnFile",
     "TimeLimit",
+    "has_failed",
 ]

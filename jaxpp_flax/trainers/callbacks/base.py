@@ -1,18 +1,56 @@
-"""A callback: a small class with hooks that `fit` calls during training. Its state goes into checkpoints."""
+"""The one protocol of a loop: a callback hears of its start, its steps and its end. Its state goes into checkpoints.
+
+`fit` and `training_steps` call these, in the order of their list:
+
+1. `on_fit_start`, before the first step;
+2. after each step `on_step`; `on_metrics` and `on_evaluate`, once there are such values;
+3. `on_last_step`, once no step follows, whatever the reason;
+4. `on_fit_end`: here the last callback comes first.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_flax.counts import is_whole
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
+from jaxpp_flax.trainers.data.batch import count_units
 
-__all__ = ["Callback", "CallbackStates", "end_callbacks", "named"]
+__all__ = ["Callback", "CallbackStates", "StepRecord", "end_callbacks", "has_failed", "named", "overrides"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that was dispatched.
+
+    Args:
+      step: the number of the step, from 1.
+      metrics: values that may not be ready yet, at least `loss`.
+      batch: the batch of the step: the whole batch, or this process's rows.
+      global_batch_size: the number of examples in the whole batch, if `batch` has only this process's rows.
+    """
+
+    step: int
+    metrics: Mapping[str, Any]
+    batch: Any
+    global_batch_size: int | None = None
+
+    def count_units(self) -> tuple[int, str]:
+        """Return the number of tokens or examples in the whole batch, and the word "tokens" or "examples".
+
+        Example:
+          >>> import numpy as np
+          >>> StepRecord(1, {"loss": 0.5}, np.zeros((4, 8))).count_units()
+          (4, 'examples')
+        """
+        return count_units(self.batch, self.global_batch_size)
 
 
 class Callback:
-    """Hooks into `fit`; override the hooks you need.
+    """Hooks into a loop; override the hooks you need.
 
     Args:
       every: steps between two calls of the hooks of a step (`on_step`, `on_metrics`).
@@ -53,12 +91,12 @@ class Callback:
         """Restore a state from `get_state`, or begin again with None. `fit` calls this before `on_fit_start`."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called before the first step; `trainer.stop` here ends `fit` without a step."""
+        """Called before the first step, which is compiled; `trainer.stop` here ends the loop without a step."""
 
-    def on_step(self, trainer: Any, step: int) -> None:
-        """Called once `step` was dispatched, and the metrics of the step before are logged.
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
+        """Called once a step was dispatched, and the metrics of the step before are logged.
 
-        `trainer.state` is the state after `step`; nothing has waited for it.
+        `trainer.state` is the state after `record.step`; nothing has waited for it.
         """
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
@@ -70,46 +108,92 @@ class Callback:
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Called after an evaluation at `step`."""
 
-    def on_fit_end(self, trainer: Any) -> None:
-        """Called after the last step, and after an error or interruption too; the last callback comes first.
+    def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
+        """Called after the last step: here the trainer logs the last row, evaluates, and saves.
 
-        An error here ends `fit` if there was none before; otherwise it becomes a note of the first error.
+        Args:
+          error: what ends the loop: an exception, Ctrl-C, the exit after SIGTERM, a `break` (`GeneratorExit`). None at
+            the end of the data, or if `trainer.stop` was called.
+        """
+
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+        """Called at the end, if `on_fit_start` was; the last callback comes first.
+
+        An error here, or in `on_last_step`, ends the loop if there was none before; otherwise it becomes a note of the
+        first error.
         """
 
 
+def has_failed(error: BaseException | None) -> bool:
+    """Return True if a loop that ends so has failed: not by a `break`, `sys.exit()`, or the exit after SIGTERM.
+
+    Example:
+      >>> has_failed(ValueError()), has_failed(SystemExit(1)), has_failed(SystemExit(0)), has_failed(None)
+      (True, True, False, False)
+    """
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0, PREEMPTED_STATUS)
+    return error is not None and not isinstance(error, GeneratorExit)
+
+
 def end_callbacks(callbacks: Sequence[Callback], trainer: Any, error: BaseException | None = None) -> None:
-    """Call `on_fit_end` of each callback, the last one first; an error keeps no other callback from its end.
+    """Call `on_last_step` of each callback, then `on_fit_end`; an error keeps no other callback from its end.
+
+    Call it outside of any handler: Orbax takes an error that is being handled for one of the save that it makes.
 
     Args:
-      error: the error that ends the run and is being handled. The errors of callbacks become its notes.
+      error: the error that ends the loop. The errors of callbacks become its notes.
 
     Raises:
-      Exception: the first error of a callback, if there was none before.
+      BaseException: `error`, or the first error of a callback if there was none before.
 
     Example:
       >>> class Fails(Callback):
-      ...     def on_fit_end(self, trainer):
+      ...     def on_fit_end(self, trainer, error):
       ...         raise OSError("no space left")
       >>> first = ValueError("a bad batch")
-      >>> end_callbacks([Fails()], None, first)
-      >>> first.__notes__
+      >>> try:
+      ...     end_callbacks([Fails()], None, first)
+      ... except ValueError as error:
+      ...     print(error.__notes__)
       ["Fails.on_fit_end failed as well: OSError('no space left')"]
     """
-    for index, callback in reversed(list(enumerate(callbacks))):
-        try:
-            callback.on_fit_end(trainer)
-        except BaseException as failed:
-            if error is None or not isinstance(failed, Exception):
-                # The others end inside this handler: `FailureCheck` tells them there that the run has failed.
-                end_callbacks(callbacks[:index], trainer, failed)
-                raise
-            error.add_note(f"{type(callback).__name__}.on_fit_end failed as well: {failed!r}")
+    calls = [(callback, "on_last_step") for callback in callbacks]
+    for callback, hook in [*calls, *((callback, "on_fit_end") for callback in reversed(callbacks))]:
+        failed = _failure(getattr(callback, hook), trainer, error)
+        if failed is None:
+            continue
+        if error is not None and isinstance(failed, Exception):
+            error.add_note(f"{type(callback).__name__}.{hook} failed as well: {failed!r}")
+        else:
+            failed.__context__ = failed.__context__ or error
+            error = failed
+    try:
+        if error is not None:
+            raise error
+    finally:
+        error = failed = None  # else the error would hold itself, by its traceback and this frame
+
+
+def _failure(call: Callable[..., None], trainer: Any, error: BaseException | None) -> BaseException | None:
+    """Return the error of a call, if any."""
+    try:
+        call(trainer, error)
+    except BaseException as failed:
+        return failed
+    return None
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Return True if a callback's class defines this hook itself."""
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return the callbacks that may have a state by the names of their states, in whatever order they are passed.
 
     Raises:
+      TypeError: for what is no callback.
       ValueError: if two of them have the same name; a checkpoint could not tell their states apart.
 
     Example:
@@ -119,7 +203,12 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """
     found: dict[str, Callback] = {}
     for callback in callbacks:
-        if type(callback).get_state is Callback.get_state:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
+                "function: OnMetrics(function, every=10)."
+            )
+        if not overrides(callback, "get_state"):
             continue
         name = callback.state_name()
         if name in found:
@@ -132,7 +221,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 class CallbackStates:
-    """The states of the callbacks of the last `fit`, by the names of these callbacks.
+    """The states of the callbacks of the last loop, by the names of these callbacks.
 
     Example:
       >>> from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping

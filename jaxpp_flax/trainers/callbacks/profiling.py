@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.trainers.callbacks.base import Callback
-from jaxpp_flax.trainers.ending.failure import FailureCheck
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord, has_failed
 
 __all__ = ["Profile"]
 
@@ -54,13 +53,15 @@ class Profile(Callback):
         self._directory, self._python = Path(directory), python
         self._before = 0  # the step before the first one of `fit`
         self._runs = False
-        self._failure = FailureCheck()
 
     def on_fit_start(self, trainer: Any) -> None:
-        self._before, self._failure = trainer.step, FailureCheck()
-        self.on_step(trainer, trainer.step)
+        self._before = trainer.step
+        self._look(trainer, trainer.step)
 
-    def on_step(self, trainer: Any, step: int) -> None:
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
+        self._look(trainer, record.step)
+
+    def _look(self, trainer: Any, step: int) -> None:
         done = step - self._before
         if self._runs and done == self._start + self._steps - 1:
             self._end(trainer, step)
@@ -68,10 +69,10 @@ class Profile(Callback):
             jax.block_until_ready(jax.tree.leaves(trainer.state))  # earlier steps are not part of the profile
             self._begin()
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
         if self._runs:
             # After an error the state may be deleted, or never become ready.
-            self._end(trainer, trainer.step, waits=not self._failure.has_failed())
+            self._end(trainer, trainer.step, waits=not has_failed(error))
         elif trainer.step - self._before < self._start:
             trainer.message(
                 f"no profile: Profile(start={self._start}), and fit ended after {trainer.step - self._before} steps"

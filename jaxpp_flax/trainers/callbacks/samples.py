@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 
 __all__ = ["SamplePredictions"]
 
@@ -51,9 +51,9 @@ class SamplePredictions(Callback):
         super().__init__(every=every)
         self._inputs, self._function, self._name = inputs, function, name
 
-    def on_step(self, trainer: Any, step: int) -> None:
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
         made = trainer.predict(self._inputs) if self._function is None else self._function(trainer, self._inputs)
-        trainer.tracker.log(dict(_by_name(self._name, made)), step=step)
+        trainer.tracker.log(dict(_by_name(self._name, made)), step=record.step)
 
 
 def _by_name(name: str, made: Any) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 
 __all__ = ["EarlyStopping", "StopOnFile", "TimeLimit"]
 
@@ -95,7 +95,7 @@ class TimeLimit(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self._start = time.monotonic()
 
-    def on_step(self, trainer: Any, step: int) -> None:
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
         if time.monotonic() - self._start > self._seconds:
             trainer.stop(f"the time limit of {self._seconds:g} seconds")
 
@@ -119,6 +119,6 @@ class StopOnFile(Callback):
         if self._path.exists():
             raise FileExistsError(f"StopOnFile: {self._path} exists before the first step. Delete it to train.")
 
-    def on_step(self, trainer: Any, step: int) -> None:
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self._path.exists():
             trainer.stop(f"the file {self._path} exists")

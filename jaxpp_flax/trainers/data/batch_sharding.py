@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from jaxpp_flax.trainers.data.batch import (
     split_for_inference,
 )
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 
 InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
 
@@ -157,7 +156,14 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
 
 
-def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: BatchComparison) -> Any:
+class RowComparison(Protocol):
+    """Compares rows with the processes that read the same ones, before a step or after some."""
+
+    def before_these(self, leaves: Mapping[str, Any]) -> None:
+        """Take the leaves that this process has, by names that are equal for equal rows alone."""
+
+
+def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: RowComparison) -> Any:
     """Return `own_rows`, after a comparison with the processes that read the same rows."""
     taken = own_rows(compiled, batch, microbatches)
     comparison.before_these(_named_rows(compiled, batch, microbatches))
@@ -208,47 +214,13 @@ class ProcessInputs:
         self._sharding, self._compile, self._compile_inference = sharding, compile, compile_inference
 
     def leaves_read(self, batch: Any) -> Any:
-        """Return, for each leaf of a batch of these shapes, True if this process reads the leaf in training.
-
-        For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. The
-        first stage reads inputs and the last stage reads targets, so each of the two loads half; all others load
-        nothing.
-        """
+        """As `PipelineTrainer.leaves_read`."""
         read = getattr(self._compile(batch), "read_here", None)
         # A step without a mesh has no `read_here`.
         return jax.tree.map(lambda _: True, batch) if read is None else read[0][1]
 
     def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
-        """Return the examples of a batch that this process reads: the rows to load of each leaf.
-
-        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, the process passes only these
-        rows, in this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
-        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes may also divide a dataset
-        by other means (such as grain's `ShardOptions`) and pass any examples in these places: each process adds its own
-        examples to every microbatch.
-
-        Args:
-          batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
-          call: the use of the batch. "evaluate" has the rows of "train" if the batch can be cut into `num_microbatches`
-            parts, except for leaves that only one of the two losses reads.
-
-        Returns:
-          A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
-          leaf that this process does not read. `...` for a scalar, which has no rows: pass the scalar itself.
-
-        Raises:
-          ValueError, TypeError: as `compile`; and for an unknown `call`.
-
-        Example:
-          >>> import jax, optax, numpy as np
-          >>> from flax import nnx
-          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
-          >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
-          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
-          ...                           num_stages=2, num_microbatches=2, logging=False)
-          >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
-          array([0, 1, 2, 3, 4, 5])
-        """
+        """As `PipelineTrainer.rows_read`."""
         if call not in ("train", "evaluate", "predict"):
             raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
         if call == "train":

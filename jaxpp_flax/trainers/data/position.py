@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import DataPositionError
-from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.progress import Display
 
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
@@ -106,7 +106,7 @@ class Drawn:
         self.examples = None if size is None or self.examples is None else self.examples + size
 
 
-def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, drawn: Drawn) -> None:
+def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, display: Display, drawn: Drawn) -> None:
     """Move an iterator to `position`, and update `drawn`, the batches that it has given in this pass.
 
     If batches are arrays, their examples are counted, so that the batch size may change between runs. `how` is the
@@ -134,13 +134,13 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
     count = position.in_epoch - drawn.batches
     bar = count >= _WORTH_A_BAR
     if bar:
-        meter.message(f"fast-forwarding the data by {count} batches")
-        meter.start(count, 0)
+        display.message(f"fast-forwarding the data by {count} batches")
+        display.start(count, 0)
     try:
-        _drop(iterator, position, drawn, meter.advance if bar else None)
+        _drop(iterator, position, drawn, display.advance if bar else None)
     finally:
         if bar:
-            meter.stop()
+            display.stop()
 
 
 def _left(position: DataPosition, drawn: Drawn) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from jaxpp_flax.counts import check_count
@@ -17,8 +17,7 @@ from jaxpp_flax.trainers.data.position import (
     state_of,
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
-from jaxpp_flax.trainers.loop.progress import Meter
-from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.progress import Display
 
 
 class Batches(Iterator[Any]):
@@ -32,7 +31,7 @@ class Batches(Iterator[Any]):
       steps: counts without the batches before `position`.
       epochs: counts with the passes before `position`.
       resume_data: how to reach the position if `data` has no `set_state`.
-      meter: shows the progress towards the position.
+      display: shows the progress towards the position.
       drawn: from `drawn_from`, if `data` is an iterator that has been used before.
       remainder: the rule for batches of another size than the first one; None: batches are not changed.
 
@@ -56,7 +55,7 @@ class Batches(Iterator[Any]):
         epochs: int | None = None,
         position: DataPosition | None = None,
         resume_data: ResumeData = "fast_forward",
-        meter: Meter | None = None,
+        display: Display | None = None,
         drawn: Drawn | None = None,
         remainder: RemainderRule | None = None,
     ) -> None:
@@ -68,7 +67,7 @@ class Batches(Iterator[Any]):
         start = None if resume_data == "restart" else position
         self._data, self._iterator, self._steps = data, first, steps
         self._epochs = epochs if epochs is not None or steps is not None else 1
-        self._start, self._meter = start, meter or Meter()
+        self._start, self._display = start, display or Display(False)
         self._how: ResumeData = resume_data
         self._remainder = remainder
         self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
@@ -123,10 +122,10 @@ class Batches(Iterator[Any]):
     def _generate(self) -> Iterator[Any]:
         once = self._iterator is self._data
         if self._epochs is not None and self._epoch >= self._epochs:
-            self._meter.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
+            self._display.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
             return
         if self._start is not None:
-            seek(self._iterator, self._start, self._how, self._meter, self._drawn)
+            seek(self._iterator, self._start, self._how, self._display, self._drawn)
         while True:
             for drawn in self._iterator:
                 self._drawn.add(drawn)
@@ -204,10 +203,10 @@ def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
 
 
 class DataTracking:
-    """Tracks the position in the data that belongs to the step in memory, for checkpoints; `held` counts the steps."""
+    """Tracks the position in the data that belongs to the step in memory, `step()`, for checkpoints."""
 
-    def __init__(self, held: StateHolder) -> None:
-        self._held = held
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._step = step
         self._source: Batches | None = None
         self._last_source: Batches | None = None  # the source of the last loop; a restore does not change it
         self._source_begin = 0
@@ -216,7 +215,7 @@ class DataTracking:
     def enter(self, source: Batches) -> Batches:
         """Note that batches come from `source` from now on."""
         self._source = self._last_source = source
-        self._source_begin = self._held.step
+        self._source_begin = self._step()
         return source
 
     def leave(self, source: Batches) -> None:
@@ -232,12 +231,12 @@ class DataTracking:
     def restored(self, position: DataPosition | None) -> None:
         """Note that the step in memory comes from a checkpoint with this position in the data."""
         self._source = None
-        self._position = None if position is None else (self._held.step, position)
+        self._position = None if position is None else (self._step(), position)
 
     def position(self) -> DataPosition | None:
         """Return the position in the data after the step in memory, if known."""
         if self._source is not None:
             # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
-            return self._source.position_after(self._held.step - self._source_begin)
+            return self._source.position_after(self._step() - self._source_begin)
         at_step, position = self._position or (None, None)
-        return position if at_step == self._held.step else None
+        return position if at_step == self._step() else None

@@ -24,11 +24,11 @@ from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
+from jaxpp_flax.trainers.scheduling import Scheduling
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 __all__ = ["Generator"]
 
@@ -68,38 +68,7 @@ class Generator:
         cache_length: int | None = None,
         cache_dtype: DTypeLike | None = None,
     ) -> list[np.ndarray]:
-        """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
-
-        The model is brought into decoding form by Flax's convention. NNX: modules with an attribute `decode` get True,
-        and modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
-        `nnx.Cache` variables. Linen: with `decode=True`, the module makes its collection `cache`. The model computes
-        logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
-        `docs/guides/generation.md`.
-
-        Args:
-          prompts: lists of tokens, of any lengths; or an integer array (batch, length).
-          max_new_tokens: the most tokens to add to each prompt.
-          lengths: for an array that is padded on the right: the length of each prompt.
-          temperature: 0 takes the most likely token; otherwise logits are divided by this number, and sampled.
-          top_k: sample among the k most likely tokens.
-          top_p: sample among the most likely tokens that together have this probability.
-          eos_token_id: the token, or tokens, that end a sequence.
-          seed: of the samples. A sample depends on the seed, the number of the prompt and the position alone: not on
-            stages, groups or processes.
-          prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
-          groups: of sequences that are under way at once. Default: the number of stages, so that all of them work.
-          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
-            equal numbers of prompts and equal `cache_length` share their compiled steps.
-          cache_dtype: of the cache. Default: the dtype of each module's computation.
-
-        Returns:
-          One array for each prompt, in order: the new tokens alone, int32, of shape (n,) with n from 1 to
-          `max_new_tokens`. There is no padding: a sequence ends with its end token, which is included, or is full.
-
-        Raises:
-          ModelError: if the model has no cache, does not use it, or does not take such lengths.
-          ValueError, TypeError: for a prompt or an option that does not fit; nothing has run then.
-        """
+        """As `PipelineTrainer.generate`."""
         sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, end_tokens=read_end_tokens(eos_token_id)
         )  # fmt: skip

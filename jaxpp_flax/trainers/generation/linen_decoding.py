@@ -14,7 +14,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.model.calling import inference_arguments
 from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
-from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.model.linen_model import STREAMS, LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
 
 __all__ = ["decode_linen"]
@@ -46,7 +46,7 @@ def decode_linen(adapter: LinenModel, *, batch_size: int, length: int, dtype: An
         )
 
     def make_cache() -> Any:
-        keys = {stream: jax.random.key(0) for stream in ("params", *adapter.rng_names)}
+        keys = {stream: jax.random.key(0) for stream in STREAMS}
         made = module.init(keys, jnp.zeros((batch_size, length), jnp.int32), **arguments)
         return unboxed(core.unfreeze(made.get("cache", {})))  # type: ignore[union-attr]
 

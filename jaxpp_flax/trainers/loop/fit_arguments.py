@@ -37,15 +37,10 @@ class FitArguments:
     resume_data: ResumeData
 
     def __post_init__(self) -> None:
+        named(self.callbacks)
         for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(
-                    f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
-                    "function: OnMetrics(function, every=10)."
-                )
             if self.eval_data is None and isinstance(callback, EarlyStopping):
                 raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
-        named(self.callbacks)
         check_resume(self.resume)
         for name in ("steps", "epochs", "global_batch_size", "eval_every", "eval_global_batch_size"):
             if (value := getattr(self, name)) is not None:

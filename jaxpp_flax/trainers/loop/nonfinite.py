@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
-from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.progress import Display
 
 __all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "nonfinite_leaf"]
 
@@ -30,7 +30,15 @@ _MAX_SKIPPED = 100
 
 _ADVICE = (
     "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
-    'latest checkpoint; Precision(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
+    'latest checkpoint; Training(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
+)
+
+
+_FIRST = (
+    "the loss of step 1 is {loss}. Under `{switch}(True)`, a pipeline names the task and stage that makes the first "
+    "such value, and the loss function alone, on one microbatch, the operation. Check the data and the initial "
+    "parameters, and operations such as log, division and square root of zero; a lower learning rate does not change "
+    "the first loss."
 )
 
 
@@ -49,13 +57,16 @@ class StepsUnderWay:
         self.skipped = self._in_a_row = 0
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note a step that was dispatched, and wait for the step two before.
+        """Note a step that was dispatched, and wait for the step two before; and for step 1, which may be in vain.
 
         Raises:
           NonFiniteLossError: if the loss of a finished step is not finite, and this stops the run.
         """
         kept = {name: metrics[name] for name in ("loss", "skipped_step") if name in metrics}
         self._metrics.append((step, kept))
+        if step == 1 and self._how != "ignore" and not math.isfinite(loss := float(metrics["loss"])):
+            switch = "jax.debug_nans" if math.isnan(loss) else "jax.debug_infs"
+            raise NonFiniteLossError(_FIRST.format(loss=loss, switch=switch))
         while len(self._metrics) > _MAX_AHEAD:
             self._look(*self._metrics.popleft())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,9 +21,6 @@ from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.data.batch import describe_batch, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.state.initializer import Initializer
-from jaxpp_flax.trainers.state.optimizer_state import hash_of_init, numbers_of_init
-from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = [
     "BatchComparison",
@@ -52,29 +49,13 @@ _SAMPLED = 1 << 16
 _MOST_BETWEEN = 64
 
 
-def compare_initial_states(
-    mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any], initializer: Initializer | None = None
-) -> None:
-    """Before the first step, make sure that every process has made the same parameters and other state.
-
-    The optimizer's state, which `init` makes, may have only shapes; so may the model, which `initializer` makes. Then
-    the programs that make them are compared.
+def compare_initial_states(hashes: Mapping[str, str | None]) -> None:
+    """Before values are placed, make sure that every process has the same sources of them: arrays and programs.
 
     Raises:
       ValuesMismatchError: the message names the first leaf that differs, and the processes.
     """
-    if mesh.jax_mesh.is_multi_process:
-        leaves = {jax.tree_util.keystr(path): value_text(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
-        given = state.params if initializer is None else shapes
-        begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, given).items()}
-        hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
-        if initializer is not None:
-            made = "the program of the model's factory (its shapes, seeds and constants)"
-            hashes[made] = value_hash(np.frombuffer("\n".join(initializer.lines()).encode(), np.uint8))
-        begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
-        hashes[begins] = hash_of_init(init, state.params)
-        compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)
+    compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)
 
 
 def compare_weights(mesh: MpmdMesh | None, weights: Mapping[str, Any]) -> None:

@@ -1,187 +1,181 @@
-"""The training loop: `training_steps` gives each step to a loop of the user, and `fit` is a loop with hooks."""
+"""The loop: draw a batch, take a step, call the callbacks, end. `fit` is this loop with callbacks of the trainer.
+
+The trainer's own callbacks and the user's stand in one list, `_in_order`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
+from jaxpp_flax.checkpoint.shared_directory import check_shared
+from jaxpp_flax.processes.comparison import compare_lines
 from jaxpp_flax.processes.group import ProcessGroup, process_group
-from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates, end_callbacks
+from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates, StepRecord, end_callbacks, named, overrides
+from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
+from jaxpp_flax.trainers.callbacks.interruption import Interruption
+from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
+from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS, Preemption
+from jaxpp_flax.trainers.callbacks.save import Save
+from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
-from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
+from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
 from jaxpp_flax.trainers.data.stream import Batches, DataTracking
-from jaxpp_flax.trainers.ending.interruption import Interruption
-from jaxpp_flax.trainers.ending.preemption import Preemption
-from jaxpp_flax.trainers.ending.stopping import Ending
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
-from jaxpp_flax.trainers.loop.hooks import (
-    Evaluate,
-    LogMetrics,
-    LoopHook,
-    StepHook,
-    StepRecord,
-    TrainerProtocol,
-    check_hooks,
-    leave_hooks,
-    run_steps,
-)
-from jaxpp_flax.trainers.loop.progress import Display
-from jaxpp_flax.trainers.loop.saving import Saving
-from jaxpp_flax.trainers.loop.tracked_run import TrackedRun
-from jaxpp_flax.trainers.metrics.summary import summarise_run
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.loss_trace import LossTrace
 
 __all__ = ["TrainingLoop"]
 
 
+def _in_order(
+    log: LogMetrics | None, users: Sequence[Callback], evaluation: Evaluate | None, stop: Stop, save: Save
+) -> tuple[Callback, ...]:
+    """Return the callbacks of a loop in the order in which they are called; see `Callback` for the end.
+
+    The row of the step before comes first: a tracker such as W&B takes no step that is lower than another one. Then the
+    user's callbacks; Ctrl-C, once the step is noted; an evaluation; the decision whether this step is the last one;
+    and the save, with the metrics of the evaluation.
+    """
+    own_first, evaluations = [] if log is None else [log], [] if evaluation is None else [evaluation]
+    return (*own_first, *users, stop.interruption, *evaluations, stop, save)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingLoop:
-    """Runs the loops over data: their beginning, their batches, their steps and their end.
+    """Runs the loops over data.
 
     Args:
+      callbacks: the states of the callbacks, for checkpoints.
+      saves: True if a loop saves by itself: when a save is due, and after its last step.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
-      config: the user's part of the configuration, for the tracker.
-      trace: traces the training loss for given microbatches.
       await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
 
     rows: BatchSharding
     held: StateHolder
     checkpoints: Checkpointing
-    saving: Saving
     tracking: DataTracking
     callbacks: CallbackStates
-    config: Mapping[str, Any]
     display: Display
+    saves: bool
     deadline: float | None
-    trace: Callable[[Any], LossTrace]
     await_same_end: Callable[[], None]
+
+    def run(
+        self,
+        trainer: Any,
+        source: Batches,
+        callbacks: Sequence[Callback],
+        stop: Stop,
+        save: Save,
+        *,
+        users: Sequence[Callback],
+        global_batch_size: int | None,
+    ) -> Generator[StepRecord]:
+        """Train on every batch of `source`; a step runs when the consumer asks for its record.
+
+        Args:
+          callbacks: all of them, in order; `users` are those that end only if they began.
+        """
+        trainer.callbacks, trainer.stopping = callbacks, None
+        begun = [callback for callback in callbacks if callback not in users]
+        stepping = [callback for callback in callbacks if overrides(callback, "on_step")]
+        begins_at, ended = None, None
+        try:
+            for batch in trainer.measures.clock.each(source, "data"):
+                save.on_next_batch()
+                if begins_at is None:
+                    begins_at = trainer.step
+                    trainer.compile(batch, global_batch_size=global_batch_size)
+                    for callback in callbacks:
+                        callback.on_fit_start(trainer)
+                        begun.append(callback)
+                    if stop.reason is not None:
+                        break
+                with stop.interruption.step():
+                    metrics = trainer.train_step(batch, global_batch_size=global_batch_size)
+                record = StepRecord(trainer.step, metrics, batch, global_batch_size)
+                for callback in stepping:
+                    if callback.wants(record.step):
+                        callback.on_step(trainer, record)
+                yield record
+                if stop.reason is not None:
+                    break
+            stop.raise_decided()
+            if stop.reason is not None:  # by `trainer.stop`, perhaps of another process
+                trainer.stopping, has_stepped = stop.reason.text, trainer.step != begins_at
+                said = "stopped after step" if has_stepped else "nothing to do after step"
+                self.display.message(f"{said} {trainer.step}: {trainer.stopping}")
+            if trainer.step != begins_at:
+                self.await_same_end()
+        except BaseException as error:  # `break` in the user's loop comes here too
+            ended = error
+        try:
+            end_callbacks([callback for callback in callbacks if callback in begun], trainer, ended)
+        finally:
+            ended = None  # else the error would hold itself, by its traceback and this frame
+            self.tracking.leave(source)
+            trainer.callbacks = ()
 
     def steps(
         self,
-        trainer: TrainerProtocol,
+        trainer: Any,
         data: Iterable[Any],
         *,
         steps: int | None,
         epochs: int | None,
         global_batch_size: int | None,
         remainder: Remainder | None,
-        hooks: Sequence[StepHook],
+        callbacks: Sequence[Callback],
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
-
-        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
-        hooks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
-
-        Args:
-          data, steps, epochs, global_batch_size, remainder: as in `fit`.
-          hooks: functions of a `StepRecord`, called in this order after each step, before a save and before the loop's
-            body. A `LoopHook` has work after the last step too. `trainer.stop`, such as by an `EarlyStopping` in
-            `Evaluate(callbacks=)`, ends the loop. Only `fit` calls `on_fit_start`, `on_step` and `on_fit_end`, and
-            keeps states of callbacks in checkpoints.
-
-        Raises:
-          TypeError: if a hook is not a function.
-          ValueError: for a callback in a hook that has work in `fit` alone, such as `TimeLimit`.
-          CheckpointSaveError: if the directory holds later checkpoints.
-
-        Example:
-          >>> import jax.numpy as jnp, optax
-          >>> from flax import nnx
-          >>> from jaxpp_flax import DictTracker, PipelineTrainer
-          >>> from jaxpp_flax.trainers import Logging, LogMetrics
-          >>> tracker = DictTracker()
-          >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
-          ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
-          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
-          >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, hooks=[LogMetrics(trainer)]):
-          ...     pass
-          >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
-          [1, 2, 4]
-        """
-        check_hooks(hooks)
+        """As `PipelineTrainer.training_steps`."""
+        named(callbacks)
+        _check_metrics_are_logged(callbacks)
         trainer.measures.begin()
         rule = self._rule(remainder, global_batch_size)
-        with self.saving.owned():
-            if self.saving.by_itself:
-                self.saving.refuse_later_checkpoints()
+        again = "trainer.restore() before training_steps(the data after the saved step)"
+        stop = Stop(self.stopping_group(), Interruption(raises=False), Preemption(None))  # which nothing asks to end
+        save = Save(self.checkpoints, by_itself=self.saves, again=again, stop=stop)
+        with save.owned():
+            if self.saves:
+                save.refuse_later_checkpoints()
             drawn = self.tracking.drawn_from(data)
             source = self.tracking.enter(Batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
-
-            def begin(batch: Any) -> bool:
-                self._check_filling(rule, batch)
-                return True
-
-            trainer.stopping, beginning = None, trainer.step
-            ending = Ending(trainer, self.stopping_group(), Interruption(raises=False), Preemption(None))
-            all_hooks = (*hooks, self.saving.after_step, ending)
-            try:
-                batches = trainer.measures.clock.each(source, "data")
-                for record in run_steps(trainer, batches, global_batch_size, all_hooks, begin=begin):
+            self.callbacks.begin(callbacks, resumed=False)
+            records = self.run(
+                trainer, source, _in_order(None, callbacks, None, stop, save), stop, save,
+                users=callbacks, global_batch_size=global_batch_size,
+            )  # fmt: skip
+            with closing(records):  # before the directory is given up
+                for record in records:
                     yield record.step, dict(record.metrics)
-                    if ending.reason is not None:
-                        self.display.message(f"stopped after step {record.step}: {ending.reason.text}")
-                        break
-                for hook in hooks:
-                    if isinstance(hook, LoopHook):
-                        hook.end()
-            except BaseException as error:  # `break` in the user's loop comes here too
-                try:
-                    leave_hooks(hooks, trainer, error)
-                finally:
-                    again = "trainer.restore() before training_steps(the data after the saved step)"
-                    self.saving.finish(error, beginning, again)
-                raise
-            else:
-                self.saving.end(lambda: False)
-            finally:
-                self.tracking.leave(source)
 
-    def fit(self, trainer: TrainerProtocol, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
-        """Train on `data`.
-
-        Args:
-          data: an iterable of batches: a list, a generator, a grain dataset or loader.
-          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
-          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
-          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
-            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
-          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
-            leaves it out. "pad" repeats the last example, and the loss ignores these copies by `batch["mask"]` (see
-            `docs/guides/data.md`). "error" refuses the batch. None: an error before the first step if data is a list,
-            else "drop", with a message. A batch with more examples than the first one is refused.
-          eval_data: data to evaluate at the end, and every `eval_every` steps.
-          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
-          callbacks: see `jaxpp_flax.trainers.callbacks`.
-          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
-            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
-            newest whole one.
-          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
-            drops them, "refuse" raises, "restart" begins the data again.
-
-        Returns:
-          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
-          step left returns those that its checkpoint has.
-
-        Raises:
-          ValueError, TypeError: for arguments that do not fit, before the first step.
-          NonFiniteLossError: see `train_step`.
-          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
-        """
-        self.display.renew()
+    def fit(self, trainer: Any, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
+        """As `PipelineTrainer.fit`."""
         trainer.measures.begin()
-        self.saving.agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
-        with self.saving.owned():
+        self._agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
+        group = self.stopping_group()
+        stop = Stop(group, Interruption(raises=group.process_count == 1), Preemption(self.deadline))
+        evaluation = None
+        if arguments.eval_data is not None:
+            evaluation = Evaluate(
+                arguments.eval_data, every=arguments.eval_every, global_batch_size=arguments.eval_global_batch_size
+            )
+        save = Save(
+            self.checkpoints, by_itself=self.saves, again="fit(..., resume=True)", stop=stop, evaluation=evaluation
+        )
+        with save.owned():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
             if not arguments.resume:
-                self.saving.refuse_later_checkpoints()
+                save.refuse_later_checkpoints()
             begin = trainer.step
             try:
-                result = self._fit(trainer, data, arguments, position)
+                result = self._fit(trainer, data, arguments, position, evaluation, stop, save)
             except BaseException:
                 if self.stopping_group().process_count == 1:  # others might not come to read it together
                     self.held.load()
@@ -192,10 +186,17 @@ class TrainingLoop:
             return result
 
     def _fit(
-        self, trainer: TrainerProtocol, data: Iterable[Any], arguments: FitArguments, position: DataPosition | None
+        self,
+        trainer: Any,
+        data: Iterable[Any],
+        arguments: FitArguments,
+        position: DataPosition | None,
+        evaluation: Evaluate | None,
+        stop: Stop,
+        save: Save,
     ) -> dict[str, Any]:
         """Run the loop from `position` on."""
-        steps = arguments.steps
+        steps, users, store = arguments.steps, arguments.callbacks, self.checkpoints.store
         if arguments.resume and steps is not None:
             if trainer.step >= steps:
                 self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
@@ -205,18 +206,37 @@ class TrainingLoop:
         source = self.tracking.enter(
             Batches(
                 data, steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
-                meter=self.display.meter, drawn=self.tracking.drawn_from(data), remainder=rule,
+                display=self.display, drawn=self.tracking.drawn_from(data), remainder=rule,
             )
         )  # fmt: skip
-        trainer.stopping = None
-        tracked = TrackedRun(trainer, self.config)
-        arguments = replace(arguments, callbacks=(tracked, *arguments.callbacks))
-        self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
-        run = _Fit(self, trainer, arguments, source.steps_left()).run
-        try:
-            return run(source, lambda batch: self._check_filling(rule, batch), tracked.close)
-        finally:
-            self.tracking.leave(source)
+        left = source.steps_left()
+        log = LogMetrics(
+            display=self.display,
+            total=None if left is None else trainer.step + left,
+            ranking=None if store is None else store.ranking,
+            directory=None if store is None else store.directory,
+            hurries=lambda: stop.interruption.repeated or stop.interruption.within_step,
+        )
+        self.callbacks.begin((log, *users), resumed=bool(arguments.resume))
+        records = self.run(
+            trainer, source, _in_order(log, users, evaluation, stop, save), stop, save,
+            users=users, global_batch_size=arguments.global_batch_size,
+        )  # fmt: skip
+        with stop.interruption, stop.preemption:  # also while trackers are closed, which may hang
+            try:
+                with closing(records):
+                    for _ in records:
+                        pass
+            except SystemExit:
+                if stop.is_preempted:
+                    save.tell_preempted()
+                raise
+            if stop.preemption.requested:  # after the last save
+                if stop.is_alone:
+                    save.save_last()
+                save.tell_preempted()
+                raise SystemExit(PREEMPTED_STATUS)
+        return log.last
 
     def stopping_group(self) -> ProcessGroup:
         """Return the processes that end a loop together."""
@@ -224,177 +244,35 @@ class TrainingLoop:
         alone = not self.rows.is_across and self.checkpoints.store is None
         return ProcessGroup(None, 0, 1) if alone else process_group()
 
+    def _agree_on_fit(self, arguments: Mapping[str, Any], *, evaluates: bool) -> None:
+        """Before the first step, make sure that every process has equal `fit` arguments, and the same directory.
+
+        Raises:
+          ProgramMismatchError: the message names the first argument that differs, and the processes.
+          CheckpointSaveError: if the processes do not see the same directory of checkpoints.
+        """
+        if not self.rows.is_across:
+            return
+        store = self.checkpoints.store
+        self.checkpoints.meet("trainer.fit")
+        lines = [
+            ", ".join(f"{name}={value}" for name, value in arguments.items()),
+            f"{'with' if evaluates else 'no'} eval_data",
+            "no checkpoints" if store is None else f"checkpoints, {store.describe()}",
+        ]
+        compare_lines(process_group(), "the arguments of fit", lines, None)
+        if store is not None:
+            check_shared(store.directory)
+
     def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
-        return RemainderRule.of(remainder, global_batch_size, self.display.meter)
-
-    def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
-        """Before a first step, make sure that the loss ignores the examples that `rule` adds to batches."""
-        if rule.how == "pad":
-            check_mask(batch)
-            found = self.trace(self.rows.split(batch))
-            check_masked(found.weighed_by, found.unweighted)
+        return RemainderRule.of(remainder, global_batch_size, self.display)
 
 
-class _Fit:
-    """One run of `fit` over batches; `total` is the number of steps to take, if known."""
-
-    def __init__(
-        self, loop: TrainingLoop, trainer: TrainerProtocol, arguments: FitArguments, total: int | None
-    ) -> None:
-        self._loop, self._trainer, self._arguments = loop, trainer, arguments
-        self._begin, self._meter = trainer.step, loop.display.meter
-        self._total = None if total is None else self._begin + total
-        group = loop.stopping_group()
-        self._is_alone = group.process_count == 1
-        self._interruption = Interruption(raises=self._is_alone)
-        self._preemption = Preemption(loop.deadline)
-        self._ending = Ending(trainer, group, self._interruption, self._preemption)
-        store = loop.checkpoints.store
-        self._log = LogMetrics(
-            trainer, callbacks=arguments.callbacks, total=self._total, meter=self._meter,
-            ranking=None if store is None else store.ranking,
-        )  # fmt: skip
-        self._held_back: StepRecord | None = None  # a step whose save waits until a further batch comes
-        self._evaluation = LoopHook()
-        if arguments.eval_data is not None:
-            self._evaluation = Evaluate(
-                trainer,
-                arguments.eval_data,
-                every=arguments.eval_every,
-                global_batch_size=arguments.eval_global_batch_size,
-                log=self._log,
-                callbacks=(*arguments.callbacks, loop.checkpoints.measured, self._ending),
-            )
-
-    def run(self, source: Iterable[Any], first: Callable[[Any], None], close: Callable[[], None]) -> dict[str, Any]:
-        """Train on every batch of `source`, and save; `first` gets the first batch, and `close` is called last."""
-        with self._interruption, self._preemption:  # also while trackers are closed, which may hang
-            try:
-                preempted = self._train_and_save(source, first)
-            finally:
-                close()
-            if preempted or self._preemption.requested:
-                if self._is_alone:  # SIGTERM may have come after the last save
-                    self._loop.saving.end(lambda: True)
-                self._loop.saving.exit_preempted()
-        return self._log.last
-
-    def _train_and_save(self, source: Iterable[Any], first: Callable[[Any], None]) -> bool:
-        """Return True if SIGTERM has ended the run."""
-        saving = self._loop.saving
-        try:
-            self._train(source, first)
-        except BaseException as error:
-            saving.finish(error, self._begin, "fit(..., resume=True)")
-            if isinstance(error, KeyboardInterrupt):
-                saving.interrupted(error, whole=not self._interruption.within_step, together=self._is_alone)
-            raise
-        asked = self._ending.after_last_step()
-        if asked is not None and asked.kind == "interrupted":
-            interrupted = KeyboardInterrupt()
-            saving.interrupted(interrupted, whole=True, together=True)
-            raise interrupted
-        preempted = asked is not None and asked.kind == "preempted"
-        saving.end(lambda: preempted or (self._is_alone and self._preemption.requested))
-        self._summarise()
-        return preempted
-
-    def _summarise(self) -> None:
-        """Print what the run did."""
-        step, log, store = self._trainer.step, self._log, self._loop.checkpoints.store
-        if step > self._begin:
-            directory = None if store is None else store.directory
-            seconds, units = self._trainer.measures.seconds(), (log.units, log.unit)
-            self._meter.message(summarise_run(step, step - self._begin, seconds, units, log.best, directory))
-
-    def _train(self, source: Iterable[Any], first: Callable[[Any], None]) -> None:
-        trainer, stepped, begun = self._trainer, False, list[Callback]()
-        size, callbacks = self._arguments.global_batch_size, self._arguments.callbacks
-
-        def begin(batch: Any) -> bool:
-            first(batch)
-            trainer.compile(batch, global_batch_size=size)
-            for callback in callbacks:
-                callback.on_fit_start(trainer)
-                begun.append(callback)
-            self._meter.start(self._total, self._begin)
-            self._ending.decide_together()
-            return self._ending.reason is None
-
-        show = lambda record: self._meter.advance(record.step)  # noqa: E731
-        interrupt = lambda _: self._interruption.raise_requested()  # noqa: E731
-        # The row of the step before comes first: a tracker such as W&B takes no step that is lower than another one.
-        hooks = (show, self._log, self._call, interrupt, self._evaluation, self._ending, self._save)
-        source = self._saved(trainer.measures.clock.each(source, "data"))
-        steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
-        try:
-            for _ in steps:
-                stepped = True
-                if self._ending.reason is not None:
-                    break
-            self._log.end()
-            if self._goes_on(stepped=stepped):
-                self._loop.await_same_end()
-                self._evaluate_at_end()
-        except BaseException as error:
-            at_once = self._interruption.within_step or self._interruption.repeated
-            try:
-                self._log.leave(error, at_once=isinstance(error, KeyboardInterrupt) and at_once)
-            finally:
-                self._meter.stop()
-                end_callbacks(begun, trainer, error)
-            raise
-        self._meter.stop()
-        end_callbacks(begun, trainer)
-
-    def _call(self, record: StepRecord) -> None:
-        for callback in self._arguments.callbacks:
-            if callback.wants(record.step):
-                callback.on_step(self._trainer, record.step)
-
-    def _save(self, record: StepRecord) -> None:
-        """Save if a save is due. A step that an evaluation would follow at the end of the data waits for that end."""
-        if self._evaluation.is_due_at_end:
-            self._held_back = record
-        self._loop.saving.after_step(record, saves=self._held_back is None)
-
-    def _saved(self, source: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches; a further batch shows that the step before was not the last, so its save is due now."""
-        iterator = iter(source)
-        while True:
-            try:
-                batch = next(iterator, None)
-            except Exception:
-                if self._is_alone:  # other processes would not come
-                    self._save_held_back()
-                raise
-            if batch is None:
-                return
-            self._save_held_back()
-            yield batch
-
-    def _save_held_back(self) -> None:
-        record, self._held_back = self._held_back, None
-        if record is not None:
-            self._loop.saving.after_step(record)
-
-    def _evaluate_at_end(self) -> None:
-        """Evaluate after the last step, where that is due."""
-        try:
-            self._evaluation.end()
-        except Exception:
-            if self._is_alone:  # other processes would not come
-                self._loop.saving.end(lambda: False)
-            raise
-
-    def _goes_on(self, *, stepped: bool) -> bool:
-        """Return True if the work after the last step is done; print the reason if the loop was stopped."""
-        trainer, reason = self._trainer, self._ending.reason
-        if reason is None:
-            return True
-        if reason.kind != "stopped":
-            return False
-        trainer.stopping = reason.text
-        said = "stopped after step" if stepped else "nothing to do after step"
-        self._meter.message(f"{said} {trainer.step}: {reason.text}")
-        return stepped
+def _check_metrics_are_logged(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that wait for metrics, if no `LogMetrics` of a loop of the user's gives them any."""
+    waiting = [callback for callback in callbacks if overrides(callback, "on_metrics")]
+    if waiting and not any(isinstance(callback, LogMetrics) for callback in callbacks):
+        raise ValueError(
+            f"callbacks holds a {type(waiting[0]).__name__}, which waits for `on_metrics`, but nothing gives it "
+            "metrics: put LogMetrics() before it."
+        )

@@ -10,12 +10,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 __all__ = ["Clock", "Part", "timed"]
 
-Part = Literal[
-    "data", "dispatch", "device", "save", "evaluation", "compilation", "restore", "placement", "tuning", "other"
-]
+Part = Literal["data", "dispatch", "device", "save", "evaluation", "compilation", "restore", "placement", "other"]
 """The host waits for a batch; gives a step to the devices; waits for devices that are behind; saves; evaluates;
-compiles; restores a checkpoint; makes, reads or moves leaves of the state to their devices; measures and searches
-schedules; or does something else, such as callbacks."""
+compiles; restores a checkpoint; makes, reads or moves leaves of the state to their devices; or does something else,
+such as callbacks."""
 
 _Returned = TypeVar("_Returned")
 

@@ -16,7 +16,7 @@ _NAMED: Mapping[str, tuple[Part, ...]] = {
     "for devices": ("dispatch", "device"),
     "waiting for data": ("data",),
     "saving": ("save",),
-    "compiling": ("compilation", "tuning"),
+    "compiling": ("compilation",),
     "evaluating": ("evaluation",),
     "restoring": ("restore",),
     "placing the state": ("placement",),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from flax import linen as nn
-from flax import nnx
 from flax.errors import FlaxError
 
 from jaxpp_flax.trainers.errors import LossError, ModelError
@@ -57,32 +54,19 @@ def call_function(
         raise
     except NameError as error:
         if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
-            raise ModelError(_unbound_axis(found[1], function, bound, error)) from error
+            raise ModelError(_unbound_axis(found[1], function)) from error
         raise
 
 
-def _unbound_axis(axis: str, function: Callable[..., Any], model: Any, error: NameError) -> str:
+def _unbound_axis(axis: str, function: Callable[..., Any]) -> str:
     """Return the message for a function that uses an axis name which nothing binds."""
-    user = getattr(function, "__name__", "given")
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        layer = frame.f_locals.get("self")
-        names = getattr(layer, "axis_name", None)
-        if isinstance(layer, nn.Module | nnx.Module) and axis in (names if isinstance(names, tuple) else (names,)):
-            user = f"{type(layer).__name__} {_path_of(layer, model)}".strip()
     return (
-        f"{user!r} uses the axis name {axis!r}, as BatchNorm(axis_name={axis!r}) or jax.lax.pmean(x, {axis!r}) does. "
-        "In another loop `pmap`, `vmap` or `shard_map` bound this name; here nothing does, since a loss sees a whole "
-        "microbatch, whose examples all devices of a stage share. Remove axis_name= and such calls: loss and gradients "
-        "are those of the whole batch without them, and a BatchNorm normalizes by the statistics of each microbatch."
+        f"the function {getattr(function, '__name__', 'given')!r} uses the axis name {axis!r}, as a layer with "
+        f"BatchNorm(axis_name={axis!r}) or jax.lax.pmean(x, {axis!r}) does. In another loop `pmap`, `vmap` or "
+        "`shard_map` bound this name; here nothing does, since a loss sees a whole microbatch, whose examples all "
+        "devices of a stage share. Remove axis_name= and such calls: loss and gradients are those of the whole batch "
+        "without them, and a BatchNorm normalizes by the statistics of each microbatch."
     )
-
-
-def _path_of(layer: nn.Module | nnx.Module, model: Any) -> str:
-    """Return the path of a layer in the model, or "" if it is not found there."""
-    if isinstance(layer, nn.Module):
-        return "/".join(layer.path) if layer.scope is not None else ""  # the model itself is not bound
-    paths = (path for path, node in nnx.iter_graph(model) if node is layer)
-    return "/".join(map(str, next(paths, ())))
 
 
 def _taken_for_parameters(function: Callable[..., Any], model: Any, error: Exception) -> str | None:

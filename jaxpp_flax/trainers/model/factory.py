@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import inspect
-import random
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.core import Tracer
 
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.state.initializer import Initializer
+from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.train_state import model_part
 
 __all__ = ["call_factory", "is_abstract_module", "trace_factory"]
 
@@ -69,8 +64,8 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 def trace_factory(
     factory: Callable[..., Any], make: Callable[[], Any], take_apart: Callable[[Any], tuple[Any, Any, Any]]
-) -> tuple[Any, Initializer]:
-    """Trace the construction of a model: return the adapter, and the program that makes `(params, rest)`.
+) -> tuple[Any, LeafPrograms]:
+    """Trace the construction of a model: return the adapter, and the programs that make the `model_part`.
 
     Args:
       factory: the user's function, for messages.
@@ -78,26 +73,20 @@ def trace_factory(
       take_apart: checks the result of `make`, and returns the adapter, the parameters and the rest.
 
     Raises:
-      ModelError: if the factory reads values of arrays, changes what lies outside (global random numbers too), or
-        keeps its module.
+      ModelError: if the factory reads values of arrays, or changes an object of Flax that was made outside of it.
     """
     adapters: list[Any] = []
-    modules: list[weakref.ref[Any]] = []
 
-    def parts() -> tuple[Any, Any]:
+    def parts() -> dict[str, Any]:
         # Flax would place an annotated variable on the devices of a mesh, which the trace has not.
         with nnx.use_eager_sharding(False):
             module = make()
         adapter, params, rest = take_apart(module)
         adapters.append(adapter)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, rest))):
-            with contextlib.suppress(TypeError):
-                modules.append(weakref.ref(module))
-        return params, rest
+        return model_part(params, rest)
 
-    drawn = _global_random_numbers()
     try:
-        made = Initializer.trace(parts)
+        made = LeafPrograms.trace(parts)
     except TraceContextError as error:
         raise ModelError(
             f"the factory {name_of(factory)} changes an object that was made outside of it: {error} {_REMEDY}"
@@ -114,32 +103,7 @@ def trace_factory(
             f"the factory {name_of(factory)} has side effects in its trace: {', '.join(sorted(map(str, effects)))}, "
             f"such as `jax.debug.print` or a callback. Remove them. {_REMEDY}"
         )
-    if changed := [name for name, before in drawn.items() if before != _global_random_numbers()[name]]:
-        raise ModelError(
-            f"the factory {name_of(factory)} draws from the global random numbers of {' and '.join(changed)}: this "
-            "changes what others draw, and each process would make another model. Draw from `rngs`, or from a "
-            "generator made inside with a seed: `np.random.default_rng(0)`."
-        )
-    _check_not_kept(factory, modules)
     return adapters[-1], made
-
-
-def _global_random_numbers() -> dict[str, Any]:
-    """Return the states of the generators that all of the process shares, by the name of their module."""
-    kind, key, *rest = np.random.get_state(legacy=True)
-    return {"`random`": random.getstate(), "`numpy.random`": (kind, np.asarray(key).tobytes(), *rest)}
-
-
-def _check_not_kept(factory: Callable[..., Any], modules: list[weakref.ref[Any]]) -> None:
-    """Refuse a factory that keeps its module somewhere: the module has no values."""
-    if any(module() is not None for module in modules):
-        gc.collect()
-    for module in modules:
-        if (kept := module()) is not None:
-            raise ModelError(
-                f"the factory {name_of(factory)} keeps the {type(kept).__name__} that it made, in a list, an attribute "
-                f"or a cache; but the factory is traced, and that module never gets values. {_REMEDY}"
-            )
 
 
 def check_module(module: Any, factory: Callable[..., Any]) -> nnx.Module:

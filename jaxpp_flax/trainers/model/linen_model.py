@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from flax import linen as nn
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.sharding import is_box
+
+STREAMS = ("params", "dropout")
+"""The random streams of a Linen model. Flax draws those of other names from "params"."""
 
 
 class LinenCall:
@@ -69,11 +72,10 @@ class LinenModel:
     """A Linen module; the rest of its state is `{"collections": ..., "key": ...}`, and `"frozen"` parameters."""
 
     module: nn.Module
-    rng_names: tuple[str, ...] = ("dropout",)
 
     @classmethod
     def take_apart(
-        cls, module: nn.Module, variables: Mapping[str, Any], key: jax.Array, rng_names: Sequence[str], frozen: Any
+        cls, module: nn.Module, variables: Mapping[str, Any], key: jax.Array, frozen: Any
     ) -> tuple[LinenModel, Any, Any]:
         """Return the adapter, the `params` collection without the frozen parameters, and the rest."""
         collections = numbers_as_arrays(core.unfreeze(dict(variables)))  # type: ignore[arg-type]
@@ -83,7 +85,7 @@ class LinenModel:
             leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
             paths = [path_text(path) for path, _ in leaves]
             params, rest["frozen"] = split_frozen(params, frozen_filter(frozen, paths))
-        return cls(module=module, rng_names=tuple(rng_names)), params, rest
+        return cls(module=module), params, rest
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> LinenCall:
         # Keys depend on step, microbatch and name; modules fold in their paths.
@@ -93,8 +95,7 @@ class LinenModel:
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> dict[str, jax.Array]:
         key = fold(rest["key"], step, microbatch)
-        names = ("params", *self.rng_names)
-        return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in names}
+        return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in STREAMS}
 
     def batch_statistics(self, rest: Any) -> list[bool]:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from jaxpp_flax.counts import check_count
-from jaxpp_flax.trainers.loop.progress import Meter
-from jaxpp_flax.trainers.loop.tracked_run import as_config
-from jaxpp_flax.trainers.loop.trackers import Tracker
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetric, RunMetrics
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.metrics.utilization import peak_flops
 from jaxpp_flax.trainers.options.base import Options
 from jaxpp_flax.trainers.step.learning_rate import find_learning_rate
 from jaxpp_flax.trainers.step.metrics import StepMetric, StepMetrics
+from jaxpp_flax.trainers.trackers import Tracker
 
 __all__ = ["Logging"]
 
@@ -32,7 +31,7 @@ class Logging(Options):
       tracker: gets the configuration and the metrics; with several processes, in process 0.
       config: a mapping or a dataclass, for the tracker beside the number of stages and the like.
       every: steps between two rows of metrics.
-      progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
+      progress: True for a bar on a terminal and lines elsewhere, False for nothing.
       metrics: what to measure; True for all of it. "learning_rate", "gradient_norm", "parameter_norm" and
         "update_ratio" (the norm of the update over the norm of the parameters before it) are computed inside the step,
         over all trained parameters, and `train_step` returns them. The rows of a tracker have the others: "step_time"
@@ -57,7 +56,7 @@ class Logging(Options):
     tracker: Tracker | None = None
     config: Any = None
     every: int = 10
-    progress: bool | Meter = True
+    progress: bool = True
     metrics: Sequence[StepMetric | RunMetric] | bool = ()
     learning_rate: float | Callable[[Any], Any] | None = None
     throughput: Throughput = field(default_factory=Throughput)
@@ -65,7 +64,7 @@ class Logging(Options):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", check_count("every", self.every))
-        as_config(self.config)
+        _ = self.run_config
         self._check_metrics()
         if not isinstance(self.throughput, Throughput):
             kind = type(self.throughput).__name__
@@ -78,14 +77,26 @@ class Logging(Options):
             )
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise ValueError(f"peak_flops={self.peak_flops!r}: it must be above 0, or None.")
-        if not isinstance(self.progress, (bool, Meter)):
+        if not isinstance(self.progress, bool):
             kind = type(self.progress).__name__
-            raise TypeError(f"progress={self.progress!r} ({kind}): it must be True, False or a Meter.")
+            raise TypeError(f"progress={self.progress!r} ({kind}): it must be True or False.")
 
     @classmethod
     def of(cls, value: Logging | bool | None) -> Logging:
         """Convert the trainer's `logging=`."""
         return cls(progress=value) if isinstance(value, bool) else super().of(cast(Any, value))
+
+    @property
+    def run_config(self) -> dict[str, Any]:
+        """`config` as a dictionary."""
+        if self.config is None:
+            return {}
+        if dataclasses.is_dataclass(self.config) and not isinstance(self.config, type):
+            return dataclasses.asdict(self.config)
+        if isinstance(self.config, Mapping):
+            return dict(self.config)
+        kind = type(self.config).__name__
+        raise TypeError(f"Logging(config={self.config!r}): it must be a mapping or a dataclass, not {kind}.")
 
     def step_metrics(self, opt_state: Any) -> StepMetrics:
         """Return the metrics that steps compute; `opt_state` is the optimizer's state, arrays or shapes.

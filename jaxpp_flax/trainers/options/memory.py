@@ -1,10 +1,13 @@
-"""The options of memory: the place of what a step does not compute with all the time."""
+"""The options of memory: what a step keeps, recomputes, or moves to the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpp_flax.engine.arrays.memory_kinds import check_kind
+from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.schedules import ResidualPlan
 
 __all__ = ["Memory"]
@@ -15,6 +18,8 @@ class Memory:
     """The options of memory, `memory=`. See `docs/guides/memory.md`.
 
     Args:
+      remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
+        keep. `PipelineStage(remat=)` sets it for one block.
       residuals: what each stage does with the values that its forward keeps for its backward: keep, recompute or
         offload them (`jaxpp_flax.schedules.ResidualPlan`). None keeps them on the devices.
       optimizer_state: the memory kind in which the optimizer's state lies between steps: "pinned_host" is host memory.
@@ -32,10 +37,12 @@ class Memory:
       0.5
     """
 
-    optimizer_state: str | None = None
+    remat: Literal["full"] | Callable[..., bool] | None = None
     residuals: ResidualPlan | None = None
+    optimizer_state: str | None = None
 
     def __post_init__(self) -> None:
+        check_remat(self.remat, "Memory")
         if not isinstance(self.residuals, (ResidualPlan, type(None))):
             raise TypeError(
                 "residuals must be ResidualPlan([StageResiduals(...), ...]) with an entry for each stage, or None, got "

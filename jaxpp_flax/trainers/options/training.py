@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -21,35 +21,58 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused
 
-__all__ = ["Inference", "Parameters", "Precision", "RandomStreams"]
+__all__ = ["Inference", "Training"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision(Options):
-    """The options of number types, loss scale and numbers that are not finite: `precision=`.
+class Training(Options):
+    """The options of what is trained, in which number types, and from which random numbers: `training=`.
 
     Args:
+      wrt: filter of the NNX variables to train; the other variables are not changed.
+      frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
+      unused: what becomes of trained parameters that the loss does not use. Their gradients are zero, as under
+        `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
+      ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `gather_model(ema=True)`, and
+        `Inference(params=lambda state: state.ema)`.
       gradient_dtype: the type in which gradients are summed over the microbatches. None: their own type.
       loss_scale: "dynamic", a `DynamicLossScale` or a number. The loss is multiplied by this scale before
         differentiation, and a step with a gradient that is not finite is skipped.
       on_nonfinite: "stop" raises two steps after a loss that is not finite, and before anything is saved. "skip" skips
         a step whose loss or gradients are not finite. "ignore" goes on. "stop" and "skip" check the parameters before
         each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss scale.
+      seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
+        NNX module have their own seeds).
 
     Raises:
-      ValueError: naming the field that does not fit.
+      TypeError, ValueError: naming the field that does not fit.
 
     Example:
+      >>> Training(frozen=["embed/*", "blocks/[01]"], ema_decay=0.999).ema_decay
+      0.999
       >>> import jax.numpy as jnp
-      >>> Precision(gradient_dtype=jnp.float32, loss_scale="dynamic").loss_scale
-      'dynamic'
+      >>> Training(gradient_dtype=jnp.float32, loss_scale="dynamic").rule
+      'skip'
     """
 
+    wrt: nnx.filterlib.Filter = nnx.Param
+    frozen: NameFilter | None = None
+    unused: OnUnused = "warn"
+    ema_decay: float | None = None
     gradient_dtype: DTypeLike | None = None
     loss_scale: Literal["dynamic"] | DynamicLossScale | float | None = None
     on_nonfinite: OnNonFinite | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.frozen is not None:
+            check_frozen(self.frozen)
+        if self.unused not in get_args(OnUnused):
+            raise ValueError(f'unused={self.unused!r}: it must be "warn" or "error".')
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
+        if self.gradient_dtype is not None and not jnp.issubdtype(self.gradient_dtype, jnp.floating):
+            raise ValueError(f"gradient_dtype={self.gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonFinite):
             raise ValueError(f'on_nonfinite={self.on_nonfinite!r}: it must be "stop", "skip" or "ignore".')
         if self.loss_scale is not None and self.on_nonfinite in ("stop", "ignore"):
@@ -62,8 +85,8 @@ class Precision(Options):
             raise ValueError(
                 f"loss_scale={self.loss_scale!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0."
             )
-        if self.gradient_dtype is not None and not jnp.issubdtype(self.gradient_dtype, jnp.floating):
-            raise ValueError(f"gradient_dtype={self.gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
+            raise misfit("seed", self.seed, "a whole number")
 
     @property
     def scale(self) -> DynamicLossScale | float | None:
@@ -79,75 +102,6 @@ class Precision(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters(Options):
-    """The options of trained parameters and of their moving average: `parameters=`.
-
-    Args:
-      wrt: filter of the NNX variables to train; the other variables are not changed.
-      frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
-      ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `ema_model`, and
-        `Inference(params=lambda state: state.ema)`.
-      unused: what becomes of trained parameters that the loss does not use. Their gradients are zero, as under
-        `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
-
-    Raises:
-      TypeError, ValueError: naming the field that does not fit.
-
-    Example:
-      >>> Parameters(frozen=["embed/*", "blocks/[01]"], ema_decay=0.999).ema_decay
-      0.999
-    """
-
-    wrt: nnx.filterlib.Filter = nnx.Param
-    frozen: NameFilter | None = None
-    ema_decay: float | None = None
-    unused: OnUnused = "warn"
-
-    def __post_init__(self) -> None:
-        if self.unused not in get_args(OnUnused):
-            raise ValueError(f'unused={self.unused!r}: it must be "warn" or "error".')
-        if self.frozen is not None:
-            check_frozen(self.frozen)
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
-
-
-@dataclass(frozen=True)
-class RandomStreams:
-    """The seed of the trainer's random numbers, and the names of a Linen model's streams: `seed=`.
-
-    A number alone, `seed=7`, means `RandomStreams(7)`.
-
-    Args:
-      seed: the seed of a Linen model's random numbers, and of the `rngs` of a loss (the streams of an NNX model have
-        their own seeds).
-      names: the names of a Linen model's random streams.
-
-    Raises:
-      TypeError: naming the field that does not fit.
-
-    Example:
-      >>> RandomStreams(7, names=("dropout", "noise")).names
-      ('dropout', 'noise')
-    """
-
-    seed: int = 0
-    _: KW_ONLY
-    names: Sequence[str] = ("dropout",)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
-            raise misfit("seed", self.seed, "a whole number")
-        if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
-            raise misfit("names", self.names, "a sequence of names, such as ('dropout',)")
-
-    @classmethod
-    def of(cls, value: RandomStreams | int) -> RandomStreams:
-        """Convert the trainer's `seed=`."""
-        return value if isinstance(value, cls) else cls(value)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Inference(Options):
     """The functions of `evaluate` and `predict`, and the weights that they use: `inference=`.
 
@@ -157,7 +111,7 @@ class Inference(Options):
         schedule-free optimizers, `lambda state: optax.contrib.schedule_free_eval_params(state.opt_state,
         state.params)`. It is traced, and its result gets the parameters' types. None: the trained weights. Losses that
         choose the best checkpoint are those of these weights; the checkpoint holds the whole state, of which they are
-        made again. `trainer.model` has the trained weights.
+        made again. `trainer.gather_model()` has the trained weights.
       eval_loss_fn: for `evaluate`; by default the trainer's `loss_fn`, with an NNX model in `eval()` mode.
       predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`, with `training=False`
         or `deterministic=True` where the model's `__call__` has such a boolean argument.

@@ -1,105 +1,53 @@
-"""The state that a trainer holds: made, described or on disk until a step is compiled, then placed for that step."""
+"""The state that a trainer holds. A leaf is a shape that a source can read, or an array at its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxpp_flax.checkpoint import abstract_state
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.checkpoint.reading import plan_restore
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
-from jaxpp_flax.trainers.state.initializer import Initializer
-from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
-from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
+from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place
+from jaxpp_flax.trainers.state.optimizer_state import trace_init
 from jaxpp_flax.trainers.state.placement import Ranks, fitting, put_on_ranks
+from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, Source
 from jaxpp_flax.trainers.state.train_state import (
-    WIDENED,
+    OF_MODEL,
     TrainState,
     abstract_text,
     first_average,
     is_abstract,
-    model_part,
     shapes_of,
-    target_of,
 )
 
-# Larger first parameters are not kept, or made again, for the diagnosis of a first loss that is not finite.
-_KEPT_FOR_DIAGNOSIS = 256 << 20
+__all__ = ["Kept", "StateHolder"]
 
 
-@dataclass(frozen=True)
-class Made:
-    """The state before a step is compiled: the user's own arrays, and shapes of what does not exist yet."""
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A leaf in the target of a restore that has a value, or gets one, if it is not restored."""
 
-    state: TrainState
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known."""
-
-    path: Path
-    state: TrainState  # shapes
-
-    def read(self, shardings: TrainState | None = None) -> TrainState:
-        """Read the checkpoint's state: to the default device, or to `shardings`."""
-        target = self.state if shardings is None else target_of(self.state, shardings)
-        return plan_restore(self.path, target, check=False, widen=WIDENED).read()
-
-
-@dataclass(frozen=True)
-class Unread:
-    """The weights are in checked files. They are read once the target shardings are known, as a checkpoint is."""
-
-    read: Callable[[TrainState | None], TrainState]  # to these shardings; None: to the default device
-    state: TrainState  # in memory, or shapes; with the shapes and dtypes of the result
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The state on the devices of the ranks. A step reuses the memory of these arrays.
-
-    With `is_preliminary`, no training step is compiled: leaves may move to other ranks, and what only training needs
-    may be shapes.
-    """
-
-    state: TrainState
-    is_preliminary: bool = False
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """The inputs of the first step, for the diagnosis of a first loss that is not finite."""
-
-    # Parameters and the rest of the model's state; None if they are too large to keep beside the state.
-    kept: tuple[Any, Any] | None = None
-    initializer: Initializer | None = None  # makes them again, if they were never in one place
-
-    @property
-    def values(self) -> tuple[Any, Any] | None:
-        """Parameters and the rest of the model's state; None if they are too large."""
-        return self.kept if self.initializer is None else self.initializer.make()
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
 
 
 class StateHolder:
     """Holds the `TrainState` and counts its steps. A large state is never on a single device.
 
-    Until the first step is compiled, the parameters are the user's own arrays, or shapes with an initializer, and the
-    optimizer's state has only shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run
-    that resumes reads its checkpoint directly onto these devices. A call that needs values before that (a save, a
-    restore, inference) places them on the ranks too, in a preliminary place: see `Ranks.preliminary`.
+    A leaf begins as a shape, with a source that can read its value: the user's arrays, a factory, a checkpoint, or
+    files of weights. `place` brings all leaves to their places, once a step is compiled and the shardings are known:
+    they are read, moved if they lie elsewhere, or made from the parameters (the optimizer's first state, the average).
+    Inference places the weights alone. A call that needs values before that (a save, `trainer.state`) places them on
+    the ranks too, each with its share; the first step moves what belongs to another rank.
 
     Args:
-      first: the state before the first step.
+      first: the state before the first step: arrays, and shapes of what does not exist yet.
       init: makes the optimizer's state from parameters.
       initializer: makes the parameters and the rest of the model's state, if `first` has only their shapes.
       ranks: None without a mesh; the state is then on the default device.
@@ -119,277 +67,176 @@ class StateHolder:
         first: TrainState,
         init: Callable[[Any], Any],
         *,
-        initializer: Initializer | None = None,
+        initializer: LeafPrograms | None = None,
         ranks: Ranks | None = None,
         kept: OptimizerMemory = ON_DEVICES,
     ) -> None:
         self.step = 0  # the number of optimizer steps done
-        self._now: Made | OnDisk | Unread | Placed = Made(first)
-        self._init, self._initializer, self._ranks = init, initializer, ranks
+        self.memory = shapes_of(first)  # shapes, and arrays at their places
+        self.is_placed = False  # whether all leaves are where the compiled training step takes them
         self.kept = kept
-        self._compared = False
-        self._beginning: Beginning | None = Beginning(None)  # until the first loss is seen
-        if initializer is not None:
-            self._beginning = Beginning(initializer=initializer)
-        elif not is_abstract((first.params, first.model_state)):
-            self._beginning = Beginning((first.params, first.model_state))
+        self._init, self._ranks, self._compared = init, ranks, False
+        self._sources: dict[str, Source] = {}  # of the leaves that are shapes, by path
+        given = {path: leaf for path, leaf in flatten(first)[0].items() if not is_abstract(leaf)}
+        weights = {path: leaf for path, leaf in given.items() if path.startswith(OF_MODEL)}
+        others = {path: leaf for path, leaf in given.items() if path not in weights}
+        for source in (Arrays(weights), Arrays(others), *([] if initializer is None else [Factory(initializer)])):
+            self._sources |= dict.fromkeys(source.paths, source)
 
-    @property
-    def memory(self) -> TrainState:
-        """The state in memory: shapes and dtypes are correct; values too, where there are arrays."""
-        return self._now.state
+    # ------------------------------------------------------------------ what there is
 
-    @property
-    def is_placed(self) -> bool:
-        """True if the state is on the devices of the compiled steps."""
-        return isinstance(self._now, Placed) and not self._now.is_preliminary
+    def valued(self) -> set[str]:
+        """Return the paths of leaves with a value, here or in a source; the others are made from the parameters."""
+        return {
+            path for path, leaf in flatten(self.memory)[0].items() if path in self._sources or not is_abstract(leaf)
+        }
 
-    @property
-    def lacks_values(self) -> bool:
-        """True if the model is abstract: nothing is known to make its values of, and none were restored."""
-        begins = not isinstance(self._now, Unread) and self._initializer is None
-        return begins and is_abstract((self.memory.params, self.memory.model_state))
+    def target(self, *, keeps: bool) -> TrainState:
+        """Return the target of a restore: shapes, with the shardings of leaves at their places. Nothing is read.
 
-    @property
-    def owns_arrays(self) -> bool:
-        """True if no array of the state is the user's."""
-        return isinstance(self._now, Placed)
-
-    def target(self) -> TrainState:
-        """Return the state as shapes with shardings: where each leaf lies, or will lie, on its ranks.
-
-        Before a training step is compiled, the places are preliminary. Without a mesh, shapes have no shardings. No
-        value is made or read.
+        With `keeps`, leaves that the restore may leave out are `Kept`.
         """
-        if self._ranks is None or self.is_placed:
-            return self.kept.described(abstract_state(self.memory))
-        return target_of(shapes_of(self.memory), fitting(self.memory, self._ranks.preliminary(self.memory)))
+        leaves, structure = flatten(self.memory)
 
-    def target_of_model(self, wanted: Callable[[str], bool]) -> TrainState:
-        """Return `target()` for a restore of some leaves into an abstract model; leaves with values keep these.
+        def one(path: str, leaf: Any) -> Any:
+            sharding = None if is_abstract(leaf) else leaf.sharding
+            if keeps and (path in self._sources or sharding is not None or not path.startswith(OF_MODEL)):
+                return Kept(shape=leaf.shape, dtype=leaf.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        The optimizer's state and the average are left out unless a path of theirs is `wanted`: they are made later, of
-        the restored parameters.
+        return jax.tree.unflatten(structure, [one(path, leaf) for path, leaf in leaves.items()])
+
+    # ------------------------------------------------------------------ new sources
+
+    def take(self, source: Source, *, low_memory: bool = False) -> None:
+        """Use another source for its leaves: leaves at their places are read now, others when they are placed.
+
+        With `low_memory`, the arrays there are deleted before, so that memory never holds both.
         """
-        target, state = self.target(), self.memory
-        for name in ("opt_state", "ema"):
-            if not any(wanted(f"{name}/{path}") for path in flatten(getattr(target, name))[0]):
-                target, state = replace(target, **{name: ()}), replace(state, **{name: ()})
-        return jax.tree.map(lambda shape, leaf: shape if is_abstract(leaf) else leaf, target, state)
+        leaves, structure = flatten(self.memory)
+        now = {path: leaves[path].sharding for path in source.paths if not is_abstract(leaves[path])}
+        for path in now if low_memory else ():
+            leaves[path].delete()
+        read = source.read(now) if now else {}
+        self._sources |= dict.fromkeys([path for path in source.paths if path not in now], source)
+        self.memory = jax.tree.unflatten(structure, (leaves | read).values())
 
-    def whole(self) -> TrainState:
-        """Return all values of the state, with the optimizer's values.
+    def begin_anew(self) -> None:
+        """Forget the optimizer's state and the average: they are made from the parameters again."""
+        for leaf in jax.tree.leaves((self.memory.opt_state, self.memory.ema)):
+            if not is_abstract(leaf):
+                leaf.delete()
+        forgotten = replace(self.memory, opt_state=shapes_of(self.memory.opt_state), ema=shapes_of(self.memory.ema))
+        self.memory, self.is_placed = forgotten, False
+        self._sources = {path: of for path, of in self._sources.items() if not path.startswith(("opt_state", "ema"))}
+
+    # ------------------------------------------------------------------ places
+
+    def place(self, shardings: Callable[[], TrainState]) -> None:
+        """Place the state for the compiled training step, once; `shardings` returns an `MpmdSharding` for each leaf.
 
         Raises:
-          RuntimeError: if the state is on disk: the caller did not `load` it.
-          ModelError: if the model is abstract and has no values yet.
+          ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
         """
-        self._need_in_memory()
-        state = self._now.state
+        if not self.is_placed:
+            self._place(self._places_without_step() if self._ranks is None else flatten(shardings())[0])
+            self.is_placed = True
+
+    def place_weights(self, shardings: Callable[[], TrainState]) -> None:
+        """Place the leaves of `TrainState.for_inference`, unless a training step has placed the state."""
         if self._ranks is None:
-            state = self._with_values(state)
-            if is_abstract(state.ema):
-                state = replace(state, ema=first_average(state.params))
-            if is_abstract(state.opt_state):
-                state = replace(state, opt_state=self.kept.first(self._init, state.params, state.opt_state))
-            self._now = replace(self._now, state=state)
-        elif not isinstance(self._now, Placed) or is_abstract(state):
-            placed = self._on_ranks(self._ranks.mesh, self._ranks.preliminary(state))
-            self._now = Placed(placed, is_preliminary=True)
-        return self._now.state
+            self.weights()
+        elif not self.is_placed:
+            self._place(flatten(shardings())[0])
+
+    def whole(self) -> TrainState:
+        """Return all values of the state.
+
+        Raises:
+          ModelError: if the model is abstract and has no values yet, or does not fit.
+        """
+        self._place(self._places_without_step())
+        return self.memory
 
     def weights(self) -> TrainState:
         """Return the state; what only training needs may have only shapes.
 
         Raises:
-          RuntimeError, ModelError: as `whole`.
+          ModelError: as `whole`.
         """
-        self._need_in_memory()
-        if is_abstract((self._now.state.params, self._now.state.model_state)):
-            if self._ranks is None:
-                self._now = replace(self._now, state=self._with_values(self._now.state))
-            else:
-                self._place_weights(self._ranks, self._ranks.preliminary(self._now.state))
-        return self._now.state
+        wanted = flatten(self.memory.for_inference())[0]
+        self._place({path: to for path, to in self._places_without_step().items() if path in wanted})
+        return self.memory
 
     def load(self) -> None:
-        """Read the state, if it is on disk: to a preliminary place on the ranks, or without ranks to one device."""
-        if isinstance(self._now, (OnDisk, Unread)):
-            state, ranks = self._now.state, self._ranks
-            self.restored(self._now.read(None if ranks is None else fitting(state, ranks.preliminary(state))))
+        """Read the checkpoint of a run that was resumed and has made no step."""
+        if any(isinstance(source, Checkpoint) for source in self._sources.values()):
+            self.whole()
 
-    def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
-        """Place the state for the compiled training step; without a mesh, copy it to the default device.
-
-        Later calls do nothing. `shardings` returns an `MpmdSharding` for each leaf.
-
-        Raises:
-          ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
-        """
-        if self.is_placed:
-            return
-        if mesh is None:
-            self.load()
-            placed = jax.tree.map(copied, self.whole())
-            placed = replace(placed, opt_state=self.kept.on_default_device(placed.opt_state))
-        elif isinstance(self._now, (OnDisk, Unread)):
-            self.compare(mesh)
-            placed, self._beginning = self._now.read(fitting(self._now.state, shardings())), None
-        else:
-            placed = self._on_ranks(mesh, shardings())
-        self._now = Placed(placed)
-        kept = self._beginning
-        if kept is not None and _num_bytes((self.memory.params, self.memory.model_state)) > _KEPT_FOR_DIAGNOSIS:
-            self._beginning = Beginning()
-
-    def place_weights(self, shardings: Callable[[], TrainState]) -> None:
-        """Place the parameters and the rest of the model's state for inference, once; the optimizer stays shapes.
-
-        `shardings` returns an `MpmdSharding` for each leaf of `TrainState.for_inference`.
-        """
-        if self.is_placed:
-            return
-        self.load()
-        if self._ranks is None:
-            self.weights()
-        else:
-            self._place_weights(self._ranks, shardings())
+    def stored_step(self) -> Any:
+        """Return the step in the state: after a restore, that of the checkpoint."""
+        self._place({path: to for path, to in self._places_without_step().items() if path == "step"})
+        return self.memory.step
 
     def advance(self, state: TrainState) -> None:
         """Hold `state`, the result of a step. The step has reused the memory of the state held before."""
-        self._now = Placed(state)
+        self.memory = state
         self.step += 1
 
-    def restored(self, state: TrainState) -> None:
-        """Replace the held state by `state`, which is on the same devices.
+    def _places_without_step(self) -> dict[str, Any]:
+        """Return a place for each leaf that is still a shape, without the shardings of a compiled step."""
+        leaves = flatten(self.memory)[0]
+        missing = {path: leaf for path, leaf in leaves.items() if is_abstract(leaf)}
+        if not missing:
+            return {}
+        if self._ranks is None:
+            kinds = {path: self.kept.kind_of(leaf) for path, leaf in missing.items() if path.startswith("opt_state")}
+            return {path: default_place(kinds.get(path)) for path in missing}
+        places = flatten(self._ranks.preliminary(self.memory))[0]
+        return {path: places[path] for path in missing}
 
-        An `opt_state` or `ema` of `()` is left as it is.
-        """
-        state = replace(
-            state,
-            opt_state=self.memory.opt_state if state.opt_state == () else state.opt_state,
-            ema=self.memory.ema if state.ema == () else state.ema,
-        )
-        on_ranks = any(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(state))
-        if self.is_placed or on_ranks:
-            self._now = Placed(state, is_preliminary=not self.is_placed)
-        else:
-            self._now = Made(state)
-        self._beginning = None  # the state is no longer the first one
+    def _place(self, places: Mapping[str, Any]) -> None:
+        """Bring leaves to their places: move them, read them from their sources, or make them from the parameters."""
+        if not places:
+            return
+        leaves, structure = flatten(self.memory)
+        there = {path: leaves[path] for path in places if not is_abstract(leaves[path])}
+        to_read = {path: to for path, to in places.items() if path not in there and path in self._sources}
+        to_make = {path: to for path, to in places.items() if path not in there and path not in self._sources}
+        if lacking := [path for path in to_make if path.startswith(OF_MODEL)]:
+            raise ModelError(abstract_text(lacking, sum(path.startswith(OF_MODEL) for path in leaves)))
+        if self._ranks is not None:
+            fitting({path: leaves[path] for path in places}, dict(places))
+            self._compare(self._ranks)
+            leaves |= put_on_ranks(self._ranks.mesh, there, {path: places[path] for path in there})
+            self.memory = jax.tree.unflatten(structure, leaves.values())
+        for source in dict.fromkeys(map(self._sources.get, to_read)):
+            own = {path: to for path, to in to_read.items() if self._sources[path] is source}
+            leaves |= source.read(own)  # type: ignore[union-attr]
+        params = jax.tree.unflatten(jax.tree.structure(self.memory.params), _under("params", leaves).values())
+        for name, function in (("ema", first_average), ("opt_state", self._init)):
+            if wanted := _under(name, to_make):
+                made = LeafPrograms.trace(function, shapes_of(params)).compute(params, wanted)
+                leaves |= {f"{name}/{path}".rstrip("/"): leaf for path, leaf in made.items()}
+        self._sources = {path: source for path, source in self._sources.items() if path not in to_read}
+        self.memory = jax.tree.unflatten(structure, leaves.values())
 
-    def is_on_disk(self, path: Path) -> None:
-        """Hold the checkpoint at `path`, which fits. It is read once the target shardings are known."""
-        self._now = OnDisk(path, self.kept.described(shapes_of(self._now.state)))
-
-    def is_in_files(self, read: Callable[[TrainState | None], TrainState]) -> None:
-        """Hold weights in files, which fit. `read` makes the state from them once the target shardings are known."""
-        self._now = Unread(read, self._now.state)
-
-    def take_beginning(self) -> Beginning | None:
-        """Return the inputs of the first step once: later calls, and a state from a checkpoint, give None."""
-        beginning, self._beginning = self._beginning, None
-        return beginning
-
-    # ------------------------------------------------------------------ values
-
-    def make_model_leaves(self, paths: Container[str], shardings: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the first values of some leaves of an abstract model, by the paths of `model_part`.
-
-        Args:
-          paths: of the leaves.
-          shardings: an `MpmdSharding` for each path; None makes the values on the default device.
-
-        Raises:
-          ModelError: if nothing is known to make them of.
-        """
-        state = self._now.state
-        if self._initializer is None:
-            raise ModelError(abstract_text(state))
-        return self._initializer.make_some(lambda params, rest: flatten(model_part(params, rest))[0], paths, shardings)
-
-    def _need_in_memory(self) -> None:
-        """Read weights in files; refuse a checkpoint that `fit` is to read."""
-        if isinstance(self._now, Unread):
-            self.load()
-        if isinstance(self._now, OnDisk):
-            raise RuntimeError(
-                f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
-                "first batch. Look at the state after that: in `Callback.on_fit_start`, or when `fit` has ended. After "
-                "an error of `fit` with several processes, `trainer.restore()` reads it."
-            )
-
-    def _with_values(self, state: TrainState) -> TrainState:
-        """Return the state with values of the model on the default device, if it has only shapes."""
-        if not is_abstract((state.params, state.model_state)):
-            return state
-        params, rest = self._need_initializer(state).make()
-        return replace(state, params=params, model_state=rest)
-
-    def _need_initializer(self, state: TrainState) -> Initializer:
-        if self._initializer is None:
-            raise ModelError(abstract_text(state))
-        return self._initializer
-
-    def compare(self, mesh: MpmdMesh) -> None:
-        """Compare the first states of all processes, once."""
-        if not self._compared and isinstance(self._now, (Made, Unread)):
-            compare_initial_states(mesh, self._now.state, self._init, self._initializer)
-        self._compared = True
-
-    def _place_weights(self, ranks: Ranks, weights: TrainState) -> None:
-        """Place the weights as `weights` says; what only training needs may stay shapes."""
-        state, mesh = self._now.state, ranks.mesh
-        places = replace(ranks.preliminary(state), params=weights.params, model_state=weights.model_state)
-        placed = self._weights_on_ranks(mesh, state, places, _only_weights)
-        opt_state = state.opt_state
-        if isinstance(self._now, Made) and not is_abstract(opt_state):
-            opt_state = put_on_ranks(mesh, opt_state, places.opt_state)
-        step, scale = put_on_ranks(mesh, (state.step, state.loss_scale), (places.step, places.loss_scale))
-        state = replace(placed, opt_state=opt_state, step=step, loss_scale=scale)
-        self._now = Placed(state, is_preliminary=True)
-
-    def _on_ranks(self, mesh: MpmdMesh, shardings: TrainState) -> TrainState:
-        """Return the state with every leaf on its ranks: made, copied from the user's arrays, or moved."""
-        placed = self._weights_on_ranks(mesh, self._now.state, shardings, lambda state: state)
-        return self.training_part_on_ranks(mesh, placed, shardings)
-
-    def training_part_on_ranks(self, mesh: MpmdMesh, state: TrainState, shardings: TrainState) -> TrainState:
-        """Return a state whose weights are on their ranks with the rest there too.
-
-        Where the optimizer's state or the average have only shapes, they are made from the parameters.
-        """
-        ema, opt_state = state.ema, state.opt_state
-        if is_abstract(ema):
-            ema = make_on_ranks(first_average, state.params, shardings.ema)
-        else:
-            ema = put_on_ranks(mesh, ema, shardings.ema)
-        if is_abstract(opt_state):
-            opt_state = make_on_ranks(self._init, state.params, shardings.opt_state)
-        else:
-            opt_state = put_on_ranks(mesh, opt_state, shardings.opt_state)
-        step, scale = put_on_ranks(mesh, (state.step, state.loss_scale), (shardings.step, shardings.loss_scale))
-        return replace(state, opt_state=opt_state, ema=ema, step=step, loss_scale=scale)
-
-    def _weights_on_ranks(
-        self, mesh: MpmdMesh, state: TrainState, shardings: TrainState, part: Callable[[TrainState], TrainState]
-    ) -> TrainState:
-        """Return the state with the weights on their ranks, if `part` of the state fits there."""
-        weights, wanted = (state.params, state.model_state), (shardings.params, shardings.model_state)
-        initializer = self._need_initializer(state) if is_abstract(weights) else None
-        fitting(part(state), part(shardings))
-        self.compare(mesh)
-        params, rest = put_on_ranks(mesh, weights, wanted) if initializer is None else initializer.make_on_ranks(wanted)
-        return replace(state, params=params, model_state=rest)
+    def _compare(self, ranks: Ranks) -> None:
+        """Compare the sources of all processes, once."""
+        if self._compared or not ranks.mesh.jax_mesh.is_multi_process:
+            return
+        self._compared, hashes = True, dict[str, str | None]()
+        for source in dict.fromkeys(self._sources.values()):
+            hashes |= source.hashes()
+        programs = trace_init(self._init, self.memory.params)
+        if programs is not None and not any(path.startswith("opt_state") for path in self._sources):
+            numbers = {f"opt_state/{path}": text for path, text in programs.single_numbers().items()}
+            begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
+            hashes |= {**numbers, begins: programs.hash()}
+        compare_initial_states(hashes)
 
 
-def _only_weights(state: TrainState) -> TrainState:
-    return replace(state, step=(), opt_state=(), ema=None, loss_scale=None)
-
-
-def copied(leaf: Any) -> jax.Array:
-    """Return a copy that shares no memory with `leaf`."""
-    return jnp.array(leaf, copy=True)
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _under(name: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a part of the state, by their paths in that part."""
+    own = {path: leaf for path, leaf in leaves.items() if path == name or path.startswith(f"{name}/")}
+    return {path.removeprefix(name).removeprefix("/"): leaf for path, leaf in own.items()}

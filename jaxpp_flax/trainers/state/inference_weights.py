@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import fetched
-from jaxpp_flax.trainers.state.optimizer_state import RankPrograms
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.train_state import TrainState, shapes_of
 
 __all__ = ["InferenceWeights", "average_of"]
 
@@ -42,7 +42,7 @@ class InferenceWeights:
     ) -> None:
         self._held, self._function, self._tell = held, function, tell
         self._has_told = False
-        self._programs: dict[Any, Callable[[TrainState], Any]] = {}
+        self._programs: dict[Callable[[TrainState], Any], LeafPrograms] = {}
         if function is not None:
             jax.eval_shape(lambda state: weights_of(state, function), held.memory)
 
@@ -64,13 +64,12 @@ class InferenceWeights:
         if function is None:
             return self._held.weights()
         state = self._held.whole()
-        places = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-        key = (function, tuple(jax.tree.leaves(places)))
-        if key not in self._programs:
+        if function not in self._programs:
             made = lambda state: weights_of(replace(state, opt_state=fetched(state.opt_state)), function)  # noqa: E731
-            is_on_ranks = any(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(state.params))
-            self._programs[key] = RankPrograms(made, state, places) if is_on_ranks else jax.jit(made)
-        return replace(state, params=self._programs[key](state))
+            self._programs[function] = LeafPrograms.trace(made, self._held.kept.traced(shapes_of(state)))
+        params, structure = flatten(state.params)
+        found = self._programs[function].compute(state, {path: leaf.sharding for path, leaf in params.items()})
+        return replace(state, params=jax.tree.unflatten(structure, [found[path] for path in params]))
 
     def _tell_once(self) -> None:
         """Say which weights are used, if there are others."""
@@ -105,7 +104,7 @@ def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:
     """
     made = function(state)
     if made is None:
-        without = "" if state.ema is not None else " state.ema is None without parameters=Parameters(ema_decay=0.999)."
+        without = "" if state.ema is not None else " state.ema is None without training=Training(ema_decay=0.999)."
         raise ValueError(f"Inference(params=) returned None. Return a tree like state.params.{without}")
     wanted = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(state.params)}
     found = {path_text(path): jnp.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(made)}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.layers.lora import Adapter, merged_rows, row_blocks
+from jaxpp_flax.layers.lora import Adapter, merged_part
 from jaxpp_flax.pretrained.exporting import Leaf, written_parts
 from jaxpp_flax.pretrained.slices import Index
 from jaxpp_flax.trainers.state.placement import put_on_ranks
@@ -23,7 +23,7 @@ __all__ = ["merge_leaves"]
 
 
 def merge_leaves(leaves: Mapping[str, Any], adapters: Sequence[Adapter], mesh: MpmdMesh | None) -> dict[str, Any]:
-    """Return the leaves of the plain model, with the bits of `merge_lora`; every process must call this.
+    """Return the leaves of the plain model, as `merge_lora` makes them; every process must call this.
 
     An adapted kernel is a `Leaf`: its parts are merged when they are written, each on the device that holds it. Factors
     that lie on other ranks than their kernel, as before the first step, are copied there.
@@ -48,17 +48,13 @@ def merge_leaves(leaves: Mapping[str, Any], adapters: Sequence[Adapter], mesh: M
 
 
 def _merged_parts(kernel: Any, factors: Sequence[Any], scale: float) -> Iterator[tuple[Index, np.ndarray]]:
-    """Yield what this process writes of a kernel with its adapter, block by block."""
+    """Yield what this process writes of a kernel with its adapter."""
     for index, piece in written_parts(kernel):
         array = jnp.asarray(piece)
         (device,) = array.devices()
-        a, b = (_on_device(factor, device) for factor in factors)
-        for rows in row_blocks(kernel.shape):
-            begin, end = max(rows.start, index[0].start), min(rows.stop, index[0].stop)
-            if begin < end:
-                with context_mesh(None):  # JAX would compare the device with the devices of a context mesh
-                    merged = np.asarray(merged_rows(array, index, kernel.shape, rows, (a, b), scale))
-                yield (slice(begin, end), *index[1:]), merged
+        with context_mesh(None):  # JAX would compare the device with the devices of a context mesh
+            there = [_on_device(factor, device) for factor in factors]
+            yield index, np.asarray(merged_part(array, index, kernel.shape, there, scale))
 
 
 def _on_device(factor: Any, device: Any) -> jax.Array:

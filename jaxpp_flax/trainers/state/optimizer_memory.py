@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +11,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.arrays.memory_kinds import SPACES
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
-from jaxpp_flax.engine.tracing.ir import memory_kind_of
-from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract
+from jaxpp_flax.engine.tracing.ir import in_memory, memory_kind_of
+from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["ON_DEVICES", "OptimizerMemory", "fetched", "groups_of_host_leaves", "put_back"]
-
-# Leaves that go to the host are made together up to this number of bytes; a larger leaf is made alone.
-_GROUP_BYTES = 256 << 20
+__all__ = ["ON_DEVICES", "OptimizerMemory", "default_place", "fetched", "put_back"]
 
 
 @dataclass(frozen=True)
@@ -48,40 +44,26 @@ class OptimizerMemory:
         def one(leaf: Any) -> Any:
             if self.kind_of(leaf) is None or isinstance(getattr(leaf, "sharding", None), MpmdSharding):
                 return leaf
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=self._here(leaf), weak_type=getattr(leaf, "weak_type", False)
-            )
+            place, is_weak = default_place(self.kind_of(leaf)), getattr(leaf, "weak_type", False)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=is_weak)
 
         return replace(state, opt_state=jax.tree.map(one, state.opt_state))
 
-    def on_default_device(self, opt_state: Any) -> Any:
-        """Return arrays on the default device, each in its memory."""
-        return jax.tree.map(
-            lambda leaf: leaf if self.kind_of(leaf) is None else jax.device_put(leaf, self._here(leaf)), opt_state
-        )
+    def traced(self, state: TrainState) -> TrainState:
+        """Return shapes in which the optimizer's leaves have their memory in a trace."""
 
-    def first(self, init: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
-        """Return the first state of the optimizer on the default device, made of the parameters.
+        def one(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=in_memory(None, self.kind_of(leaf)))
 
-        `opt_state` has its shapes, or its values if `init` cannot be traced. What goes to the host is made in groups,
-        so that it is never on the device as a whole.
-        """
-        if self.kind in (None, "device") or not is_abstract(opt_state):
-            return self.on_default_device(init(params))
-        shapes, tree = jax.tree.flatten(opt_state)
-        made: list[Any] = [None] * len(shapes)
-        for group in groups_of_host_leaves([self.kind_of(shape) for shape in shapes], shapes):
-            shardings = [self._here(shapes[i]) for i in group]
-            some = jax.jit(lambda p, group=group: [jax.tree.leaves(init(p))[i] for i in group], out_shardings=shardings)
-            for i, leaf in zip(group, jax.block_until_ready(some(params)), strict=True):
-                made[i] = leaf
-        return jax.tree.unflatten(tree, made)
-
-    def _here(self, leaf: Any) -> SingleDeviceSharding:
-        return SingleDeviceSharding(jax.local_devices()[0], memory_kind=self.kind_of(leaf))
+        return replace(state, opt_state=jax.tree.map(one, state.opt_state))
 
 
 ON_DEVICES = OptimizerMemory()
+
+
+def default_place(kind: str | None = None) -> SingleDeviceSharding:
+    """Return the place of a state without ranks: this process's first device, in a kind of memory."""
+    return SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
 
 
 def fetched(tree: Any) -> Any:
@@ -106,27 +88,3 @@ def put_back(tree: Any, memory: OptimizerMemory) -> Any:
         return leaf if kind is None else jax.device_put(leaf, SPACES[kind])
 
     return jax.tree.map(one, tree)
-
-
-def groups_of_host_leaves(kinds: Sequence[str | None], shapes: Sequence[Any]) -> Iterator[list[int]]:
-    """Divide the positions of leaves: those in device memory (None) first, then groups of those on the host, by bytes.
-
-    Example:
-      >>> leaf = jax.ShapeDtypeStruct((40 << 20,), "float32")
-      >>> list(groups_of_host_leaves([None, *["pinned_host"] * 3], [leaf] * 4))
-      [[0], [1], [2], [3]]
-    """
-    on_host = [i for i, kind in enumerate(kinds) if kind is not None]
-    rest = [i for i, kind in enumerate(kinds) if kind is None]
-    if rest:
-        yield rest
-    group, total = list[int](), 0
-    for i in on_host:
-        size = math.prod(shapes[i].shape) * shapes[i].dtype.itemsize
-        if group and total + size > _GROUP_BYTES:
-            yield group
-            group, total = [], 0
-        group.append(i)
-        total += size
-    if group:
-        yield group

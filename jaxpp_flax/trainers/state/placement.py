@@ -85,7 +85,7 @@ class Ranks:
         )
 
 
-def fitting(state: TrainState, shardings: TrainState) -> TrainState:
+def fitting(state: Any, shardings: Any) -> Any:
     """Return the shardings; refuse a state that does not fit on the devices of its ranks, before anything is placed.
 
     Leaves that lie on their ranks already count as free. Leaves in host memory count only where the devices are CPUs,

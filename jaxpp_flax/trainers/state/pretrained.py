@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
@@ -16,21 +14,14 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.lora import find_adapters
 from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
-from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
-from jaxpp_flax.trainers.state.holder import StateHolder, copied
+from jaxpp_flax.pretrained.loading import plan_load
+from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
-from jaxpp_flax.trainers.state.placement import put_on_ranks
-from jaxpp_flax.trainers.state.train_state import (
-    TrainState,
-    first_average,
-    is_abstract,
-    leaves_of_model,
-    model_part,
-    own_path,
-    shapes_of,
-)
-from jaxpp_flax.trainers.step.optimizer_update import Update
+from jaxpp_flax.trainers.state.optimizer_state import trace_init
+from jaxpp_flax.trainers.state.sources import Arrays, Files
+from jaxpp_flax.trainers.state.train_state import leaves_of_model, model_part, own_path
+from jaxpp_flax.trainers.state.weights import to_ordinary
 
 
 @dataclass(frozen=True)
@@ -38,13 +29,14 @@ class PretrainedWeights:
     """Loads and exports the weights of a trainer.
 
     Args:
+      init: makes the optimizer's state from parameters.
       meet: waits until every process has made the call of this name.
       abstract_model: returns the model as shapes.
     """
 
     held: StateHolder
     weights: InferenceWeights
-    update: Update
+    init: Callable[[Any], Any]
     mesh: MpmdMesh | None
     meet: Callable[[str], None]
     abstract_model: Callable[[], Any]
@@ -58,24 +50,7 @@ class PretrainedWeights:
         untie: bool = False,
         keep: PathFilter = (),
     ) -> None:
-        """Begin with the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
-
-        The files are checked at once: names, shapes, dtypes, ties, and that no shard is cut off. They are read when
-        the state is placed: each process reads only the slices that its ranks hold, directly to
-        their devices. The optimizer's state and the average of the weights begin anew from the new weights.
-
-        Args:
-          source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
-          map: which tensor fills which leaf; see `docs/guides/pretrained.md`.
-          cast: convert floating numbers to the dtypes of the model's leaves.
-          untie: fill leaves that the files tie to another tensor with a copy of that tensor.
-          keep: globs of leaves that keep their values, such as adapters (`"*/lora_*"`).
-
-        Raises:
-          CheckpointMismatchError: the message lists all leaves that do not fit. Nothing has changed then.
-          CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, or was cut off.
-          ValueError: after the first step.
-        """
+        """As `PipelineTrainer.load_pretrained`."""
         self.meet("trainer.load_pretrained")
         if self.held.step:
             raise ValueError(
@@ -83,16 +58,17 @@ class PretrainedWeights:
                 "optimizer state would not be for the new weights. Make a new trainer; to go on with a run, use "
                 "restore."
             )
-        self.held.load()
         state = self.held.memory
         plan = plan_load(source, leaves_of_model(state), map=map, cast=cast, untie=untie, keep=keep)
-        traceable = is_abstract(state.opt_state) or not jax.tree.leaves(state.opt_state)
-        if self.held.owns_arrays:
-            self.held.restored(self._read_in_place(plan, state))
-        elif traceable:
-            self.held.is_in_files(lambda shardings: self._read(plan, state, shardings))
-        else:  # the optimizer's first state needs the values
-            self.held.restored(self._read(plan, state, None))
+        names = {own_path(path): path for path in flatten(model_part(state.params, state.model_state))[0]}
+        try:  # the old weights are freed before, so that memory never holds both
+            self.held.take(Files(plan, names), low_memory=True)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
+        self.held.begin_anew()
+        if trace_init(self.init, state.params) is None:  # the optimizer's first state needs the values
+            first = flatten(self.init(to_ordinary(self.held.weights().params)))[0]
+            self.held.take(Arrays({f"opt_state/{path}".rstrip("/"): leaf for path, leaf in first.items()}))
 
     def export(
         self,
@@ -105,31 +81,10 @@ class PretrainedWeights:
         ema: bool = False,
         merge_adapters: bool = True,
     ) -> Path:
-        """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
-
-        The weights are those of `Inference(params=)`. Each process writes the slices that its ranks hold, one after
-        another, directly to their place in the files. Adapters (LoRA) are merged: the files have the leaves and the
-        bits of `merge_lora(trainer.model)`, but each kernel is merged on its own ranks, and nothing is ever in one
-        place.
-
-        Args:
-          directory: it must not exist; it gets its name when it is complete.
-          map: the names and arrangement in the files, as in `load_pretrained`.
-          only: globs of the leaves to write; None writes all parameters and other variables of the model.
-          config: the content of a `config.json` beside the weights, which `transformers` needs.
-          max_shard_bytes: the largest size of a file.
-          ema: write the average of the weights, in the parameters' types.
-          merge_adapters: False writes kernels and adapters as they are. Without it, if `only` chooses nothing but
-            adapters (`"*/lora_*"`), these are written alone.
-
-        Raises:
-          CheckpointMismatchError: if the map does not fit; the message lists all leaves.
-          CheckpointSaveError: if the directory exists, or cannot be written.
-          ValueError: for `ema=True` without an average; if an adapter cannot be merged.
-        """
+        """As `PipelineTrainer.export_pretrained`."""
         self.meet("trainer.export_pretrained")
         if ema and self.held.memory.ema is None:
-            raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
+            raise ValueError("export_pretrained(ema=True) needs an average: training=Training(ema_decay=0.999).")
         leaves = leaves_of_model(self.weights.for_export(average=ema))
         if merge_adapters:
             leaves = self._merged(leaves, only)
@@ -145,48 +100,3 @@ class PretrainedWeights:
         if factors.issuperset(filter(choose(only), leaves)):
             return leaves
         return merge_leaves(leaves, adapters, self.mesh)
-
-    def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
-        """Make the first state from the files: with these shardings, or on the devices of `state`."""
-        leaves, structure = flatten(model_part(state.params, state.model_state))
-        unmade = {path for path, leaf in leaves.items() if is_abstract(leaf) and own_path(path) not in plan.filled}
-        if shardings is None or self.mesh is None:
-            made = self.held.make_model_leaves(unmade, None) if unmade else {}
-            model = jax.tree.unflatten(structure, _filled(leaves | made, dict(plan.arrays())).values())
-            return self.update.first_state(model["params"], model["model_state"])
-        places = flatten(model_part(shardings.params, shardings.model_state))[0]
-        made = self.held.make_model_leaves(unmade, places) if unmade else {}
-        arrays = dict(plan.arrays({own_path(path): place for path, place in places.items()}))
-        others = {path: leaf for path, leaf in leaves.items() if own_path(path) not in arrays and path not in made}
-        placed = put_on_ranks(self.mesh, others, {path: places[path] for path in others})
-        model = jax.tree.unflatten(structure, _filled(leaves | made | placed, arrays).values())
-        return self._with_training_part(replace(state, **model), shardings)
-
-    def _read_in_place(self, plan: LoadPlan, state: TrainState) -> TrainState:
-        """Read the weights to where they are. The old ones are freed before, so that memory never holds both."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.held.target())
-        places = flatten(model_part(shardings.params, shardings.model_state))[0]
-        leaves, structure = flatten(model_part(state.params, state.model_state))
-        replaced = [leaf for path, leaf in leaves.items() if own_path(path) in plan.filled]
-        for leaf in [*replaced, *jax.tree.leaves((state.opt_state, state.ema))]:
-            if not is_abstract(leaf):
-                leaf.delete()
-        try:
-            arrays = dict(plan.arrays({own_path(path): place for path, place in places.items()}))
-            model = jax.tree.unflatten(structure, _filled(leaves, arrays).values())
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
-        return self._with_training_part(replace(state, **model), shardings)
-
-    def _with_training_part(self, state: TrainState, shardings: TrainState) -> TrainState:
-        """Make the optimizer's state and the average anew from the parameters, where they are to be."""
-        if self.mesh is None:
-            ema = None if state.ema is None else first_average(state.params)
-            opt_state = self.held.kept.first(self.update.tx.init, state.params, shapes_of(state.opt_state))
-            return replace(state, opt_state=jax.tree.map(copied, opt_state), ema=ema)
-        state = replace(state, opt_state=shapes_of(state.opt_state), ema=shapes_of(state.ema))
-        return self.held.training_part_on_ranks(self.mesh, state, shardings)
-
-
-def _filled(leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: arrays.get(own_path(path), leaf) for path, leaf in leaves.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from flax import nnx
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.messages import listed
-from jaxpp_flax.trainers.model.frozen import path_text
 
 # The beginnings of paths in a state that a model's own paths do not have.
 _HOLDERS = ("params/", "model_state/collections/", "model_state/frozen/", "model_state/")
+OF_MODEL = ("params/", "model_state/")
+"""The beginnings of the paths of a model's leaves."""
+
 # Variables that are no weights: random streams, and the cache of an attention that decodes.
 _NO_WEIGHTS = (nnx.RngState, nnx.Cache)
 
@@ -69,26 +72,24 @@ def is_abstract(tree: Any) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
-def abstract_text(state: TrainState) -> str:
-    """Return the message for a model without values."""
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.model_state))
-    missing = [path_text(path).partition("/")[2] for path, leaf in leaves if is_abstract(leaf)]
+def abstract_text(lacking: Sequence[str], count: int) -> str:
+    """Return the message for a model without values; `lacking` has paths, and `count` is the number of its leaves."""
     return (
-        f"the model is abstract: {len(missing)} of its {len(leaves)} leaves are shapes without values "
-        f"({listed(missing, 3, str)}), and a module of `nnx.eval_shape` does not know how it was made. Give it values "
-        "first: trainer.restore(path), or fit(resume=True) with a checkpoint. To begin with new values, pass the "
-        "function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is made on its ranks."
+        f"the model is abstract: {len(lacking)} of its {count} leaves are shapes without values "
+        f"({listed([*map(own_path, lacking)], 3, str)}), and a module of `nnx.eval_shape` does not know how it was "
+        "made. Give it values first: trainer.restore(path), or fit(resume=True) with a checkpoint. To begin with new "
+        "values, pass the function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is made on "
+        "its ranks."
     )
 
 
 def shapes_of(tree: Any) -> Any:
     """Return the shapes of a tree, without values or places."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
-def target_of(state: TrainState, shardings: TrainState) -> TrainState:
-    """Return shapes with shardings."""
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings)
+    return jax.tree.map(one, tree)
 
 
 def model_part(params: Any, rest: Any) -> dict[str, Any]:

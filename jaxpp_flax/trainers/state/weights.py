@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,21 +24,20 @@ from jaxpp_flax.trainers.loop.process_synchronization import compare_weights
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
-from jaxpp_flax.trainers.state.holder import StateHolder, copied
+from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights, average_of
-from jaxpp_flax.trainers.state.optimizer_state import copies_in
-from jaxpp_flax.trainers.state.placement import on_parts, put_on_ranks
+from jaxpp_flax.trainers.state.optimizer_state import copies_of
+from jaxpp_flax.trainers.state.placement import on_parts
+from jaxpp_flax.trainers.state.sources import Arrays
 from jaxpp_flax.trainers.state.train_state import (
+    OF_MODEL,
     TrainState,
-    is_abstract,
     leaves_of_model,
     model_part,
     own_path,
     shapes_of,
     weight_leaves,
 )
-
-_OF_MODEL = ("params/", "model_state/")
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,10 @@ class Weights:
     meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
-        """An ordinary module with a copy of the trained weights, all of them on one device of this process.
-
-        It costs the bytes of all weights there, and with several processes as many sent; every process has to ask for
-        it. Shapes alone cost nothing: `trainer.abstract_model`.
-
-        Raises:
-          ModelError: if the weights are larger than the free memory of that device; nothing is copied then. A model
-            larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
-        """
-        self._check("trainer.model")
+        """As `PipelineTrainer.gather_model`."""
+        self._check("trainer.gather_model")
         state = self.held.weights()
-        self.meet("trainer.model")
+        self.meet("trainer.gather_model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def abstract_model(self) -> Any:
@@ -76,78 +67,48 @@ class Weights:
         return self.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
 
     def ema_model(self) -> Any:
-        """An ordinary module with a copy of the averaged weights, in the types of the parameters.
-
-        The average itself, `trainer.state.ema`, is in float32 or wider. Costs and errors are those of `trainer.model`.
-        """
+        """As `PipelineTrainer.gather_model`."""
         if self.held.memory.ema is None:
             raise ValueError(
-                "trainer.ema_model needs an average of the weights: parameters=Parameters(ema_decay=0.999)."
+                "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
             )
-        self._check("trainer.ema_model")
+        self._check("trainer.gather_model")
         state = self.inference.of(average_of)
-        self.meet("trainer.ema_model")
+        self.meet("trainer.gather_model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
         if not isinstance(self.adapter, LinenModel):
-            raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
-        self._check("trainer.variables")
+            raise TypeError("gather_variables() is for Linen models; an NNX model's are in `gather_model()`.")
+        self._check("trainer.gather_variables")
         state = self.held.weights()
-        self.meet("trainer.variables")
+        self.meet("trainer.gather_variables")
         return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def set(self, weights: Any) -> None:
-        """Give the model the weights of a module or a tree; they are copied, and leaves that it lacks keep theirs.
-
-        Leaves are found by the model's own paths, whether they are trained, frozen or other variables here or there:
-        trainers of one model with different `frozen=` take each other's weights, `a.set_weights(b.state.params)`. The
-        step, random streams and moments of the optimizer stay. Copies of parameters (their average, `z` of
-        schedule-free) get the new values too.
-
-        Args:
-          weights: a module (`other.model`), an `nnx.State`, Linen's variables or parameters, a nested dict, or the
-            state of another trainer, or its `params`, whatever its stages.
-
-        Raises:
-          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
-        """
+        """As `PipelineTrainer.set_weights`."""
         self.meet("trainer.set_weights")
-        self.held.load()
-        new = checked_weights(weights, leaves_of_model(self.held.memory))
-        compare_weights(self.mesh, new)
         state = self.held.weights()
-        leaves, structure = flatten(state)
-        values = {path: new[own_path(path)] for path in leaves if path.startswith(_OF_MODEL) and own_path(path) in new}
+        new = checked_weights(weights, leaves_of_model(state))
+        compare_weights(self.mesh, new)
+        leaves = flatten(state)[0]
+        values = {path: new[own_path(path)] for path in leaves if path.startswith(OF_MODEL) and own_path(path) in new}
         given = {path.removeprefix("params/"): value for path, value in values.items() if path.startswith("params/")}
-        values |= self._copies(given, state, leaves)
-        values = {path: _owned(value, leaves[path].dtype) for path, value in values.items()}
-        places = {path: leaves[path].sharding for path in values if isinstance(leaves[path], MpmdArray)}
-        placed: dict[str, Any] = {}
-        if places and self.mesh is not None:
-            placed = put_on_ranks(self.mesh, {path: values[path] for path in places}, places)
-        ordinary = {path: to_ordinary(value) for path, value in values.items() if path not in placed}
-        state = jax.tree.unflatten(structure, (leaves | ordinary | placed).values())
-        if self.mesh is None and not is_abstract(state.opt_state):
-            state = replace(state, opt_state=self.held.kept.on_default_device(state.opt_state))
-        self.held.restored(state)
+        copies, others = copies_of(given, state, self.init, self.held.valued()) if given else ({}, [])
+        if others:
+            raise ModelError(
+                f"trainer.set_weights: the optimizer made {others[0]} of parameters, other than by copying them, so it "
+                "would keep what was made of the old ones. Nothing has changed. Make a new trainer with them."
+            )
+        values |= {path: given[of] for path, of in copies.items()}
+        self.held.take(Arrays({path: self._owned(value, leaves[path].dtype) for path, value in values.items()}))
 
-    def _copies(self, given: Mapping[str, Any], state: TrainState, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the new values of copies of parameters; what is not made yet will be made of the new parameters."""
-        copies = copies_in(self.init, state.params) if given else {}
-        made = {f"opt_state/{path}".rstrip("/"): of for path, of in copies.items()}  # one leaf alone has no path
-        made |= {f"ema/{path}": path for path in given if state.ema is not None}
-        found: dict[str, Any] = {}
-        for path, of in made.items():
-            if is_abstract(leaves[path]) or (of is not None and of not in given):
-                continue
-            if of is None or (path.startswith("opt_state") and leaves[path].dtype != leaves[f"params/{of}"].dtype):
-                raise ModelError(
-                    f"trainer.set_weights: the optimizer made {path} of parameters, other than by copying them, so it "
-                    "would keep what was made of the old ones. Nothing has changed. Make a new trainer with them."
-                )
-            found[path] = given[of]
-        return found
+    def _owned(self, value: Any, dtype: Any) -> Any:
+        """Return a value of this type; an array on ranks is a copy, which a step may donate."""
+        if isinstance(value, MpmdArray) and self.mesh is not None:
+            return on_parts(value, lambda part: jnp.array(part, dtype=dtype, copy=True))
+        value = to_ordinary(value) if isinstance(value, MpmdArray) else value
+        return value.astype(dtype) if isinstance(value, jax.Array) else np.array(value, dtype=dtype)
 
     def _check(self, what: str) -> None:
         """Refuse a copy of all weights on one device that cannot take them."""
@@ -198,13 +159,6 @@ def checked_weights(weights: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _owned(value: Any, dtype: Any) -> Any:
-    """Return a value of this type. What is not on the devices of an array of the user is a copy."""
-    if isinstance(value, MpmdArray):
-        return on_parts(value, lambda part: jnp.array(part, dtype=dtype, copy=True))
-    return value.astype(dtype) if isinstance(value, jax.Array) else np.array(value, dtype=dtype)
-
-
 def to_ordinary(tree: Any) -> Any:
     """Copy every leaf to a new `jax.Array` on the default device.
 
@@ -214,9 +168,9 @@ def to_ordinary(tree: Any) -> Any:
     there = SingleDeviceSharding(jax.local_devices()[0])
 
     def one(leaf: Any) -> Any:
-        if not isinstance(leaf, MpmdArray):
-            return copied(leaf)
-        several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
-        return copied(jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), there))
+        if isinstance(leaf, MpmdArray):
+            several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
+            leaf = jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), there)
+        return jnp.array(leaf, copy=True)
 
     return jax.tree.map(one, tree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,28 +11,28 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from rich.table import Table
 
-from jaxpp_flax.assignment import CutPolicy, Plan, even
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
-from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
+from jaxpp_flax.engine.plan import Plan as PlacedStep
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
-from jaxpp_flax.planning import describe
+from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe, even
 from jaxpp_flax.processes import process_group
-from jaxpp_flax.schedules import ResidualPlan
+from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
-from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, num_batch_shards
+from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.options.memory import Memory
+from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 
 class CompiledSteps:
@@ -66,13 +66,45 @@ class CompiledSteps:
         """Return the training step for such batches, and place the state for this step."""
         compiled = self.get("train", microbatches, lambda: self.training_function(microbatches), donate=True)
         with self.clock.part("placement"):
-            self._held.place(self._scheduling.mesh, lambda: compiled.in_shardings[0][0])
+            self._held.place(lambda: compiled.in_shardings[0][0])
         return compiled
 
-    def training_function(self, microbatches: Any) -> Callable[..., Any]:
-        """Return the pure function that a training step compiles."""
-        loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
+    def training_function(self, microbatches: Any, schedule: Schedule | None = None) -> Callable[..., Any]:
+        """Return the pure function that a training step compiles; the default schedule is the current one."""
+        schedule = self._scheduling.schedule if schedule is None else schedule
+        loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=schedule)
         return self._builders.for_training(self._held.memory, microbatches).train(loop)
+
+    def to_plan(self, microbatches: Any) -> PlanningStep:
+        """Return the training step for such batches as a planner needs it; nothing is compiled.
+
+        Raises:
+          ValueError: without a pipeline.
+        """
+        schedule, mesh, held = self._scheduling.schedule, self._scheduling.mesh, self._held
+        if schedule is None or mesh is None:
+            raise ValueError(no_pipeline("a plan"))
+        state = held.kept.described(held.memory)
+
+        def place(of: Schedule, policy: Any, residuals: ResidualPlan | None) -> PlacedStep:
+            form = replace(self._form(microbatches, donate=True), residuals=residuals)
+            with self._axis_rules(mesh):
+                step = self._pipelined(self.training_function(microbatches, of), mesh, policy, form)
+                return step.place(state, microbatches)
+
+        devices = mesh.rank_devices(0)
+        return PlanningStep(
+            schedule=schedule,
+            num_microbatches=self._scheduling.num_microbatches,
+            layout=layout_of(mesh),
+            platform=devices[0].platform,
+            devices_of_a_rank=len(devices),
+            fsdp=self._fsdp,
+            kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
+            place=place,
+            cuts=self._assigner.fixed_cuts,
+            residuals=self._memory.residuals,
+        )
 
     def has_training(self, microbatches: Any) -> bool:
         """Return True if `for_training` would compile nothing for such batches."""
@@ -92,10 +124,7 @@ class CompiledSteps:
                 policy = self._ready_to_compile(kind, microbatches)
                 state = held.kept.described(held.memory) if donate else held.memory.for_inference()
                 function = build()
-                run = lambda: self._compile(function, state, microbatches, policy, donate=donate)  # noqa: E731
-                schedule, count = self._scheduling.schedule, self._scheduling.num_microbatches
-                is_limited = kind == "train" and schedule is not None
-                self.compiled[key] = self._assigner.compile_within_limit(schedule, count, run) if is_limited else run()
+                self.compiled[key] = self._compile(function, state, microbatches, policy, donate=donate)
         compiled = self.compiled[key]
         if not donate:
             held.place_weights(lambda: compiled.in_shardings[0][0])
@@ -137,26 +166,22 @@ class CompiledSteps:
         return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())
 
     def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
-        schedule, mesh, specs = self._scheduling.schedule, self._scheduling.mesh, self.state_specs
+        schedule, mesh = self._scheduling.schedule, self._scheduling.mesh
         if schedule is None or mesh is None:
             return even()  # plain `jax.jit` uses no policy
         pipeline = Pipeline(
             schedule=schedule,
             num_microbatches=self._scheduling.num_microbatches,
             mesh=mesh,
-            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh, self._held.kept.kind_of),
-            fsdp=self._fsdp,
+            residuals=self._memory.residuals,
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 
-    def _residuals(self) -> ResidualPlan | None:
-        """Return the given residuals, or those that the assigner chose with the cuts of the training step."""
-        if self._memory.residuals is not None:
-            return self._memory.residuals
-        return self._assigner.residuals_of(self._scheduling.schedule, self._scheduling.num_microbatches)
-
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
         """Compile `function(state, batch)`. All processes get the function's results other than a new state."""
+        return self._compile_form(function, (state, batch), policy, self._form(batch, donate=donate))
+
+    def _form(self, batch: Any, *, donate: bool) -> _Form:
         specs, mesh = self.state_specs, self._scheduling.mesh
         if specs is not None and not donate:
             specs = specs.for_inference()
@@ -168,16 +193,15 @@ class CompiledSteps:
             is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
             of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
             in_specs = (specs, jax.tree.unflatten(structure, of_batch))
-        form = _Form(
+        return _Form(
             in_specs=in_specs,
             # A step returns the state with the shardings of its input state.
             out_specs=(specs, None) if donate and specs is not None else None,
             donated=(0,) if donate else (),
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
-            residuals=self._residuals if donate else None,  # inference has no backward
+            residuals=self._memory.residuals if donate else None,  # inference has no backward
         )
-        return self._compile_form(function, (state, batch), policy, form)
 
     def _compile_form(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], policy: CutPolicy, form: _Form
@@ -188,7 +212,11 @@ class CompiledSteps:
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # a compiled function would refuse to run operation by operation
             return jitted.lower(*arguments).compile()
-        step = mpmd_jit_with_loop(
+        with self._axis_rules(mesh):
+            return self._pipelined(function, mesh, policy, form).compile(*arguments)
+
+    def _pipelined(self, function: Callable[..., Any], mesh: Any, policy: CutPolicy, form: _Form) -> MpmdFunction:
+        return mpmd_jit_with_loop(
             function,
             mesh,
             in_shardings=form.in_specs,
@@ -199,8 +227,9 @@ class CompiledSteps:
             fsdp=form.fsdp,
             residuals=form.residuals,
         )
-        with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
-            return step.compile(*arguments)
+
+    def _axis_rules(self, mesh: Any) -> Any:
+        return nn.logical_axis_rules(self._rules.on(inner_sizes(mesh)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +241,7 @@ class _Form:
     donated: tuple[int, ...]
     everywhere: Any
     fsdp: Fsdp = "microbatch"
-    residuals: Callable[[], ResidualPlan | None] | None = None
+    residuals: ResidualPlan | None = None
 
 
 def stage_table(
@@ -220,22 +249,20 @@ def stage_table(
 ) -> Table:
     """Make the table that is printed before the first step.
 
-    It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank. If the plan
-    was made for a memory limit, it also has what each stage does with its residuals, their bytes in one step (kept,
-    moved to the host, recomputed), the predicted bytes of each rank on its devices and on the host (the optimizer's
-    state included), and the seconds of a step.
+    It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank; with a plan,
+    also what each stage does with its residuals, and the bytes of each rank that it predicted.
     """
     table = Table(title=title, title_justify="left")
     for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for column in ("size", "FLOPs", "sent", "memory", "devices"):
         table.add_column(column, justify="right")
-    choice = None if plan is None else plan.choice
-    if choice is not None:
-        for column in ("residuals", "kept", "moved", "recomputed", "predicted", "host"):
-            table.add_column(column, justify="right")
-    if plan is not None and plan.choice_text:
-        table.caption, table.caption_justify = plan.choice_text, "left"
+    residuals = None if plan is None or plan.residuals is None or plan.residuals.is_kept else plan.residuals
+    predicted = () if plan is None else plan.peak_bytes
+    for column in ("residuals",) * (residuals is not None) + ("predicted",) * bool(predicted):
+        table.add_column(column, justify="right")
+    if plan is not None and plan.notes:
+        table.caption, table.caption_justify = "\n".join(plan.notes), "left"
     for stage in stages:
         row = [
             str(stage.stage),
@@ -248,11 +275,7 @@ def stage_table(
             amount(memory.get(stage.rank), "B"),
             ", ".join(str(getattr(device, "id", device)) for device in stage.devices),
         ]
-        if choice is not None:
-            use = choice.prediction.stages[stage.stage]
-            row.append(describe(choice.residuals.of(stage.stage)))
-            held = choice.prediction.peak_bytes[stage.rank]
-            on_host = choice.prediction.host_bytes[stage.rank] + choice.prediction.state_host_bytes[stage.rank]
-            row += [amount(nbytes, "B") for nbytes in (use.kept, use.moved, use.recomputed, held, on_host)]
+        row += [describe(residuals.of(stage.stage))] if residuals is not None else []
+        row += [amount(predicted[stage.rank], "B")] if predicted else []
         table.add_row(*row)
     return table

@@ -34,8 +34,6 @@ class LossTrace:
     carried: tuple[int, ...]  # the positions of these leaves
     unused: tuple[str, ...]  # the paths of parameters that the loss does not depend on
     batch_statistics: tuple[str, ...]  # the paths of the carried leaves that are statistics of a batch
-    weighed_by: tuple[str, ...]  # the leaves of the batch that both the loss and its weight depend on
-    unweighted: tuple[str, ...] | None  # the metrics that are not pairs (sum, weight); None if the loss is not a pair
     divided: str | None = None  # the place where a mean loss is divided by a number that depends on the examples
     mixed: str | None = None  # the place where the loss mixes examples in another way
 
@@ -43,40 +41,30 @@ class LossTrace:
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
     """Trace the loss function for microbatches of this structure, arrays or shapes; nothing is computed."""
     leaves, tree = jax.tree.flatten(state.model_state)
-    kinds: list[tuple[str, ...] | None] = []
+    is_pair: list[bool] = []
 
-    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any, Any]:
+    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
         rest = jax.tree.unflatten(tree, leaves)
         output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
         terms = read_loss(output, differentiated=True)
-        unweighted = tuple(name for name, value in terms.metrics.items() if not isinstance(value, tuple))
-        kinds.append(None if terms.weight is None else unweighted)
-        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total, () if terms.weight is None else terms.weight
+        is_pair.append(terms.weight is not None)
+        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
     graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(shape_of, microbatch)))
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
-    weights = len(graph.outputs) - len(leaves) - 1
-    used = used_inputs(graph, [False] * len(leaves) + [True] + [False] * weights)[len(consts) + len(leaves) :]
-    weighing = used_inputs(graph, [False] * len(leaves) + [False] + [True] * weights)[len(consts) + len(leaves) :]
-    of_batch = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(microbatch)]
+    used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
     statistics = model.batch_statistics(state.model_state)
-    joins = _joins_of_loss(graph, inputs[-len(of_batch) :], len(leaves))
+    joins = _joins_of_loss(graph, inputs[-len(jax.tree.leaves(microbatch)) :], len(leaves))
     return LossTrace(
         carried=carried,
         unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
         batch_statistics=tuple(
             path for i, path in enumerate(_paths(state.model_state)) if i in carried and statistics[i]
         ),
-        weighed_by=tuple(
-            path
-            for path, *uses in zip(of_batch, used[-len(of_batch) :], weighing[-len(of_batch) :], strict=True)
-            if all(uses)
-        ),
-        unweighted=kinds[-1],
-        divided=joins.divided if not weights else None,  # a weight may make up for a quotient in the sum
+        divided=None if is_pair[-1] else joins.divided,  # a weight may make up for a quotient in the sum
         mixed=joins.mixed,
     )
 

@@ -38,7 +38,7 @@ def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
             "computed by the model that the loss function receives, without jax.lax.stop_gradient around it."
         )
     globs = covering_globs(unused, [path for path in paths if path not in set(unused)])
-    frozen = f"parameters=Parameters(frozen={(globs[0] if len(globs) == 1 else globs)!r})"
+    frozen = f"training=Training(frozen={(globs[0] if len(globs) == 1 else globs)!r})"
     count = f"{len(unused)} of the {len(paths)} parameters: {', '.join(globs)}"
     if rule == "error":
         raise ModelError(
@@ -48,7 +48,7 @@ def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
     warnings.warn(
         f"the loss does not depend on {count}. Their gradients are zero, as under jax.grad, and the optimizer updates "
         f"them with these: weight decay shrinks them. To leave them as they are, freeze them: {frozen}. To refuse such "
-        "a model, pass Parameters(unused='error'). If this is meant, ignore the category "
+        "a model, pass Training(unused='error'). If this is meant, ignore the category "
         "jaxpp_flax.trainers.UnusedParametersWarning.",
         UnusedParametersWarning,
         stacklevel=2,

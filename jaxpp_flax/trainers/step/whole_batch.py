@@ -49,8 +49,7 @@ class WholeBatchLoss:
         that are equal in every microbatch, such as a learned temperature.
       loss_fn: `loss_fn(embeddings, batch)`, called once, with arrays of shape (batch, ...) and the same scalars, and
         with the whole batch. It returns what a loss function returns: a loss, `(loss_sum, weight)`, or either with a
-        dict of metrics. It reads parameters from the embeddings alone: let `embed_fn` return them. With
-        `remainder="pad"`, it must leave the masked examples out of all comparisons.
+        dict of metrics. It reads parameters from the embeddings alone: let `embed_fn` return them.
 
     Raises:
       TypeError: if a part is not a function of two arguments.

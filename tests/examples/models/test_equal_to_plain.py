@@ -42,7 +42,7 @@ def test_vit():
     got, got_grads, trainer = pipelined_step(marked, converted.loss_fn, batch, num_stages=2)
     assert got == pytest.approx(float(loss), rel=1e-6)
     tree_allclose(nnx.to_pure_dict(got_grads), nnx.to_pure_dict(grads), **TOLERANCE)
-    nnx.update(model, nnx.state(trainer.model))  # the paths are the same
+    nnx.update(model, nnx.state(trainer.gather_model()))  # the paths are the same
     tree_allclose(model(image), marked(image), rtol=1e-6)
 
 
@@ -88,4 +88,6 @@ def test_scanned(stages: int, axes: dict[str, int] | None):
     kernel = got_grads["layers"]["stage_0"]["mlp_in"]["kernel"]
     assert kernel.shape == (2, 8, 16)
     tree_allclose(join_scanned(got_grads, "layers"), jax.tree.map(np.asarray, nn.meta.unbox(grads)), **TOLERANCE)
-    tree_allclose(join_scanned(nn.meta.unbox(trainer.variables), "layers"), nn.meta.unbox(variables), rtol=0, atol=0)
+    tree_allclose(
+        join_scanned(nn.meta.unbox(trainer.gather_variables()), "layers"), nn.meta.unbox(variables), rtol=0, atol=0
+    )

@@ -16,8 +16,8 @@ def test_predictions_are_those_of_the_step(tmp_path):
     tracker, batch, expected = DictTracker(), m.make_batch(8, 0), {}
 
     class Predict(Callback):
-        def on_step(self, trainer, step):
-            expected[step] = np.asarray(trainer.predict(batch["tokens"]))
+        def on_step(self, trainer, record):
+            expected[record.step] = np.asarray(trainer.predict(batch["tokens"]))
 
     t = PipelineTrainer(
         m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=2,

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Evaluate, Inference, LogMetrics
+from jaxpp_flax.trainers import Checkpoints, Evaluate, Inference, StepRecord
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping, StopOnFile, TimeLimit
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 
@@ -75,9 +75,9 @@ def test_the_clock_ends_the_run(monkeypatch):
     callback, stops = TimeLimit(5), Stops()
     callback.on_fit_start(stops)
     for step in (1, 2):
-        callback.on_step(stops, step)
+        callback.on_step(stops, StepRecord(step, {}, None))
     assert stops.reason is None
-    callback.on_step(stops, 3)
+    callback.on_step(stops, StepRecord(3, {}, None))
     assert stops.reason == "the time limit of 5 seconds"
     monkeypatch.undo()
     t.fit(DATA, steps=50, callbacks=[TimeLimit(1e-9)])
@@ -88,8 +88,8 @@ def test_the_clock_ends_the_run(monkeypatch):
 
 def test_a_file_ends_the_run(tmp_path):
     class Touch(Callback):
-        def on_step(self, trainer, step):
-            if step == 2:
+        def on_step(self, trainer, record):
+            if record.step == 2:
                 (tmp_path / "stop").touch()
 
     t = trainer()
@@ -109,15 +109,15 @@ def test_numbers_that_do_not_fit_are_refused(wrong):
 def test_early_stopping_ends_a_loop_of_the_users_own():
     it = trainer()
     stopping = EarlyStopping(patience=1, min_delta=1e9)
-    hook = Evaluate(it, DATA, every=1, callbacks=[stopping])
-    assert [step for step, _ in it.training_steps(DATA, steps=8, hooks=[hook])] == [1, 2]
+    steps = it.training_steps(DATA, steps=8, callbacks=[Evaluate(DATA, every=1), stopping])
+    assert [step for step, _ in steps] == [1, 2]
     assert "has not improved" in it.stopping
 
 
-def test_a_callback_that_only_fit_runs_is_refused_in_a_hook():
+def test_a_clock_ends_a_loop_of_the_users_own():
     it = trainer()
-    with pytest.raises(ValueError, match="a hook holds a TimeLimit, which works in on_fit_start"):
-        next(iter(it.training_steps(DATA, hooks=[LogMetrics(it, callbacks=[TimeLimit(5)])])))
+    assert [step for step, _ in it.training_steps(DATA, callbacks=[TimeLimit(1e-9)])] == [1]
+    assert it.stopping == "the time limit of 1e-09 seconds"
 
 
 def test_a_resumed_run_finds_states_by_metric_in_whatever_order(tmp_path):

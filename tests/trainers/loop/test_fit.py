@@ -20,8 +20,8 @@ from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.loop.progress import BarMeter, PlainMeter
-from jaxpp_flax.trainers.loop.trackers import TensorBoardTracker
+from jaxpp_flax.trainers.progress import Display
+from jaxpp_flax.trainers.trackers import TensorBoardTracker
 from tests.trainers import models as m
 
 
@@ -101,9 +101,9 @@ class Record(Callback):
     def on_fit_start(self, trainer):
         self.events.append("start")
 
-    def on_step(self, trainer, step):
-        assert trainer.step == step
-        self.events.append(("step", step))
+    def on_step(self, trainer, record):
+        assert trainer.step == record.step
+        self.events.append(("step", record.step))
 
     def on_metrics(self, trainer, step, metrics):
         assert isinstance(metrics["loss"], float)
@@ -112,7 +112,7 @@ class Record(Callback):
     def on_evaluate(self, trainer, step, metrics):
         self.events.append(("evaluate", step))
 
-    def on_fit_end(self, trainer):
+    def on_fit_end(self, trainer, error):
         self.events.append("end")
 
 
@@ -227,9 +227,9 @@ def test_plain_progress(capsys):
     assert "step 3/5" not in text  # every=2
 
 
-def test_bar_and_plain_meters_write_to_a_console():
+def test_bars_and_lines_go_to_a_console():
     stream = io.StringIO()
-    bar = BarMeter(Console(file=stream, force_terminal=True, width=100))
+    bar = Display(console=Console(file=stream, force_terminal=True, width=100))
     with bar.phase("compiling"):
         pass
     bar.start(10, 0)
@@ -243,19 +243,19 @@ def test_bar_and_plain_meters_write_to_a_console():
         assert part in text
     assert "weight" not in text
     stream = io.StringIO()
-    plain = PlainMeter(Console(file=stream))
+    plain = Display(console=Console(file=stream))
     plain.start(None, 0)
     plain.update(3, {"loss": 1.25}, None, "tokens", None)
     assert stream.getvalue() == "step 3  loss 1.2500\n"
 
 
 def test_metrics_are_fetched_one_step_late_and_only_when_wanted(monkeypatch):
-    from jaxpp_flax.trainers.loop import hooks
+    from jaxpp_flax.trainers.callbacks import log_metrics
 
     t = trainer(every=4)
     fetched = []
-    original = hooks.to_host
-    monkeypatch.setattr(hooks, "to_host", lambda metrics: fetched.append(t.step) or original(metrics))
+    original = log_metrics.to_host
+    monkeypatch.setattr(log_metrics, "to_host", lambda metrics: fetched.append(t.step) or original(metrics))
     t.fit(DATA, steps=9)
     assert fetched == [2, 5, 9, 9]  # of the steps 1, 4, 8 and 9
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
-from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Parameters, Precision
+from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Training
 from jaxpp_flax.trainers.loop import nonfinite
 from jaxpp_flax.trainers.loop.nonfinite import nonfinite_leaf
 from tests.trainers.models import Layers, squared_error
@@ -83,9 +83,8 @@ def test_parameters_are_looked_at_before_a_save(tmp_path):
 
 def test_skip_is_training_without_that_batch(tmp_path, capsys):
     skipping = trainer(
-        precision=Precision(on_nonfinite="skip"),
+        training=Training(on_nonfinite="skip", ema_decay=0.5),
         progress=True,
-        parameters=Parameters(ema_decay=0.5),
         checkpoints=Checkpoints(tmp_path, every=1),
     )
     skipping.fit(data(3, 5))
@@ -93,7 +92,7 @@ def test_skip_is_training_without_that_batch(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "step 3 is skipped: its loss or gradients are not finite (1 so far)" in said
     assert "step 5 is skipped: its loss or gradients are not finite (2 so far)" in said
-    plain = trainer(parameters=Parameters(ema_decay=0.5))
+    plain = trainer(training=Training(ema_decay=0.5))
     plain.fit([one for step, one in enumerate(data(), start=1) if step not in (3, 5)])
     for mine, theirs in zip(
         jax.tree.leaves((skipping.state.params, skipping.state.ema)),
@@ -106,24 +105,24 @@ def test_skip_is_training_without_that_batch(tmp_path, capsys):
 
 def test_skipping_for_ever_ends(monkeypatch):
     monkeypatch.setattr(nonfinite, "_MAX_SKIPPED", 3)
-    it = trainer(precision=Precision(on_nonfinite="skip"))
+    it = trainer(training=Training(on_nonfinite="skip"))
     with pytest.raises(NonFiniteLossError, match="the last 3 steps, up to step 4, were all skipped"):
         it.fit(data(2, 3, 4, 5, 6, 7, 8) * 3)
-    trainer(precision=Precision(on_nonfinite="skip")).fit(data(2, 3, 5, 6))  # no three of them follow each other
+    trainer(training=Training(on_nonfinite="skip")).fit(data(2, 3, 5, 6))  # no three of them follow each other
 
 
 def test_ignore_goes_on(tmp_path):
-    it = trainer(precision=Precision(on_nonfinite="ignore"), checkpoints=Checkpoints(tmp_path, every=4))
+    it = trainer(training=Training(on_nonfinite="ignore"), checkpoints=Checkpoints(tmp_path, every=4))
     assert math.isnan(it.fit(data(1, 3))["loss"])
     assert CheckpointStore(tmp_path).steps() == (4, 8)
 
 
 def test_arguments_that_contradict_each_other():
     with pytest.raises(ValueError, match=r"on_nonfinite='wait': it must be"):
-        trainer(precision=Precision(on_nonfinite="wait"))
+        trainer(training=Training(on_nonfinite="wait"))
     with pytest.raises(ValueError, match=r"on_nonfinite='stop' and loss_scale='dynamic': .* is skipped"):
-        trainer(precision=Precision(on_nonfinite="stop", loss_scale="dynamic"))
-    trainer(precision=Precision(on_nonfinite="skip", loss_scale="dynamic"))
+        trainer(training=Training(on_nonfinite="stop", loss_scale="dynamic"))
+    trainer(training=Training(on_nonfinite="skip", loss_scale="dynamic"))
 
 
 def test_every_kind_of_leaf_is_looked_at():
@@ -145,13 +144,13 @@ def test_a_mesh_around_the_trainer_and_arrays_of_the_host_are_no_matter():
 
 def test_skipping_for_ever_ends_with_a_loss_scale_too(monkeypatch):
     monkeypatch.setattr(nonfinite, "_MAX_SKIPPED", 3)
-    it = trainer(precision=Precision(loss_scale="dynamic"))
+    it = trainer(training=Training(loss_scale="dynamic"))
     with pytest.raises(NonFiniteLossError, match="the last 3 steps, up to step 4, were all skipped"):
         it.fit(data(2, 3, 4, 5, 6))
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(capsys):
-    it = trainer(precision=Precision(on_nonfinite="skip"), progress=True)
+    it = trainer(training=Training(on_nonfinite="skip"), progress=True)
     it.fit(data())
     it.fit(data(1))
     assert "best loss nan" not in capsys.readouterr().out

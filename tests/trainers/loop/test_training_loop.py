@@ -17,11 +17,11 @@ from flax import nnx
 
 from jaxpp_flax import DictTracker, PipelineTrainer
 from jaxpp_flax.checkpoint.reading import read_json
-from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, LoopHook, StepRecord, callbacks
-from jaxpp_flax.trainers.loop import hooks
+from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, StepRecord, callbacks
+from jaxpp_flax.trainers.callbacks import log_metrics
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
-from jaxpp_flax.trainers.state.holder import OnDisk
+from jaxpp_flax.trainers.state.sources import Checkpoint
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -46,12 +46,11 @@ def records_of(tracker: DictTracker) -> dict[str, Any]:
     return {name: rows for name, rows in tracker.metrics.items() if not name.endswith("_per_second")}
 
 
-def test_a_loop_with_hooks_logs_evaluates_and_saves_as_fit_does(tmp_path: Path):
+def test_a_loop_with_callbacks_logs_evaluates_and_saves_as_fit_does(tmp_path: Path):
     fitted, looped = DictTracker(), DictTracker()
     fit, loop = make_trainer(tmp_path / "fit", fitted), make_trainer(tmp_path / "loop", looped)
     fit.fit(DATA, steps=5, eval_data=DATA[:1], eval_every=2)
-    log = LogMetrics(loop)
-    steps = loop.training_steps(DATA, steps=5, hooks=[log, Evaluate(loop, DATA[:1], every=2, log=log)])
+    steps = loop.training_steps(DATA, steps=5, callbacks=[LogMetrics(), Evaluate(DATA[:1], every=2)])
     assert [step for step, _ in steps] == [1, 2, 3, 4, 5]
     assert {name: list(rows) for name, rows in records_of(fitted).items()} == {
         "loss": [1, 2, 4, 5],  # the first one, each second one, and the last one
@@ -70,34 +69,78 @@ def test_a_loop_with_hooks_logs_evaluates_and_saves_as_fit_does(tmp_path: Path):
             assert read_json(tmp_path / "loop" / step, item) == expected
 
 
-class Events(LoopHook):
-    def __init__(self, events: list[Any]) -> None:
-        self.events = events
+class Events(callbacks.Callback):
+    def __init__(self, name: str, events: list[Any]) -> None:
+        super().__init__()
+        self.name, self.events = name, events
 
-    def __call__(self, record: StepRecord) -> None:
-        self.events.append((record.step, float(record.metrics["loss"]), record.batch is DATA[record.step - 1]))
+    def on_fit_start(self, trainer: Any) -> None:
+        self.events.append(f"{self.name} start")
 
-    def end(self) -> None:
-        self.events.append("end")
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
+        assert any(record.batch is batch for batch in DATA)
+        self.events.append((self.name, record.step, float(record.metrics["loss"])))
+
+    def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
+        self.events.append(f"{self.name} last step")
+
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+        self.events.append((f"{self.name} end", type(error)))
 
 
-def test_hooks_run_before_the_body_and_end_with_the_data(tmp_path: Path):
+def test_callbacks_run_before_the_body_and_end_the_last_one_first(tmp_path: Path):
     trainer, events = make_trainer(tmp_path), list[Any]()
-    both = [Events(events), lambda record: events.append(f"function {record.step}")]
-    for step, metrics in trainer.training_steps(DATA[:2], hooks=both):
-        assert events[-2:] == [(step, float(metrics["loss"]), True), f"function {step}"]
-    assert events[-1] == "end"
-    for _ in trainer.training_steps(DATA, hooks=[Events(events := [])]):
+    both = [Events("a", events), Events("b", events)]
+    for step, metrics in trainer.training_steps(DATA[:2], callbacks=both):
+        assert events[-2:] == [(name, step, float(metrics["loss"])) for name in "ab"]
+        assert trainer.callbacks[:2] == tuple(both)
+    assert events[:2] == ["a start", "b start"]
+    assert events[-4:] == ["a last step", "b last step", ("b end", type(None)), ("a end", type(None))]
+    assert trainer.callbacks == ()
+    for _ in trainer.training_steps(DATA, callbacks=[Events("c", events)]):
         break
-    assert "end" not in events
+    assert events[-2:] == ["c last step", ("c end", GeneratorExit)]
+
+
+def test_a_step_is_taken_when_its_record_is_asked_for(tmp_path: Path):
+    trainer = make_trainer(tmp_path)
+    next(trainer.training_steps(DATA))
+    assert trainer.step == 1
+
+
+def test_callbacks_that_did_not_begin_do_not_end(tmp_path: Path):
+    class Refuses(Events):
+        def on_fit_start(self, trainer: Any) -> None:
+            raise ValueError("not yet")
+
+    events: list[Any] = []
+    with pytest.raises(ValueError, match="not yet"):
+        make_trainer(tmp_path).fit(DATA, callbacks=[Events("a", events), Refuses("b", events), Events("c", events)])
+    assert events == ["a start", "a last step", ("a end", ValueError)]
+
+
+def test_a_callback_that_waits_for_metrics_needs_one_that_logs_them(tmp_path: Path):
+    steps = make_trainer(tmp_path).training_steps(DATA, callbacks=[callbacks.PrintLoss()])
+    with pytest.raises(ValueError, match=r"holds a PrintLoss, which waits for `on_metrics`.*LogMetrics\(\)"):
+        next(steps)
+
+
+def test_the_last_step_is_saved_when_callbacks_end(tmp_path: Path):
+    class Looks(callbacks.Callback):
+        def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+            seen.append((tmp_path / str(trainer.step)).is_dir())
+
+    seen: list[bool] = []
+    make_trainer(tmp_path).fit(DATA, callbacks=[Looks()])
+    assert seen == [True]
 
 
 def rows_of(every: int, end: Callable[[Any, int], None], data: Any = DATA, **options: Any) -> list[int]:
     """The rows of a `fit` that ends with an error, which `end` raises after a step, or the data."""
 
     class Ends(callbacks.Callback):
-        def on_step(self, trainer: Any, step: int) -> None:
-            end(trainer, step)
+        def on_step(self, trainer: Any, record: Any) -> None:
+            end(trainer, record.step)
 
     tracker = DictTracker()
     trainer = PipelineTrainer(
@@ -155,13 +198,13 @@ def test_ctrl_c_in_a_step_loses_no_row(times: int, monkeypatch: pytest.MonkeyPat
 def test_a_loop_of_the_users_own_loses_no_row(tmp_path: Path):
     tracker = DictTracker()
     trainer = make_trainer(tmp_path / "a", tracker)
-    for step, _ in trainer.training_steps(DATA, hooks=[LogMetrics(trainer)]):
+    for step, _ in trainer.training_steps(DATA, callbacks=[LogMetrics()]):
         if step == 2:
             break
     assert list(tracker["loss"]) == [1, 2]
     trainer = make_trainer(tmp_path / "b", tracker := DictTracker())
     with pytest.raises(OSError, match="the disk is gone"):
-        list(trainer.training_steps(broken_after(3), hooks=[LogMetrics(trainer)]))
+        list(trainer.training_steps(broken_after(3), callbacks=[LogMetrics()]))
     assert list(tracker["loss"]) == [1, 2, 3]
 
 
@@ -180,15 +223,16 @@ class Never:
 
 
 def test_metrics_that_do_not_come_neither_hide_the_error_nor_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hooks, "_PATIENCE", 0.1)
+    monkeypatch.setattr(log_metrics, "_PATIENCE", 0.1)
     trainer = make_trainer(tmp_path, DictTracker())
     for metric, reason in (
         (Never(), "TimeoutError: the devices have not computed them after 0.1 s"),
         (Never(RuntimeError("the device is lost\nwith details")), "RuntimeError: the device is lost"),
     ):
-        log, error = LogMetrics(trainer), OSError("the disk is gone")
-        log(StepRecord(3, {"loss": metric}, DATA[0]))
-        log.leave(error)
+        log, error = LogMetrics(), OSError("the disk is gone")
+        log.on_fit_start(trainer)
+        log.on_step(trainer, StepRecord(3, {"loss": metric}, DATA[0]))
+        log.on_last_step(trainer, error)
         assert metric.asked.is_set()
         metric.released.set()
         assert error.__notes__ == [f"The metrics of step 3 are lost: {reason}"]
@@ -218,33 +262,33 @@ def test_ctrl_c_while_metrics_are_awaited_loses_no_row(tmp_path: Path):
                 raise errors.pop()
             return np.zeros(())
 
-    log = LogMetrics(make_trainer(tmp_path, tracker := DictTracker()))
-    log(StepRecord(1, {"loss": Interrupted()}, DATA[0]))
+    trainer, log = make_trainer(tmp_path, tracker := DictTracker()), LogMetrics()
+    log.on_fit_start(trainer)
+    log.on_step(trainer, StepRecord(1, {"loss": Interrupted()}, DATA[0]))
     with pytest.raises(KeyboardInterrupt) as raised:
-        log(StepRecord(2, {"loss": np.ones(())}, DATA[1]))
-    log.leave(raised.value)
+        log.on_step(trainer, StepRecord(2, {"loss": np.ones(())}, DATA[1]))
+    log.on_last_step(trainer, raised.value)
     assert tracker["loss"] == {1: 0.0, 2: 1.0}
 
 
-def test_a_hook_that_cannot_leave_keeps_nothing_from_its_end(tmp_path: Path):
-    class Leaves(LoopHook):
-        def leave(self, error: BaseException, *, at_once: bool = False) -> None:
+def test_a_callback_that_fails_at_the_end_keeps_nothing_from_its_end(tmp_path: Path):
+    class Leaves(callbacks.Callback):
+        def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
             raise ValueError("not yet")
 
     trainer = make_trainer(tmp_path, tracker := DictTracker())
     with pytest.raises(OSError, match="the disk is gone") as raised:
-        list(trainer.training_steps(broken_after(3), hooks=[Leaves(), LogMetrics(trainer)]))
+        list(trainer.training_steps(broken_after(3), callbacks=[Leaves(), LogMetrics()]))
     notes = raised.value.__notes__
-    assert notes[0] == "Leaves.leave failed as well: ValueError('not yet')"
+    assert notes[0] == "Leaves.on_last_step failed as well: ValueError('not yet')"
     assert notes[1].startswith("Training stopped after step 3.")
     assert list(tracker["loss"]) == [1, 2, 3]
 
 
-def test_a_callback_is_no_hook(tmp_path: Path):
-    wrong: Any = callbacks.PrintLoss()
-    steps = make_trainer(tmp_path).training_steps(DATA, hooks=[wrong])
-    with pytest.raises(TypeError, match=r"hooks holds a PrintLoss; .*LogMetrics\(trainer, callbacks=\[...\]\)"):
-        next(steps)
+def test_a_function_is_no_callback(tmp_path: Path):
+    wrong: Any = print
+    with pytest.raises(TypeError, match="callbacks holds a builtin_function_or_method; subclass"):
+        next(make_trainer(tmp_path).training_steps(DATA, callbacks=[wrong]))
 
 
 @pytest.mark.parametrize("limit", [{"steps": 2}, {"epochs": 1}, {"epochs": 2, "resume_data": "refuse"}])
@@ -258,11 +302,11 @@ def test_the_state_after_fit_is_in_memory(limit: dict[str, Any], tmp_path: Path,
             resumed.fit(data, resume=True, **{**limit, "resume_data": "unknown"})
     else:
         assert resumed.fit(data, resume=True, **limit) == last
-    monkeypatch.setattr(OnDisk, "read", None)
+    monkeypatch.setattr(Checkpoint, "read", None)
     tree_allclose(resumed.state, trained.state, rtol=0, atol=0)
 
 
-def test_the_state_of_a_resumed_run_is_not_read_before_its_first_batch(tmp_path: Path):
+def test_the_state_of_a_resumed_run_may_be_read_before_its_first_batch(tmp_path: Path):
     make_trainer(tmp_path).fit(DATA[:2])
     resumed = make_trainer(tmp_path)
 
@@ -274,8 +318,7 @@ def test_the_state_of_a_resumed_run_is_not_read_before_its_first_batch(tmp_path:
 
     class Looks:
         def __iter__(self) -> Any:
-            with pytest.raises(RuntimeError, match=r"the state is the checkpoint .*/2, which `fit\(resume=True\)`"):
-                _ = resumed.state
+            assert int(resumed.state.step) == 2
             return data()
 
     resumed.fit(Looks(), steps=3, resume=True)
@@ -288,12 +331,12 @@ def test_after_an_error_a_process_waits_for_no_other_one_to_read_a_checkpoint(
 ):
     """The others may be in the first step: they would wait for this process there, and it for them."""
     make_trainer(tmp_path).fit(DATA[:2])
-    resumed, reads, groups = make_trainer(tmp_path), list[Path](), list[Any]()
-    read, group = OnDisk.read, TrainingLoop.stopping_group
+    resumed, reads, groups = make_trainer(tmp_path), list[Any](), list[Any]()
+    read, group = Checkpoint.read, TrainingLoop.stopping_group
 
-    def seen(self: OnDisk, *shardings: Any) -> Any:
-        reads.append(self.path)
-        return read(self, *shardings)
+    def seen(self: Checkpoint, places: Any) -> Any:
+        reads.extend(path for path in places if path.startswith("params/"))
+        return read(self, places)
 
     def of_several(self: TrainingLoop) -> Any:
         groups.append(group(self))  # the loop itself has one process here
@@ -303,11 +346,11 @@ def test_after_an_error_a_process_waits_for_no_other_one_to_read_a_checkpoint(
         raise RuntimeError("no batch")
         yield
 
-    monkeypatch.setattr(OnDisk, "read", seen)
+    monkeypatch.setattr(Checkpoint, "read", seen)
     monkeypatch.setattr(TrainingLoop, "stopping_group", of_several)
     with pytest.raises(RuntimeError, match="no batch"):
         resumed.fit(data(), steps=3, resume=True)
     assert len(groups) == 2
-    assert len(reads) == (processes == 1)
+    assert bool(reads) == (processes == 1)
     resumed.restore()
     assert resumed.step == int(resumed.state.step) == 2

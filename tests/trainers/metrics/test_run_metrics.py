@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import DictTracker, PipelineTrainer
-from jaxpp_flax.trainers import Logging, LogMetrics, Precision, Throughput
+from jaxpp_flax.trainers import Logging, LogMetrics, Throughput, Training
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from tests.trainers import models as m
@@ -83,11 +83,10 @@ def test_skipped_steps():
     tracker = DictTracker()
     trainer = PipelineTrainer(
         m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss, num_stages=1, num_microbatches=2,
-        precision=Precision(on_nonfinite="skip"),
+        training=Training(on_nonfinite="skip"),
         logging=Logging(tracker=tracker, every=1, progress=False, metrics=("skipped_steps",)),
     )  # fmt: skip
-    log = LogMetrics(trainer)
-    for _ in trainer.training_steps(batches * 2, hooks=[log]):
+    for _ in trainer.training_steps(batches * 2, callbacks=[LogMetrics()]):
         pass
     assert tracker["skipped_step"][2] == 1
     assert tracker["skipped_steps"][8] == 3, "the last steps are still under way: counted when they are done"

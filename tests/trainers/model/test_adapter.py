@@ -55,12 +55,12 @@ def test_python_numbers_in_variables_train(model: Any, num_stages: int):
     trainer = PipelineTrainer(model, optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False)
     losses = [float(trainer.train_step(X)["loss"]) for _ in range(2)]
     np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
-    assert trainer.model.blocks[0].gain.get_value() != 0.5
+    assert trainer.gather_model().blocks[0].gain.get_value() != 0.5
 
 
 def test_numbers_in_a_linen_model_s_collections_are_arrays():
     variables = {"params": {"scale": 0.5}, "constants": {"depth": 2}}
-    _, params, rest = LinenModel.take_apart(nn.Dense(1), variables, jax.random.key(0), (), None)
+    _, params, rest = LinenModel.take_apart(nn.Dense(1), variables, jax.random.key(0), None)
     assert (params["scale"].dtype, rest["collections"]["constants"]["depth"].dtype) == (jnp.float32, jnp.int32)
 
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
-from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError, Parameters
+from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError, Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -73,7 +73,7 @@ def norm_trainer(model, num_stages, loss_fn=normed_loss):
 def test_an_axis_name_of_another_loop_is_refused_with_the_remedy(make, num_stages):
     for axis_name in ("batch", ("batch", "data")):
         trainer, batch = norm_trainer(make(axis_name=axis_name), num_stages)
-        told = r"'BatchNorm norm' uses the axis name 'batch'.*Remove axis_name="
+        told = r"'normed_loss' uses the axis name 'batch'.*Remove axis_name="
         with pytest.raises(ModelError, match=told) as raised:
             trainer.train_step(batch)
         assert isinstance(raised.value.__cause__, NameError)
@@ -113,7 +113,7 @@ def test_what_the_loss_writes_is_found_for_each_structure():
     for batch in (PLAIN, MASKED, PLAIN, MASKED):
         found, expected = trainer.train_step(batch)["loss"], plain.train_step(batch)["loss"]
         np.testing.assert_allclose(float(found), float(expected), rtol=1e-5)
-    assert float(trainer.model.masked[...]) == 4.0, "two masked batches of two microbatches"
+    assert float(trainer.gather_model().masked[...]) == 4.0, "two masked batches of two microbatches"
 
 
 def test_what_the_loss_uses_is_found_for_each_structure():
@@ -127,7 +127,7 @@ def test_what_the_loss_uses_is_found_for_each_structure():
         return m.mean_loss(model, batch) + extra
 
     for order in ((MASKED, PLAIN), (PLAIN, MASKED)):
-        trainer = make_trainer(TwoHeads(), loss, parameters=Parameters(unused="error"))
+        trainer = make_trainer(TwoHeads(), loss, training=Training(unused="error"))
         for batch in order:
             if "mask" in batch:
                 assert trainer.step_function(batch) is not None
@@ -146,7 +146,7 @@ def test_evaluation_traces_its_own_loss_alone():
     np.testing.assert_allclose(trainer.evaluate([PLAIN])["loss"], m.mean_loss(model, PLAIN), rtol=1e-5)
     expected = np.divide(*m.weighted_loss(model, MASKED))
     np.testing.assert_allclose(float(trainer.train_step(MASKED)["loss"]), expected, rtol=1e-5)
-    assert float(trainer.model.masked[...]) == 2.0
+    assert float(trainer.gather_model().masked[...]) == 2.0
 
 
 # ------------------------------------------------------------------ training and random numbers by name
@@ -195,15 +195,15 @@ def plain_switched_loss(params, step, batch):
 @pytest.mark.parametrize("stages", [1, 3])
 def test_an_nnx_loss_is_told_whether_it_trains_and_with_which_keys(stages):
     batch = {name: np.repeat(leaf[:1], 4, 0) for name, leaf in PLAIN.items()}
-    trainer = make_trainer(Switched(), switched_loss, num_stages=stages, seed=7)
+    trainer = make_trainer(Switched(), switched_loss, num_stages=stages, training=Training(seed=7))
     losses = []
     for step in range(2):
-        expected = plain_switched_loss(nnx.state(trainer.model), step, batch)
+        expected = plain_switched_loss(nnx.state(trainer.gather_model()), step, batch)
         losses.append(float(trainer.train_step(batch)["loss"]))
         np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
     if stages > 1:
         return
-    model = trainer.model
+    model = trainer.gather_model()
     expected = switched_loss(model, batch, training=False, rngs=None)
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
     tree_allclose(trainer.predict(batch["tokens"]), model(batch["tokens"], training=False))
@@ -220,7 +220,7 @@ def test_a_linen_loss_is_given_the_same_by_name():
     made = [make_trainer(m.LinenModel(2, dropout=0.5), loss) for loss in (by_name, by_attribute)]
     assert len({float(trainer.train_step(PLAIN)["loss"]) for trainer in made}) == 1
     assert len({trainer.evaluate([PLAIN])["loss"] for trainer in made}) == 1
-    module, variables = m.LinenModel(2, dropout=0.5), made[0].variables
+    module, variables = m.LinenModel(2, dropout=0.5), made[0].gather_variables()
     expected = module.apply(variables, PLAIN["tokens"], training=False)
     tree_allclose(made[0].predict(PLAIN["tokens"]), expected)
 

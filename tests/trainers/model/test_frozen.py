@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import ModelError, Parameters
+from jaxpp_flax.trainers import ModelError, Training
 from tests.helpers import slow, tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
@@ -38,7 +38,7 @@ def accumulators(compiled):
 def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
     frozen = {"nnx": ["embed", "blocks/0"], "linen": ["Embed_0", "LinenBlock_0/*"]}[kind]
     make = nnx_trainer if kind == "nnx" else lambda **options: linen_trainer(**options)[1]
-    made = make(parameters=Parameters(frozen=frozen, ema_decay=0.75), assignment="even")
+    made = make(training=Training(frozen=frozen, ema_decay=0.75), assignment="even")
 
     def weights(model):
         if kind == "nnx":
@@ -48,10 +48,10 @@ def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
         flat = jax.tree_util.tree_leaves_with_path(model.variables["params"])
         return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in flat}
 
-    before = weights(made.model)
+    before = weights(made.gather_model())
     compiled = made.compile(BATCH)
     made.train_step(BATCH)
-    after, average = weights(made.model), weights(made.ema_model)
+    after, average = weights(made.gather_model()), weights(made.gather_model(ema=True))
     is_frozen = {path: path.startswith(("embed", "blocks/0", "Embed_0", "LinenBlock_0")) for path in before}
     assert sum(is_frozen.values()) == 5
     for path in before:
@@ -69,13 +69,13 @@ def test_lora_trains_its_factors_alone():
     for block in model.blocks:
         block.widen = nnx.LoRA(m.WIDTH, 2, 2 * m.WIDTH, base_module=block.widen, rngs=nnx.Rngs(1))
     model.blocks = nnx.List([PipelineStage(block) for block in model.blocks])
-    made, plain = (nnx_trainer(model, parameters=Parameters(wrt=nnx.LoRAParam), num_stages=stages) for stages in (2, 1))
+    made, plain = (nnx_trainer(model, training=Training(wrt=nnx.LoRAParam), num_stages=stages) for stages in (2, 1))
     assert sorted(accumulators(made.compile(BATCH))) == [(2, 16), (2, 16), (8, 2), (8, 2)]
     base = nnx.to_pure_dict(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
     for _ in range(3):
         losses = [float(t.train_step(BATCH)["loss"]) for t in (made, plain)]
         np.testing.assert_allclose(*losses, rtol=1e-5)
-    trained = nnx.state(made.model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    trained = nnx.state(made.gather_model(), nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
     tree_allclose(nnx.to_pure_dict(trained), base, rtol=0, atol=0)
     assert losses[0] < float(m.mean_loss(model, BATCH))
 
@@ -92,16 +92,16 @@ def test_a_parameter_behind_a_call_is_known_to_be_unused():
         with pytest.raises(
             ModelError, match=r"does not depend on 2 of the 11 parameters: head/\*\. .*frozen='head/\*'\)"
         ):
-            nnx_trainer(loss_fn=loss_fn, parameters=Parameters(unused="error")).step_function(BATCH)
-    nnx_trainer(loss_fn=without_head, parameters=Parameters(frozen="head")).step_function(BATCH)  # by choice
+            nnx_trainer(loss_fn=loss_fn, training=Training(unused="error")).step_function(BATCH)
+    nnx_trainer(loss_fn=without_head, training=Training(frozen="head")).step_function(BATCH)  # by choice
 
 
 def test_refusals():
     with pytest.raises(ModelError, match=r"frozen: no parameter matches 'heads/\*'\. The parameters are blocks/0/"):
-        nnx_trainer(parameters=Parameters(frozen=["embed", "heads/*"]))
+        nnx_trainer(training=Training(frozen=["embed", "heads/*"]))
     with pytest.raises(TypeError, match=r"frozen=3: use paths such as"):
-        nnx_trainer(parameters=Parameters(frozen=3))
+        nnx_trainer(training=Training(frozen=3))
     with pytest.raises(ModelError, match="has no parameters to train"):
-        nnx_trainer(parameters=Parameters(frozen=lambda path: True))
-    with pytest.raises(ValueError, match=r"trainer\.ema_model needs an average .*ema_decay"):
-        _ = nnx_trainer().ema_model
+        nnx_trainer(training=Training(frozen=lambda path: True))
+    with pytest.raises(ValueError, match=r"gather_model\(ema=True\) needs an average .*ema_decay"):
+        _ = nnx_trainer().gather_model(ema=True)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
-from jaxpp_flax.trainers import MeshError, MeshOptions, Parameters
+from jaxpp_flax.trainers import MeshError, MeshOptions, Training
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers.models import Chain, make_xy, squared_error
 
@@ -81,7 +81,7 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(CASES, "fsdp", "rules"))
 def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
     kind, axes, options, spec, parts = CASES[case]
-    options = {"parameters": Parameters(ema_decay=0.9), **options}
+    options = {"training": Training(ema_decay=0.9), **options}
     rules = options.pop("rules", None)
     piped, plain = (
         trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=rules), **options),

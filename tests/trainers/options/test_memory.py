@@ -12,7 +12,6 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays import memory_kinds
 from jaxpp_flax.schedules import ResidualPlan, ScheduleError, StageResiduals
 from jaxpp_flax.trainers import BatchError, Memory, ModelError
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 from tests.trainers import models as m
 
 
@@ -74,9 +73,6 @@ def test_another_schedule_keeps_the_number_of_stages_of_the_plan():
         trainer.use_schedule("interleaved_1f1b", num_stages=4)
     assert trainer.schedule is before
     trainer.use_schedule("gpipe")
-    auto = Scheduling(2, "auto", 2, residuals=ResidualPlan.keep(2))
-    assert auto.tuner is not None
-    assert {stages for stages, _ in auto.tuner.options.trials(2, 2)} == {2}
 
 
 def test_residuals_reach_the_training_step():

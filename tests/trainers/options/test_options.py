@@ -1,8 +1,7 @@
-"""The options of `PipelineTrainer`: each checks itself, and each old argument's error names its new place."""
+"""The options of `PipelineTrainer`: each checks itself."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -13,25 +12,18 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxpp_flax.trainers as trainers
 from jaxpp_flax import Checkpoints, PipelineTrainer
 from jaxpp_flax.trainers import (
-    Assignment,
-    Balanced,
     Callback,
     DictTracker,
     Inference,
     Logging,
+    Memory,
     MeshOptions,
-    Parameters,
-    Precision,
-    RandomStreams,
+    Training,
 )
-from jaxpp_flax.trainers.decorators import RENAMED
 from jaxpp_flax.trainers.mesh import build_mesh
 from tests.trainers import models as m
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "options.md"
 
 
 def make(**options):
@@ -42,63 +34,16 @@ def make(**options):
 # ------------------------------------------------------------------ the constructor
 
 
-def test_the_constructor_has_at_most_17_parameters_each_with_a_type():
+def test_the_constructor_has_at_most_15_parameters_each_with_a_type():
     parameters = list(inspect.signature(PipelineTrainer.__init__).parameters.values())[1:]
-    assert len(parameters) <= 17
+    assert len(parameters) <= 15
     assert all(of.annotation not in (inspect.Parameter.empty, "Any") for of in parameters)
     assert not any(of.kind is of.VAR_KEYWORD for of in parameters)
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_raises_and_names_a_place_that_exists(old):
-    place = RENAMED[old]
-    assert place.parameter in inspect.signature(PipelineTrainer.__init__).parameters
-    assert place.field in {field.name for field in dataclasses.fields(getattr(trainers, place.options))}
-    field = "" if place.field == "directory" else rf".*{place.field}="
-    with pytest.raises(TypeError, match=rf"^{old}=3: pass {place.parameter}={place.options}\({field}3\)\. From jaxpp"):
-        make(**{old: 3})
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"save_every": 2}, "save_every=2: pass checkpoints=Checkpoints(directory, every=2)"),
-        (
-            {"save_every": 2, "checkpoint_dir": "run", "keep": 3},
-            "save_every=2, checkpoint_dir='run', keep=3: pass checkpoints=Checkpoints('run', every=2, keep=3)",
-        ),
-        ({"save_every": 2, "checkpoints": "run"}, "save_every=2: pass checkpoints=Checkpoints('run', every=2)"),
-        (
-            {"assignment": "balanced", "cost": "flops"},
-            "cost='flops': pass assignment=Assignment('balanced', cost='flops')",
-        ),
-        ({"rng_names": ("noise",), "seed": 7}, "pass seed=RandomStreams(7, names=('noise',))"),
-        ({"num_ranks": 2, "mesh": build_mesh(2)}, "pass mesh=MeshOptions(num_ranks=2, mesh=MpmdMesh("),
-        ({"predict_fn": m.mean_loss}, "predict_fn=mean_loss: pass inference=Inference(predict_fn=mean_loss)"),
-        ({"predict_fn": lambda model, x: x}, "predict_fn=...: pass inference=Inference(predict_fn=...)"),
-        ({"tracker": DictTracker()}, "tracker=...: pass logging=Logging(tracker=...)"),
-        (
-            {"progress": False, "ema_decay": 0.9},
-            "progress=False: pass logging=Logging(progress=False); ema_decay=0.9: pass parameters=Parameters("
-            "ema_decay=0.9). From jaxpp_flax.trainers import Logging, Parameters.",
-        ),
-    ],
-)
-def test_the_error_says_what_to_write(given, text):
-    with pytest.raises(TypeError, match=re.escape(text)):
-        PipelineTrainer(m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, **given)
 
 
 def test_an_unknown_name_raises_as_python_does():
     with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'stages'"):
         make(stages=2)
-
-
-def test_the_page_lists_every_old_name():
-    listed = re.findall(
-        r"^\| `(\w+)=` \| `(\w+=\w+\(\w+=\.\.\.\))` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert dict(listed) == {old: str(place) for old, place in RENAMED.items()}
 
 
 # ------------------------------------------------------------------ short forms
@@ -109,16 +54,13 @@ def test_plain_values_are_short_forms():
     assert Checkpoints.of("run") == Checkpoints("run")
     assert Checkpoints.of(Path("run")) == Checkpoints(Path("run"))
     assert Checkpoints.of(None) is None
-    assert Assignment.of([1, 2]) == Assignment([1, 2])
-    assert dataclasses.astuple(Balanced(cost="flops")) == dataclasses.astuple(Assignment("balanced", cost="flops"))
     assert MeshOptions.of(mesh) == MeshOptions(mesh=mesh)
     assert MeshOptions.of(mesh.jax_mesh) == MeshOptions(mesh=mesh.jax_mesh)
     assert MeshOptions.of({}) == MeshOptions(axes={})
     assert MeshOptions.of(None) == MeshOptions()
-    assert RandomStreams.of(7) == RandomStreams(7)
     assert Logging.of(False) == Logging(progress=False)
-    assert (Parameters.of(None), Precision.of(None), Inference.of(None)) == (Parameters(), Precision(), Inference())
-    for options in (Checkpoints("run"), Balanced(), MeshOptions(), RandomStreams(), Logging(), Precision()):
+    assert (Training.of(None), Memory.of(None), Inference.of(None)) == (Training(), Memory(), Inference())
+    for options in (Checkpoints("run"), MeshOptions(), Logging(), Training()):
         assert type(options).of(options) is options
 
 
@@ -127,24 +69,22 @@ def test_the_trainer_takes_every_option(tmp_path):
     trainer = make(
         num_stages=2,
         mesh=MeshOptions(axes={"data": 2}, num_ranks=2),
-        assignment=Assignment([1, 1], cost="flops", memory_limit=1e12),
-        parameters=Parameters(frozen="head", ema_decay=0.5),
-        precision=Precision(loss_scale=8.0, gradient_dtype=jnp.float32),
+        assignment=[1, 1],
+        training=Training(frozen="head", ema_decay=0.5, loss_scale=8.0, gradient_dtype=jnp.float32, seed=3),
+        memory=Memory(remat="full"),
         inference=Inference(predict_fn=lambda model, batch: model(batch["tokens"])),
-        seed=RandomStreams(3, names=("dropout", "noise")),
         logging=Logging(tracker=tracker, every=1, progress=False),
         checkpoints=Checkpoints(tmp_path / "run", every=1, keep=1, preemption_deadline=None),
     )
-    head = jnp.array(trainer.model.head.kernel.get_value())
+    head = jnp.array(trainer.gather_model().head.kernel.get_value())
     trainer.fit([m.make_batch(4)], steps=2)
     assert dict(trainer.mesh.jax_mesh.shape) == {"stage": 2, "data": 2}
-    assert trainer.plan.rank_bytes is not None
-    assert trainer.plan.rank_costs is not None
+    assert trainer.plan.stage_sizes == (1, 2)
     assert list(tracker["loss"]) == [1, 2]
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()] == ["2"]
     assert trainer.predict(m.make_batch(4)).shape[0] == 4
-    assert (trainer.model.head.kernel.get_value() == head).all()
-    assert trainer.ema_model is not None
+    assert (trainer.gather_model().head.kernel.get_value() == head).all()
+    assert trainer.gather_model(ema=True) is not None
 
 
 # ------------------------------------------------------------------ what is refused
@@ -163,32 +103,23 @@ REFUSED = {
     "ranks": (lambda: MeshOptions(num_ranks=0), ValueError, "num_ranks=0: it must be a whole number of at least 1"),
     "keep": (lambda: Checkpoints("run", keep=2.5), ValueError, "keep=2.5: it must be a whole number of at least 1"),
     "deadline": (lambda: Checkpoints("run", preemption_deadline=0), ValueError, "preemption_deadline=0: it must be"),
-    "loss_scale": (lambda: Precision(loss_scale="auto"), ValueError, "loss_scale='auto': use None, 'dynamic'"),
-    "negative scale": (lambda: Precision(loss_scale=-1), ValueError, "loss_scale=-1: use None"),
-    "dtype": (lambda: Precision(gradient_dtype=jnp.int32), ValueError, "is no floating point type"),
-    "on_nonfinite": (lambda: Precision(on_nonfinite="wait"), ValueError, "on_nonfinite='wait': it must be"),
-    "conflict": (lambda: Precision(on_nonfinite="stop", loss_scale=2.0), ValueError, "overflow is skipped"),
-    "precision": (lambda: Precision.of(jnp.float32), TypeError, "precision must be Precision(...), got"),
-    "cost": (lambda: Balanced(cost="mesured"), ValueError, "cost='mesured' is unknown. Did you mean 'measured'"),
-    "cost type": (lambda: Balanced(cost=3), TypeError, "cost is 3 (int)"),
-    "negative cost": (lambda: Assignment(cost=[1, -1]), ValueError, "cost= holds -1"),
-    "limit": (lambda: Balanced(memory_limit=0), ValueError, "memory_limit=0: it must be a number of bytes above 0"),
-    "limit type": (lambda: Balanced(memory_limit="16GB"), ValueError, "memory_limit='16GB'"),
-    "hardware": (lambda: Balanced(hardware="gpu"), TypeError, "hardware must be a jaxpp_flax.planning.Hard"),
-    "nested": (lambda: Assignment(Balanced()), TypeError, "holds another assignment"),
+    "loss_scale": (lambda: Training(loss_scale="auto"), ValueError, "loss_scale='auto': use None, 'dynamic'"),
+    "negative scale": (lambda: Training(loss_scale=-1), ValueError, "loss_scale=-1: use None"),
+    "dtype": (lambda: Training(gradient_dtype=jnp.int32), ValueError, "is no floating point type"),
+    "on_nonfinite": (lambda: Training(on_nonfinite="wait"), ValueError, "on_nonfinite='wait': it must be"),
+    "conflict": (lambda: Training(on_nonfinite="stop", loss_scale=2.0), ValueError, "overflow is skipped"),
     "two meshes": (lambda: MeshOptions(mesh=build_mesh(2), axes={"data": 2}), ValueError, "both mesh= and axes= are"),
     "rules": (lambda: MeshOptions(sharding_rules=["embed"]), TypeError, "sharding_rules holds 'embed'"),
     "mesh": (lambda: MeshOptions.of(3), TypeError, "mesh must be a jax.sharding.Mesh, an MpmdMesh"),
-    "frozen": (lambda: Parameters(frozen=3), TypeError, "frozen=3: use paths such as"),
-    "decay": (lambda: Parameters(ema_decay=1.5), ValueError, "ema_decay=1.5: it must lie between 0 and 1"),
-    "parameters": (lambda: Parameters.of("head"), TypeError, "parameters must be Parameters(...), got str: 'head'"),
-    "seed": (lambda: RandomStreams.of("7"), TypeError, "seed must be a whole number, got str: '7'"),
-    "names": (lambda: RandomStreams(names="dropout"), TypeError, "names must be a sequence of names"),
+    "frozen": (lambda: Training(frozen=3), TypeError, "frozen=3: use paths such as"),
+    "decay": (lambda: Training(ema_decay=1.5), ValueError, "ema_decay=1.5: it must lie between 0 and 1"),
+    "training": (lambda: Training.of("head"), TypeError, "training must be Training(...), got str: 'head'"),
+    "seed": (lambda: Training(seed="7"), TypeError, "seed must be a whole number, got str: '7'"),
     "predict_fn": (lambda: Inference(predict_fn=lambda x: x), TypeError, "called as predict_fn(model, batch)"),
     "eval_loss_fn": (lambda: Inference(eval_loss_fn=3), TypeError, "eval_loss_fn must be a function of"),
     "inference": (lambda: Inference.of(m.mean_loss), TypeError, "inference must be Inference(...), got function"),
     "log every": (lambda: Logging(every=0), ValueError, "every=0: it must be a whole number of at least 1"),
-    "progress": (lambda: Logging(progress="bar"), TypeError, "progress='bar' (str): it must be True, False or a Meter"),
+    "progress": (lambda: Logging(progress="bar"), TypeError, "progress='bar' (str): it must be True or False"),
     "logging": (lambda: Logging.of("run.jsonl"), TypeError, "logging must be Logging(...), got str: 'run.jsonl'"),
 }
 

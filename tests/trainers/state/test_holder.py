@@ -1,10 +1,11 @@
-"""The state's three cases, without a trainer: made, on disk, placed."""
+"""The state without a trainer: sources, and places."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.checkpoint.writing import save_step
-from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
+from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint
 from jaxpp_flax.trainers.state.train_state import WIDENED, is_abstract
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
@@ -24,54 +26,67 @@ def held(value: float) -> StateHolder:
     return StateHolder(update.first_state({"w": jnp.full(2, value)}, {}), update.tx.init)
 
 
-def test_a_made_state_is_whole_for_a_caller_and_copied_to_its_place():
-    made = held(1.0)
-    users = made.memory.params["w"]
+def on_disk(path: Path, target: StateHolder) -> Checkpoint:
+    return Checkpoint(plan_restore(path, target.target(keeps=False), widen=WIDENED))
+
+
+PLACES: list[Any] = [StateHolder.whole, lambda other: other.place(lambda: other.memory)]
+
+
+def test_the_users_arrays_are_copied_to_their_place():
+    users = {"w": jnp.ones(2)}
+    update = Update(tx=optax.sgd(0.1, momentum=0.9))
+    made = StateHolder(update.first_state(users, {}), update.tx.init)
+    assert is_abstract(made.memory.params)
     assert is_abstract(made.weights().opt_state)
-    made.place(None, lambda: made.memory)
+    made.place(lambda: made.memory)
     assert made.is_placed
     assert not is_abstract(made.memory.opt_state)
-    assert made.memory.params["w"] is not users
+    made.memory.params["w"].delete()
+    assert not users["w"].is_deleted()
 
 
-def test_a_state_on_disk_is_read_when_it_is_placed_or_loaded(tmp_path: Path):
-    path = save_step(tmp_path / "saved", held(2.0).whole(), {})
-    for read in (StateHolder.load, lambda other: other.place(None, lambda: other.memory)):
-        other = held(1.0)
-        other.is_on_disk(path)
-        assert other.memory.params["w"].shape == (2,)  # right in shapes alone
-        for ask in (other.whole, other.weights):
-            with pytest.raises(RuntimeError, match=r"the state is the checkpoint .*/saved, which `fit\(resume=True\)`"):
-                ask()
-        read(other)
-        np.testing.assert_array_equal(other.memory.params["w"], [2.0, 2.0])
-        assert other.take_beginning() is None  # no first step's
+@pytest.mark.parametrize("read", PLACES)
+def test_a_state_on_disk_is_read_when_it_is_placed(read: Callable[[StateHolder], Any], tmp_path: Path):
+    path, other = save_step(tmp_path / "saved", held(2.0).whole(), {}), held(1.0)
+    other.take(on_disk(path, other))
+    assert is_abstract(other.memory.params)
+    read(other)
+    np.testing.assert_array_equal(other.memory.params["w"], [2.0, 2.0])
 
 
-def test_what_is_restored_lies_where_the_state_did():
-    made, placed = held(1.0), held(1.0)
-    placed.place(None, lambda: placed.memory)
-    for each, is_placed in ((made, False), (placed, True)):
-        each.restored(held(3.0).whole())
-        assert each.is_placed == is_placed
-        assert float(each.weights().params["w"][0]) == 3.0
+def test_what_is_placed_is_replaced_at_once(tmp_path: Path):
+    path, placed = save_step(tmp_path / "saved", held(3.0).whole(), {}), held(1.0)
+    placed.place(lambda: placed.memory)
+    before = placed.memory
+    placed.take(on_disk(path, placed))
+    assert placed.is_placed
+    np.testing.assert_array_equal(placed.memory.params["w"], [3.0, 3.0])
+    assert not before.params["w"].is_deleted()
+    placed.take(on_disk(path, placed), low_memory=True)
+    np.testing.assert_array_equal(placed.memory.params["w"], [3.0, 3.0])
 
 
-def test_the_beginning_is_given_once():
-    made = held(1.0)
-    assert isinstance(made.take_beginning(), Beginning)
-    assert made.take_beginning() is None
+def test_the_last_source_of_a_leaf_is_read(tmp_path: Path):
+    path, other = save_step(tmp_path / "saved", held(2.0).whole(), {}), held(1.0)
+    other.take(on_disk(path, other))
+    other.take(Arrays({"params/w": jnp.full(2, 5.0)}))
+    state = other.whole()
+    np.testing.assert_array_equal(state.params["w"], [5.0, 5.0])
+    other.begin_anew()
+    assert is_abstract(other.memory.opt_state)
+    assert not is_abstract(other.whole().opt_state)
 
 
-@pytest.mark.parametrize("read", [StateHolder.load, lambda other: other.place(None, lambda: other.memory)])
-def test_an_average_on_disk_may_be_narrower(read: Callable[[StateHolder], None], tmp_path: Path):
+@pytest.mark.parametrize("read", PLACES)
+def test_an_average_on_disk_may_be_narrower(read: Callable[[StateHolder], Any], tmp_path: Path):
     """Checkpoints of older versions have the average in the parameters' type; parameters fit exactly."""
     update = Update(tx=optax.sgd(0.1), ema_decay=0.5)
     made = lambda dtype: StateHolder(update.first_state({"w": jnp.full(2, 1.5, dtype)}, {}), update.tx.init)  # noqa: E731
     state = made(jnp.bfloat16).whole()
     path = save_step(tmp_path / "old", replace(state, ema={"w": jnp.full(2, 0.25, jnp.bfloat16)}), {})
     other = made(jnp.bfloat16)
-    other.is_on_disk(path)
+    other.take(on_disk(path, other))
     read(other)
     assert (other.memory.params["w"].dtype, other.memory.ema["w"].dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(other.memory.ema["w"], [0.25, 0.25])

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Memory, MeshOptions, Parameters
+from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Memory, MeshOptions, Training
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers import models as m
 from tests.trainers.generation import models as generation
@@ -93,7 +93,7 @@ def test_batches_of_several_sizes_before_the_first_step():
 
 
 def test_the_average_and_parameters_divided_inside_a_stage():
-    options = {"parameters": Parameters(ema_decay=0.5), "inference": Inference(params=average)}
+    options = {"training": Training(ema_decay=0.5), "inference": Inference(params=average)}
     piped = sharded.trainer("nnx", mesh=MeshOptions(axes={"fsdp": 2}), **options)
     plain = sharded.trainer("nnx", stages=1, **options)
     raw = sharded.trainer("nnx", stages=1)
@@ -103,7 +103,7 @@ def test_the_average_and_parameters_divided_inside_a_stage():
     found, wanted, other = (made.evaluate([sharded.batch()])["loss"] for made in (piped, plain, raw))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert abs(wanted / other - 1) > 1e-3
-    made = plain.ema_model
+    made = plain.gather_model(ema=True)
     np.testing.assert_allclose(wanted, float(plain._core.loss_fn(made, sharded.batch())), rtol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_linen_with_frozen_parameters():
     module = m.LinenModel(2)
     variables = module.init(jax.random.key(0), m.make_batch(4)["tokens"])
     options = {
-        "parameters": Parameters(frozen=["Embed_0/*"]),
+        "training": Training(frozen=["Embed_0/*"]),
         "inference": Inference(params=lambda s: halved(s.params)),
     }
     trainer = PipelineTrainer(
@@ -149,12 +149,12 @@ def test_the_best_checkpoint_is_that_of_these_weights(tmp_path: Path):
 
 
 def test_a_line_says_which_weights_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with_average, sgd, test = Parameters(ema_decay=0.5), optax.sgd(0.1), m.make_xy(8, seed=9)
+    with_average, sgd, test = Training(ema_decay=0.5), optax.sgd(0.1), m.make_xy(8, seed=9)
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "use the weights of Inference(params=evaluated)"),
         ({"params": lambda state: state.params}, "use the weights of Inference(params=...)"),
         ({"params": None}, "use the trained weights, not those that schedule_free evaluates: Inference(params=lambda "),
-        ({"params": None, "parameters": with_average, "tx": sgd}, "use the trained weights, not their moving average"),
+        ({"params": None, "training": with_average, "tx": sgd}, "use the trained weights, not their moving average"),
         ({"params": None, "tx": sgd}, ""),  # there are no others
     ]
     for options, text in cases:
@@ -163,7 +163,7 @@ def test_a_line_says_which_weights_are_used(tmp_path: Path, capsys: pytest.Captu
         trainer.evaluate([test])
         trainer.evaluate([test])
         assert capsys.readouterr().out.count(f"inference and export {text}" if text else "inference") == bool(text)
-    trainer = make(stages=1, parameters=with_average, logging=Logging())
+    trainer = make(stages=1, training=with_average, logging=Logging())
     trainer.export_pretrained(tmp_path / "average", ema=True)
     assert "export_pretrained writes the moving average" in capsys.readouterr().out
 
@@ -172,7 +172,7 @@ def test_a_line_says_which_weights_are_used(tmp_path: Path, capsys: pytest.Captu
     ("params", "error", "text"),
     [
         (lambda state: {"layers": 0}, ValueError, r"a tree like state.params, .* layers, layers/0/bias, .* and 2 more"),
-        (lambda state: state.ema, ValueError, r"returned None.* without parameters=Parameters\(ema_decay="),
+        (lambda state: state.ema, ValueError, r"returned None.* without training=Training\(ema_decay="),
         (lambda state: print(end=""), ValueError, r"returned None\. Return a tree like state\.params"),
         ("ema", TypeError, r"params must be a function of the state, such as .* got str: 'ema'"),
     ],
@@ -184,9 +184,9 @@ def test_what_is_no_tree_of_weights_is_refused_at_once(params: Any, error: Any, 
 
 def test_weights_of_other_types_get_those_of_the_parameters(tmp_path: Path):
     model = m.Layers(param_dtype=jnp.bfloat16)
-    trainer = make(optax.sgd(0.1), params=average, model=model, parameters=Parameters(ema_decay=0.999))
+    trainer = make(optax.sgd(0.1), params=average, model=model, training=Training(ema_decay=0.999))
     trainer.train_step(BATCHES[0])
-    wanted = trainer.ema_model
+    wanted = trainer.gather_model(ema=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(wanted))} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.ema)} == {jnp.dtype(jnp.float32)}
     test = m.make_xy(8, seed=9)

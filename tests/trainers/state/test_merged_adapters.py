@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.layers import add_lora, lora, merge_lora
+from jaxpp_flax.layers import add_lora, merge_lora
 from jaxpp_flax.pretrained import export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.sources import open_source
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Training
 from tests.trainers import models as m
 
 BATCH = m.make_batch(8)
@@ -43,13 +43,13 @@ def adapted(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def make_trainer(model: Any = adapted, **options: Any) -> PipelineTrainer:
-    options = {"num_stages": 4, "parameters": Parameters(wrt=nnx.LoRAParam, ema_decay=0.5), **options}
+    options = {"num_stages": 4, "training": Training(wrt=nnx.LoRAParam, ema_decay=0.5), **options}
     return PipelineTrainer(model, optax.sgd(0.1), m.mean_loss, num_microbatches=2, logging=False, **options)
 
 
 def check_files(trainer: PipelineTrainer, folder: Path, **options: Any) -> Path:
     """The files of an export are those of `merge_lora`; returns them."""
-    merged = merge_lora(trainer.ema_model if options else trainer.model)
+    merged = merge_lora(trainer.gather_model(ema=True) if options else trainer.gather_model())
     expected = export_pretrained(nnx.state(merged, nnx.Param), folder / "merged", max_shard_bytes=1000)
     out = trainer.export_pretrained(folder / "out", max_shard_bytes=1000, **options)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == {
@@ -59,12 +59,7 @@ def check_files(trainer: PipelineTrainer, folder: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 2, "mesh": {"tensor": 2}}, {"num_stages": 1}], ids=str)
-@pytest.mark.parametrize("block", [None, 3 * m.WIDTH], ids=["one block", "several blocks"])
-def test_the_files_are_those_of_the_merged_model(
-    options: dict[str, Any], block: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    if block is not None:
-        monkeypatch.setattr(lora, "_BLOCK", block)
+def test_the_files_are_those_of_the_merged_model(options: dict[str, Any], tmp_path: Path):
     check_files(make_trainer(**options), tmp_path)
 
 

@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Memory, Parameters, Precision
-from jaxpp_flax.trainers.state import optimizer_memory
+from jaxpp_flax.trainers import Memory, Training
 from tests.helpers import slow, slow_but, tree_allclose
 from tests.trainers import models as m
 
@@ -91,19 +90,15 @@ def kinds(opt_state: Any) -> dict[bool, set[str]]:
 
 ON_HOST = {True: {"device"}, False: {"pinned_host"}}
 OPTIONS = {
-    "parameters": Parameters(ema_decay=0.9, frozen=["layers/0/bias"]),
-    "precision": Precision(on_nonfinite="skip"),
+    "training": Training(ema_decay=0.9, frozen=["layers/0/bias"], on_nonfinite="skip"),
 }
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_training_is_the_same_and_the_devices_hold_less(
-    monkeypatch: pytest.MonkeyPatch, num_stages: int, tmp_path: Any
-):
+def test_training_is_the_same_and_the_devices_hold_less(num_stages: int, tmp_path: Any):
     options = {"num_stages": num_stages, **OPTIONS}
     trained(None, 1, **options)
     plain, expected, on_devices = trained(None, 3, **options)
-    monkeypatch.setattr(optimizer_memory, "_GROUP_BYTES", 1)  # each leaf is made alone
     trainer, losses, on_host = trained(HOST, 3, **options)
     assert losses == expected
     assert kinds(trainer.state.opt_state) == ON_HOST

@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.pretrained import NameMap, Rule, export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.loading import LoadPlan
-from jaxpp_flax.trainers import ModelError, Parameters
+from jaxpp_flax.trainers import ModelError, Training
 from tests.helpers import tree_allclose
 from tests.trainers.models import LENGTH, LinenModel, Model, make_batch, mean_loss
 
@@ -56,14 +56,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """The state after a step of a trainer that began with the weights of the files."""
-    trainer = make_trainer(3, parameters=Parameters(ema_decay=0.5))
+    trainer = make_trainer(3, training=Training(ema_decay=0.5))
     trainer.train_step(BATCH)
     return jax.tree.map(np.asarray, trainer.state)
 
 
 @pytest.mark.parametrize("when", ["before compile", "after compile"])
 def test_a_run_goes_as_if_the_model_had_been_made_with_the_weights(files: Path, trained: Any, when: str):
-    trainer = make_trainer(0, parameters=Parameters(ema_decay=0.5))
+    trainer = make_trainer(0, training=Training(ema_decay=0.5))
     if when == "after compile":
         trainer.compile(BATCH)
     trainer.load_pretrained(files, map=NAMES)
@@ -99,7 +99,7 @@ def test_the_model_and_inference_before_the_first_step_have_the_weights(files: P
     trainer = make_trainer(0)
     trainer.load_pretrained(files, map=NAMES)
     trained, tokens = Model(4, rngs=nnx.Rngs(3)), BATCH["tokens"]
-    np.testing.assert_array_equal(trainer.model(tokens), trained(tokens))
+    np.testing.assert_array_equal(trainer.gather_model()(tokens), trained(tokens))
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
@@ -109,10 +109,10 @@ def test_running_statistics_and_frozen_parameters_too(tmp_path: Path):
         block.norm.mean[...] = jnp.full(8, 5.0)
     path = export_pretrained(nnx.state(source, (nnx.Param, nnx.BatchStat)), tmp_path / "w", map=NAMES)
     model = Model(4, rngs=nnx.Rngs(0), batch_norm=True, dropout=0.1)
-    trainer = make_trainer(0, model=model, parameters=Parameters(frozen="embed"))
+    trainer = make_trainer(0, model=model, training=Training(frozen="embed"))
     trainer.load_pretrained(path, map=NAMES)
     trainer.compile(BATCH)
-    loaded = nnx.state(trainer.model, (nnx.Param, nnx.BatchStat))
+    loaded = nnx.state(trainer.gather_model(), (nnx.Param, nnx.BatchStat))
     tree_allclose(loaded, nnx.state(source, (nnx.Param, nnx.BatchStat)), rtol=0, atol=0)
     out = trainer.export_pretrained(tmp_path / "out", map=NAMES)
     assert (out / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
@@ -177,9 +177,9 @@ def test_a_trainers_checkpoint_of_another_number_of_stages(tmp_path: Path):
     model.blocks[2].adapter = nnx.Param(jnp.full(3, 7.0))
     other = make_trainer(0, 4, model=model)
     other.load_pretrained(path, keep="*/adapter")
-    loaded = nnx.to_pure_dict(nnx.state(other.model, nnx.Param))
+    loaded = nnx.to_pure_dict(nnx.state(other.gather_model(), nnx.Param))
     np.testing.assert_array_equal(loaded["blocks"][2].pop("adapter"), np.full(3, 7.0))
-    tree_allclose(loaded, nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)), rtol=0, atol=0)
+    tree_allclose(loaded, nnx.to_pure_dict(nnx.state(trainer.gather_model(), nnx.Param)), rtol=0, atol=0)
 
 
 def test_a_linen_model(tmp_path: Path):
@@ -189,7 +189,7 @@ def test_a_linen_model(tmp_path: Path):
     path = export_pretrained({**source["params"], "batch_stats": source["batch_stats"]}, tmp_path / "w", map=names)
     trainer = make_trainer(0, model=module, variables=variables)
     trainer.load_pretrained(path)
-    tree_allclose(trainer.variables, source, rtol=0, atol=0)
+    tree_allclose(trainer.gather_variables(), source, rtol=0, atol=0)
 
 
 def test_an_optimizer_whose_first_state_cannot_be_traced(files: Path):
@@ -205,7 +205,7 @@ def test_an_optimizer_whose_first_state_cannot_be_traced(files: Path):
 
 
 def test_the_average_is_written(tmp_path: Path):
-    trainer = make_trainer(0, 1, parameters=Parameters(ema_decay=0.5))
+    trainer = make_trainer(0, 1, training=Training(ema_decay=0.5))
     trainer.train_step(BATCH)
     path = trainer.export_pretrained(tmp_path / "w", map=NAMES, ema=True)
     loaded = load_pretrained(path, trainer.state.ema, map=NAMES)

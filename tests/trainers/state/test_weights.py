@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers import Memory, ModelError, Parameters
+from jaxpp_flax.trainers import Memory, ModelError, Training
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers import models as m
 
@@ -29,14 +29,14 @@ def make(seed: int = 0, stages: int = 2, tx: Any = ADAM, model: Any = None, **op
 
 
 def weights(trainer: PipelineTrainer) -> Any:
-    return {path: np.array(leaf) for path, leaf in flatten(nnx.state(trainer.model, nnx.Param))[0].items()}
+    return {path: np.array(leaf) for path, leaf in flatten(nnx.state(trainer.gather_model(), nnx.Param))[0].items()}
 
 
 FORMS: dict[str, Any] = {
-    "module": lambda trainer: trainer.model,
+    "module": lambda trainer: trainer.gather_model(),
     "arrays on ranks": lambda trainer: trainer.state.params,
     "state": lambda trainer: trainer.state,
-    "numpy": lambda trainer: jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(trainer.model))),
+    "numpy": lambda trainer: jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(trainer.gather_model()))),
 }
 
 
@@ -67,12 +67,12 @@ def test_the_model_of_an_explicit_mesh_is_an_ordinary_one():
     trainer, plain = make(mesh=mesh), make()
     for each in (trainer, plain):
         each.train_step(BATCH)
-    tree_allclose(trainer.model(TEST["x"]), plain.model(TEST["x"]), rtol=1e-5, atol=1e-6)
+    tree_allclose(trainer.gather_model()(TEST["x"]), plain.gather_model()(TEST["x"]), rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_step_is_that_of_a_trainer_made_with_these_weights():
     model = m.Layers(4, rngs=nnx.Rngs(1))
-    given, made = make(2, parameters=Parameters(ema_decay=0.5)), make(model=model, parameters=Parameters(ema_decay=0.5))
+    given, made = make(2, training=Training(ema_decay=0.5)), make(model=model, training=Training(ema_decay=0.5))
     given.set_weights(model)
     for trainer in (given, made):
         trainer.train_step(BATCH)
@@ -85,9 +85,9 @@ def test_copies_of_parameters_follow_them(options: dict[str, Any]):
     options = {"stages": 2, **options}
     memory = Memory(optimizer_state=options.pop("memory", None))
     tx = optax.contrib.schedule_free_sgd(0.1)
-    source, target = make(1), make(2, tx=tx, parameters=Parameters(ema_decay=0.9), memory=memory, **options)
+    source, target = make(1), make(2, tx=tx, training=Training(ema_decay=0.9), memory=memory, **options)
     target.train_step(BATCH)
-    target.set_weights(source.model)
+    target.set_weights(source.gather_model())
     wanted = weights(source)
     for tree in (target.state.ema, target.state.opt_state.z):
         tree_allclose({path: np.array(leaf) for path, leaf in flatten(tree)[0].items()}, wanted, rtol=0, atol=0)
@@ -98,7 +98,7 @@ def test_halves_that_alternate_need_no_files():
     """Each trainer freezes the other's half: their leaves have one path, whoever trains them."""
 
     def half(frozen: str) -> PipelineTrainer:
-        return make(0, tx=optax.sgd(0.1), parameters=Parameters(frozen=[frozen]))
+        return make(0, tx=optax.sgd(0.1), training=Training(frozen=[frozen]))
 
     first, second, plain = half("layers/[23]/*"), half("layers/[01]/*"), m.Layers(4)
     for seed in range(2):
@@ -122,19 +122,19 @@ def test_linen_with_frozen_parameters_and_statistics():
         module = m.LinenModel(2, batch_norm=True)
         return PipelineTrainer(
             module, optax.sgd(0.1), m.mean_loss, variables=module.init(jax.random.key(seed), tokens), num_stages=2,
-            num_microbatches=1, logging=False, parameters=Parameters(**parameters),
+            num_microbatches=1, logging=False, training=Training(**parameters),
         )  # fmt: skip
 
     source, target = linen(0), linen(1, frozen=["Embed_0/*"])
     source.train_step(batch)
-    wanted = jax.tree.map(np.array, source.variables)
-    for form in (source.variables, source.model, source.state):
+    wanted = jax.tree.map(np.array, source.gather_variables())
+    for form in (source.gather_variables(), source.gather_model(), source.state):
         target = linen(1, frozen=["Embed_0/*"])
         target.set_weights(form)
-        tree_allclose(jax.tree.map(np.array, target.variables), wanted, rtol=0, atol=0)
+        tree_allclose(jax.tree.map(np.array, target.gather_variables()), wanted, rtol=0, atol=0)
     target = linen(1, frozen=["Embed_0/*"])
-    target.set_weights(source.variables["params"])
-    tree_allclose(jax.tree.map(np.array, target.variables["params"]), wanted["params"], rtol=0, atol=0)
+    target.set_weights(source.gather_variables()["params"])
+    tree_allclose(jax.tree.map(np.array, target.gather_variables()["params"]), wanted["params"], rtol=0, atol=0)
 
 
 def test_the_given_arrays_may_change_afterwards():
@@ -142,7 +142,7 @@ def test_the_given_arrays_may_change_afterwards():
     target.set_weights(given)
     given["layers"][0]["bias"][:] = 7.0
     target.train_step(BATCH)
-    assert np.all(np.asarray(target.model.layers[0].bias[...]) < 2)
+    assert np.all(np.asarray(target.gather_model().layers[0].bias[...]) < 2)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
@@ -164,4 +164,4 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     sized = make(0, tx=optax.GradientTransformation(lambda p: optax.tree.norm(p), lambda g, s, p=None: (g, s)))
     sized.train_step(BATCH)
     with pytest.raises(ModelError, match=r"the optimizer made opt_state of parameters, other than by"):
-        sized.set_weights(target.model)
+        sized.set_weights(target.gather_model())

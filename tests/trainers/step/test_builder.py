@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -42,7 +42,7 @@ def test_equals_gradient_accumulation():
     trainer = plain_trainer()
     mine = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     np.testing.assert_allclose(mine, losses, rtol=1e-5)
-    tree_allclose(nnx.to_pure_dict(nnx.state(trainer.model)), nnx.to_pure_dict(params[-1]))
+    tree_allclose(nnx.to_pure_dict(nnx.state(trainer.gather_model())), nnx.to_pure_dict(params[-1]))
 
 
 def test_multi_steps_of_optax_are_microbatches_of_the_joined_batch():
@@ -76,9 +76,9 @@ def test_weights_make_the_loss_that_of_the_whole_batch(make):
 def test_a_batch_without_weight_changes_nothing():
     trainer = plain_trainer(m.weighted_loss, tx=optax.sgd(0.1))
     batch = {**m.make_batch(8), "mask": np.zeros((8, m.LENGTH), np.float32)}
-    before = jax.tree.leaves(nnx.state(trainer.model))
+    before = jax.tree.leaves(nnx.state(trainer.gather_model()))
     assert float(trainer.train_step(batch)["loss"]) == 0.0
-    tree_allclose(jax.tree.leaves(nnx.state(trainer.model)), before, rtol=0, atol=0)
+    tree_allclose(jax.tree.leaves(nnx.state(trainer.gather_model())), before, rtol=0, atol=0)
 
 
 def test_metrics_are_those_of_the_whole_batch():
@@ -109,7 +109,8 @@ def test_running_statistics_go_from_microbatch_to_microbatch():
     for i in range(2):
         reference(batch["tokens"][4 * i : 4 * i + 4])
     tree_allclose(
-        nnx.to_pure_dict(nnx.state(trainer.model, nnx.BatchStat)), nnx.to_pure_dict(nnx.state(reference, nnx.BatchStat))
+        nnx.to_pure_dict(nnx.state(trainer.gather_model(), nnx.BatchStat)),
+        nnx.to_pure_dict(nnx.state(reference, nnx.BatchStat)),
     )
 
 
@@ -122,14 +123,14 @@ def test_linen_batch_stats_and_dropout():
     module = m.LinenModel(2, dropout=0.2, batch_norm=True)
     batch = m.make_batch(8)
     trainer = linen_trainer(loss, module, tx=optax.sgd(0.0))
-    before = trainer.variables["batch_stats"]
+    before = trainer.gather_variables()["batch_stats"]
     losses = [float(trainer.train_step(batch)["loss"]) for _ in range(2)]
     assert losses[0] != losses[1]  # other masks at each step
-    after = trainer.variables["batch_stats"]
+    after = trainer.gather_variables()["batch_stats"]
     assert not np.allclose(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
     evaluated = [trainer.evaluate([batch])["loss"] for _ in range(2)]
     assert evaluated[0] == evaluated[1]
-    logits = module.apply(trainer.variables, batch["tokens"], training=False)
+    logits = module.apply(trainer.gather_variables(), batch["tokens"], training=False)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
     np.testing.assert_allclose(evaluated[0], expected, rtol=1e-5)
 
@@ -159,12 +160,12 @@ def test_the_users_model_is_left_alone():
     model = m.Model(2, rngs=nnx.Rngs(0), batch_norm=True)
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
     trainer = plain_trainer(model=model)
-    taken = trainer.model
+    taken = trainer.gather_model()
     for _ in range(3):
         trainer.train_step(m.make_batch(8))
     tree_allclose(jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model))), before, rtol=0, atol=0)
     assert jnp.isfinite(taken(m.make_batch(2)["tokens"])).all()  # not deleted by later steps
-    between = trainer.model
+    between = trainer.gather_model()
     trainer.train_step(m.make_batch(8))
     assert jnp.isfinite(between(m.make_batch(2)["tokens"])).all()
 
@@ -172,9 +173,9 @@ def test_the_users_model_is_left_alone():
 def test_only_the_variables_asked_for_are_trained():
     model = m.Model(2, rngs=nnx.Rngs(0))
     head = lambda path, value: isinstance(value, nnx.Param) and "head" in path  # noqa: E731
-    trainer = plain_trainer(model=model, parameters=Parameters(wrt=head))
+    trainer = plain_trainer(model=model, training=Training(wrt=head))
     trainer.train_step(m.make_batch(8))
-    after = trainer.model
+    after = trainer.gather_model()
     tree_allclose(np.asarray(after.embed.embedding), np.asarray(model.embed.embedding), rtol=0, atol=0)
     assert not np.allclose(np.asarray(after.head.kernel), np.asarray(model.head.kernel))
     assert len(jax.tree.leaves(trainer.state.params)) == 2

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.layers import add_lora
-from jaxpp_flax.trainers import Logging, LossError, Memory, MeshOptions, Parameters, Precision
+from jaxpp_flax.trainers import Logging, LossError, Memory, MeshOptions, Training
 from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.model import test_sharding as sharded
@@ -58,12 +58,12 @@ STEPS = {
     "1f1b": {},
     "zero bubble": {"schedule": "zero_bubble"},
     "data parallel": {"mesh": {"data": 2}},
-    "moving average": {"parameters": Parameters(ema_decay=0.9)},
-    "loss scale": {"precision": Precision(loss_scale=1024.0)},
-    "dynamic loss scale": {"precision": Precision(loss_scale="dynamic")},
-    "skip": {"precision": Precision(on_nonfinite="skip")},
+    "moving average": {"training": Training(ema_decay=0.9)},
+    "loss scale": {"training": Training(loss_scale=1024.0)},
+    "dynamic loss scale": {"training": Training(loss_scale="dynamic")},
+    "skip": {"training": Training(on_nonfinite="skip")},
     "optimizer on the host": {"memory": Memory(optimizer_state="pinned_host")},
-    "remat": {"remat": "full"},
+    "remat": {"memory": Memory(remat="full")},
 }
 
 
@@ -84,7 +84,7 @@ def group_norms(trees):
 def test_equal_one_stage_with_frozen_parameters_and_weights(kind):
     """Only trained parameters count."""
     options = {"loss_fn": m.weighted_loss, "logging": ALL, "num_blocks": 2, "tx": optax.sgd(0.1, momentum=0.9)}
-    options["parameters"] = Parameters(frozen=["*mbed*"])
+    options["training"] = Training(frozen=["*mbed*"])
     plain, piped = (
         make_trainer(kind, "1f1b", 1, 1, 4, mesh=None, **options),
         make_trainer(kind, "1f1b", 2, 2, 4, **options),
@@ -103,7 +103,7 @@ def test_adapters_alone_count():
     model = add_lora(m.Layers(), rank=2, alpha=4, layers="layers/*", rngs=nnx.Rngs(1))
     trainer = PipelineTrainer(
         model, optax.sgd(0.1), m.squared_error, num_stages=2, num_microbatches=2, logging=ALL,
-        parameters=Parameters(wrt=nnx.LoRAParam),
+        training=Training(wrt=nnx.LoRAParam),
     )  # fmt: skip
     size = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(nnx.state(model, nnx.LoRAParam))))
     np.testing.assert_allclose(trainer.train_step(BATCHES[0])["parameter_norm"], size, rtol=1e-5)
@@ -120,7 +120,7 @@ def test_sharded_parameters(how):
 
 
 def test_a_skipped_step_has_no_update():
-    trainer = layers(precision=Precision(on_nonfinite="skip"))
+    trainer = layers(training=Training(on_nonfinite="skip"))
     trainer.train_step(BATCHES[0])  # a first loss that is not finite is an error
     metrics = trainer.train_step({**BATCHES[1], "x": np.full_like(BATCHES[0]["x"], np.inf)})
     assert not np.isfinite(metrics["gradient_norm"])

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Parameters, Precision, UnusedParametersWarning
+from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Training, UnusedParametersWarning
 from jaxpp_flax.trainers.step.unused_parameters import covering_globs
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -100,12 +100,12 @@ BATCHES = [ONE, TWO, ONE, ONE, TWO]
     [
         (1, {}),
         (2, {"logging": Logging(metrics=("parameter_norm", "gradient_norm"), progress=False)}),
-        (2, {"mesh": {"data": 2}, "schedule": "zero_bubble", "precision": Precision(loss_scale=8.0)}),
+        (2, {"mesh": {"data": 2}, "schedule": "zero_bubble", "training": Training(ema_decay=0.9, loss_scale=8.0)}),
     ],
 )
 def test_steps_of_two_structures_equal_plain_jax(num_stages, options):
     losses, *expected = plain(BATCHES)
-    made = trainer(num_stages=num_stages, parameters=Parameters(ema_decay=0.9), **options)
+    made = trainer(**{"num_stages": num_stages, "training": Training(ema_decay=0.9), **options})
     np.testing.assert_allclose([float(made.train_step(batch)["loss"]) for batch in BATCHES], losses, rtol=1e-5)
     assert_equal(made, expected)
     if num_stages == 2:
@@ -117,13 +117,13 @@ def test_steps_of_two_structures_equal_plain_jax(num_stages, options):
 @ACCEPTED
 def test_fit_and_its_checkpoints_have_them(tmp_path):
     losses, *expected = plain(BATCHES)
-    parameters, checkpoints = Parameters(ema_decay=0.9), Checkpoints(tmp_path, every=3)
-    trainer(parameters=parameters, checkpoints=checkpoints).fit(BATCHES, steps=3)
-    restored = trainer(num_stages=1, parameters=parameters)
+    training, checkpoints = Training(ema_decay=0.9), Checkpoints(tmp_path, every=3)
+    trainer(training=training, checkpoints=checkpoints).fit(BATCHES, steps=3)
+    restored = trainer(num_stages=1, training=training)
     restored.restore(tmp_path / "3")
     found = [float(restored.train_step(batch)["loss"]) for batch in BATCHES[3:]]
     np.testing.assert_allclose(found, losses[3:], rtol=1e-5)
-    resumed = trainer(parameters=parameters, checkpoints=checkpoints)
+    resumed = trainer(training=training, checkpoints=checkpoints)
     resumed.fit(BATCHES, steps=5, resume=True)
     for made in (restored, resumed):
         assert_equal(made, expected)
@@ -132,11 +132,11 @@ def test_fit_and_its_checkpoints_have_them(tmp_path):
 @ACCEPTED
 def test_a_parameter_that_only_a_metric_reads_is_right():
     losses, *expected = plain([ONE, ONE])
-    made = trainer(loss_fn=metric_loss, parameters=Parameters(ema_decay=0.9))
+    made = trainer(loss_fn=metric_loss, training=Training(ema_decay=0.9))
     np.testing.assert_allclose([float(made.train_step(ONE)["loss"]) for _ in range(2)], losses, rtol=1e-5)
     assert_equal(made, expected)
     assert places(made)["blocks/0/extra/kernel"] == {(0,), (0, 1)}, "the parameter is read elsewhere too"
-    np.testing.assert_allclose(made.evaluate([TWO])["loss"], head_loss(made.model, TWO), rtol=1e-5)
+    np.testing.assert_allclose(made.evaluate([TWO])["loss"], head_loss(made.gather_model(), TWO), rtol=1e-5)
 
 
 def test_each_set_of_unused_parameters_is_told_once():
@@ -148,21 +148,21 @@ def test_each_set_of_unused_parameters_is_told_once():
         assert (
             f"does not depend on 6 of the 17 parameters: blocks/*/extra/*, {head}/*. Their gradients are zero" in text
         )
-        assert f"parameters=Parameters(frozen=['blocks/*/extra/*', '{head}/*'])" in text
+        assert f"training=Training(frozen=['blocks/*/extra/*', '{head}/*'])" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer(parameters=Parameters(frozen=["blocks/*/extra/*", "head_two/*"])).step_function(ONE)
+        trainer(training=Training(frozen=["blocks/*/extra/*", "head_two/*"])).step_function(ONE)
 
 
 def test_what_is_refused():
-    made = trainer(parameters=Parameters(unused="error"))
+    made = trainer(training=Training(unused="error"))
     for batch, head in ((ONE, "head_two"), (ONE, "head_two"), (TWO, "head")):
-        with pytest.raises(ModelError, match=rf"depend on 6 of the 17 .*extra/\*, {head}/\*\. .*freeze them, param"):
+        with pytest.raises(ModelError, match=rf"depend on 6 of the 17 .*extra/\*, {head}/\*\. .*freeze them, training"):
             made.step_function(batch)
     with pytest.raises(ModelError, match="the loss depends on no parameter of the 17, so nothing would be trained"):
         trainer(loss_fn=lambda model, batch: jnp.mean(batch["tokens"] * 1.0)).compile(ONE)
     with pytest.raises(ValueError, match=r"unused='ignore': it must be \"warn\" or \"error\""):
-        Parameters(unused="ignore")  # type: ignore[arg-type]
+        Training(unused="ignore")  # type: ignore[arg-type]
 
 
 def test_one_glob_names_many():

@@ -15,15 +15,13 @@ from jax.sharding import AxisType
 from jaxpp_flax import WholeBatchLoss
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.trainers import (
-    Assignment,
     DynamicLossScale,
     Inference,
     LossError,
     Memory,
     MeshOptions,
     MicrobatchLossWarning,
-    Parameters,
-    Precision,
+    Training,
 )
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers import two_towers as t
@@ -51,8 +49,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zbv": {"num_stages": 4, "schedule": "zbv", "mesh": MeshOptions(num_ranks=2)},
     "data": {"num_stages": 2, "mesh": {"data": 2}},
     "one stage with data": {"num_stages": 1, "mesh": {"data": 2}},
-    "remat": {"num_stages": 2, "remat": "full"},
-    "remat, one stage": {"num_stages": 1, "remat": "full"},
+    "remat": {"num_stages": 2, "memory": Memory(remat="full")},
+    "remat, one stage": {"num_stages": 1, "memory": Memory(remat="full")},
     "recomputed": {"num_stages": 2, "memory": residuals(recompute=True, offload=0.0)},
     "one microbatch": {"num_stages": 2, "num_microbatches": 1},
     "weights": {"num_stages": 2, "loss": WholeBatchLoss(t.embed, t.weighted_info_nce)},
@@ -116,14 +114,15 @@ def test_linen():
     expected = t.whole_batch_step(loss, BATCH, module, variables=variables)
     trainer = t.trainer_of(loss, module, variables=variables, num_stages=2)
     check_step(trainer, variables["params"], expected)
-    plain = loss.loss_fn(module.apply({"params": trainer.variables["params"]}, BATCH, training=False), BATCH)
+    plain = loss.loss_fn(module.apply({"params": trainer.gather_variables()["params"]}, BATCH, training=False), BATCH)
     np.testing.assert_allclose(trainer.evaluate([BATCH])["loss"], float(plain[0]), rtol=1e-5)
 
 
 def test_a_scaled_loss_and_its_average_and_a_step_that_is_skipped():
     expected = t.whole_batch_step(t.CONTRASTIVE, BATCH)
-    precision = Precision(loss_scale=DynamicLossScale(initial=1024.0), gradient_dtype=jnp.float32)
-    trainer = t.trainer_of(num_stages=2, precision=precision, parameters=Parameters(ema_decay=0.75))
+    scale = DynamicLossScale(initial=1024.0)
+    training = Training(loss_scale=scale, gradient_dtype=jnp.float32, ema_decay=0.75)
+    trainer = t.trainer_of(num_stages=2, training=training)
     before = nnx.state(t.TwoTowers(), nnx.Param)
     check_step(trainer, before, expected)
     average = [
@@ -147,8 +146,7 @@ def test_a_loss_scale_reaches_the_gradients_of_narrow_embeddings():
         t.trainer_of(
             loss,
             tx=optax.sgd(1e8),
-            precision=Precision(loss_scale=scale),
-            parameters=Parameters(frozen=["text/*", "log_scale"]),
+            training=Training(loss_scale=scale, frozen=["text/*", "log_scale"]),
         )
         for scale in (None, 2.0**16)
     ]
@@ -174,10 +172,10 @@ def test_integers_constants_of_the_batch_and_a_single_array():
         return jnp.where(same, distances, jnp.maximum(batch["margin"] - distances, 0)).mean(), {}
 
     loss, batch = WholeBatchLoss(embed, loss_fn), {**BATCH, "margin": np.float32(1.5)}
-    frozen = Parameters(frozen=["text/*", "log_scale"])
-    expected = t.whole_batch_step(loss, batch, parameters=frozen)
-    trainer = t.trainer_of(loss, num_stages=2, parameters=frozen)
-    before = t.trainer_of(loss, parameters=frozen).state.params
+    frozen = Training(frozen=["text/*", "log_scale"])
+    expected = t.whole_batch_step(loss, batch, training=frozen)
+    trainer = t.trainer_of(loss, num_stages=2, training=frozen)
+    before = t.trainer_of(loss, training=frozen).state.params
     check_step(trainer, before, expected, batch)
 
 
@@ -195,7 +193,7 @@ def test_an_evaluation_compares_all_examples_of_a_batch(options):
 def test_it_may_be_the_loss_of_the_evaluation_alone():
     mean = lambda model, batch: jnp.mean((model.image(batch["image"]) - model.text(batch["text"])) ** 2)  # noqa: E731
     trainer = t.trainer_of(
-        mean, num_stages=2, inference=Inference(eval_loss_fn=t.CONTRASTIVE), parameters=Parameters(frozen=["log_scale"])
+        mean, num_stages=2, inference=Inference(eval_loss_fn=t.CONTRASTIVE), training=Training(frozen=["log_scale"])
     )
     expected = t.CONTRASTIVE(t.TwoTowers(), BATCH)[0]
     np.testing.assert_allclose(trainer.evaluate([BATCH])["loss"], float(expected), rtol=1e-5)
@@ -206,7 +204,7 @@ def test_it_may_be_the_loss_of_the_evaluation_alone():
 
 def test_both_passes_have_the_stages_that_training_has():
     """Stages are chosen by the work of training, and the first pass has the same; tables tell of the second."""
-    trainer = t.trainer_of(num_stages=2, assignment=Assignment("balanced", memory_limit=1e6))
+    trainer = t.trainer_of(num_stages=2, assignment="balanced")
     compiled = trainer.compile(BATCH)
     assert all(block.backward for block in trainer.plan.blocks)
     loops = compiled._built.loops
@@ -244,7 +242,7 @@ def test_between_the_passes_only_embeddings_and_their_gradients_are_kept():
 )
 def test_embeddings_that_do_not_fit_are_refused_before_the_first_step(embed, said):
     loss = WholeBatchLoss(embed, lambda e, batch: sum(map(jnp.sum, jax.tree.leaves(e)), start=jnp.float32(0)))
-    trainer = t.trainer_of(loss, num_stages=2, parameters=Parameters(frozen=["text/*", "log_scale"]))
+    trainer = t.trainer_of(loss, num_stages=2, training=Training(frozen=["text/*", "log_scale"]))
     for call in (trainer.compile, lambda batch: trainer.evaluate([batch])):
         with pytest.raises(LossError) as error:
             call(BATCH)
@@ -291,10 +289,10 @@ def test_embed_fn_gets_what_it_asks_for():
         return image + jax.random.normal(rngs(), image.shape) if training else image
 
     loss = WholeBatchLoss(embed_fn=embed, loss_fn=lambda e, batch: jnp.mean(jnp.square(e @ e.T)) * 10)
-    frozen = Parameters(frozen=["text/*", "log_scale"])
-    one, two = (t.trainer_of(loss, num_stages=stages, parameters=frozen) for stages in (1, 2))
+    frozen = Training(frozen=["text/*", "log_scale"])
+    one, two = (t.trainer_of(loss, num_stages=stages, training=frozen) for stages in (1, 2))
     found = [trainer.train_step(BATCH)["loss"] for trainer in (one, two)]
     np.testing.assert_allclose(*map(float, found), rtol=1e-5)
     plain = loss(t.TwoTowers(), BATCH, training=False, rngs=None)
     assert abs(float(found[0]) / float(plain) - 1) > 0.1
-    np.testing.assert_allclose(t.trainer_of(loss, parameters=frozen).evaluate([BATCH])["loss"], float(plain), rtol=1e-5)
+    np.testing.assert_allclose(t.trainer_of(loss, training=frozen).evaluate([BATCH])["loss"], float(plain), rtol=1e-5)

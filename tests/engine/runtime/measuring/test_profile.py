@@ -1,4 +1,4 @@
-"""The measured step, where ranks wait for each other; its numbers are in tests/trainers/tuning/test_step_profile.py."""
+"""The measured step, where ranks wait for each other; its numbers are in tests/planning/test_profile.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,62 @@
+"""The bytes that a step will hold, before any of its tasks is compiled: the walk of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.analyses.spec_flow import specs_after
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.plan import Plan
+from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.runtime.executables import compile_program
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
+from jaxpp_flax.engine.summary import MemoryAnalysis, analyse_memory
+from jaxpp_flax.engine.tracing.ir import Value
+
+__all__ = ["predict_memory"]
+
+
+def predict_memory(plan: Plan) -> tuple[MemoryAnalysis, ...]:
+    """Return what `memory_analysis` of the compiled step will say, without XLA's workspace.
+
+    The partitions of what tasks return are predicted, not XLA's own: see `specs_after`. Nothing is compiled, and other
+    processes take no part.
+    """
+    predictor = cast(TaskCompiler[MpmdMesh], _Predictor(plan.mesh))
+    found = compile_program(plan.built.program, predictor, plan.in_specs, plan.result_specs, plan.avals, alone=True)
+    return analyse_memory(plan.built, found.program, found, plan.mesh)
+
+
+@dataclass
+class _Predictor:
+    """Stands in for a `TaskCompiler`: an executable only knows how its results are partitioned."""
+
+    mesh: MpmdMesh
+    _known: dict[Any, _Predicted] = field(default_factory=dict[Any, Any])
+
+    def start(
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+    ) -> Callable[[], _Predicted]:
+        """Return a function that returns the predicted executable."""
+        if None not in out_specs:
+            return lambda: _Predicted(())
+        key = task.graph, tuple(in_specs)
+        if key not in self._known:
+            mesh = self.mesh.unstack[task.rank]
+            specs = specs_after(task.graph, in_specs, mesh.shape)
+            found = [
+                specs.get(v, PartitionSpec()) if isinstance(v, Value) else PartitionSpec() for v in task.graph.outputs
+            ]
+            self._known[key] = _Predicted(tuple(NamedSharding(mesh, spec) for spec in found))
+        return lambda: self._known[key]
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """What is known of a task's executable."""
+
+    output_shardings: tuple[NamedSharding, ...]

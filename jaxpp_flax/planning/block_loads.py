@@ -1,0 +1,146 @@
+"""The loads of stages made of a loop's blocks, for any sizes of the stages: what the model of a step starts from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from jaxpp_flax.engine.blocks import Blocks, Holding, Work
+from jaxpp_flax.engine.passes.memory import stream_updates
+from jaxpp_flax.planning.loads import Hardware, StageLoad
+from jaxpp_flax.planning.model import StepModel
+from jaxpp_flax.planning.stages.policies import AssignmentError
+from jaxpp_flax.planning.stages.step_time import both_passes
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.gathers import Fsdp
+
+__all__ = ["BlockLoads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLoads:
+    """What the blocks of a loop cost and hold, and the hardware.
+
+    A stage holds a value once, even if several of its blocks need it (a tied weight, an activation of two blocks).
+
+    Args:
+      work: the seconds of each block for one microbatch.
+      holdings: the values that blocks need, those of the optimizer included.
+      sent: bytes on each device that cross a cut before each block (the first is not used).
+      passing: those of them that the block before the cut does not keep.
+      with_effects: the blocks that may not run twice.
+      hardware: the devices and their links.
+      fsdp: how often parameters are gathered; see `MeshOptions`.
+    """
+
+    work: Sequence[Work]
+    holdings: Sequence[Holding]
+    sent: Sequence[float]
+    passing: Sequence[float]
+    with_effects: frozenset[int]
+    hardware: Hardware
+    fsdp: Fsdp = "microbatch"
+    _stages: dict[tuple[int, int], StageLoad] = field(default_factory=dict[tuple[int, int], StageLoad], repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Blocks,
+        sent: Sequence[float],
+        work: Sequence[Work],
+        kept: Sequence[tuple[float, float]],
+        hardware: Hardware,
+        fsdp: Fsdp,
+    ) -> BlockLoads:
+        """Make the loads from the blocks of a traced step.
+
+        Args:
+          blocks: the blocks; sent: bytes that each mark's values have on all devices of a rank.
+          work: the seconds of each block.
+          kept: for each leaf of the step's arguments, the bytes of the optimizer on the devices, and on the host.
+          hardware, fsdp: as in the class.
+
+        Raises:
+          AssignmentError: if the model cannot be cut at every mark.
+        """
+        try:
+            found = blocks.holdings
+        except ValueError as error:
+            raise AssignmentError(
+                "a plan looks at each block alone, for which the model must be cut at every mark; that is refused: "
+                f"{error} Take away the marks that cannot cut."
+            ) from error
+        holdings: list[Holding] = []
+        for item in found:
+            holdings.append(item)
+            of_optimizer = kept[item.argument] if item.argument is not None and item.kind == "parameters" else (0, 0)
+            for kind, nbytes in zip(("optimizer", "streamed"), of_optimizer, strict=True):
+                if nbytes:
+                    holdings.append(replace(item, kind=kind, nbytes=nbytes))
+        return cls(
+            work=work,
+            holdings=holdings,
+            sent=[0.0, *(nbytes / blocks.batch_shards for nbytes in sent)],
+            passing=[0.0, *blocks.passing],
+            with_effects=blocks.with_effects,
+            hardware=hardware,
+            fsdp=fsdp,
+        )
+
+    def model(
+        self, schedule: Schedule, num_microbatches: int, sizes: Sequence[int], beside: Sequence[float] = ()
+    ) -> StepModel:
+        """Return the model of a step whose stages have these numbers of blocks; see `StepModel` for `beside`."""
+        ends = list(itertools.accumulate(sizes))
+        return StepModel(
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            stages=[self._stage(end - size, end) for size, end in zip(sizes, ends, strict=True)],
+            hardware=self.hardware,
+            fsdp=self.fsdp,
+            stream_window=stream_updates.WINDOW_BYTES,
+            beside=beside,
+        )
+
+    def _stage(self, start: int, end: int) -> StageLoad:
+        if (start, end) not in self._stages:
+            self._stages[start, end] = self._new_stage(start, end)
+        return self._stages[start, end]
+
+    def _new_stage(self, start: int, end: int) -> StageLoad:
+        held: dict[str, list[float]] = {}
+        for item in self.holdings:
+            if any(start <= block < end for block in item.blocks):
+                held.setdefault(item.kind, []).append(item.nbytes)
+        values, gathered, streamed = (held.pop(kind, []) for kind in ("activations", "gathered", "streamed"))
+        kept, saved = (sum(held.pop(kind, [])) for kind in ("kept", "saved"))
+        forward, backward = self._passes
+        return StageLoad(
+            forward=sum(forward[start:end]),
+            backward=sum(backward[start:end]),
+            residual_bytes=sum(values),
+            weight_bytes=kept,
+            values=values,
+            saved_bytes=saved,
+            has_effects=any(start <= block < end for block in self.with_effects),
+            input_bytes=self.sent[start] if start else 0.0,
+            sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
+            passing_bytes=self.passing[end] if end < len(self.sent) else 0.0,
+            fixed_bytes={kind: sum(sizes) for kind, sizes in held.items()},
+            gathered=self._named("gathered", start, end) if gathered else {},
+            streamed=streamed,
+        )
+
+    def _named(self, kind: str, start: int, end: int) -> dict[str, float]:
+        """Return the holdings of a kind, each under a name of its own, which all stages that need it share."""
+        return {
+            str(number): item.nbytes
+            for number, item in enumerate(self.holdings)
+            if item.kind == kind and any(start <= block < end for block in item.blocks)
+        }
+
+    @cached_property
+    def _passes(self) -> tuple[Sequence[float], Sequence[float]]:
+        return both_passes([w.forward for w in self.work], [w.backward for w in self.work])

@@ -1,0 +1,369 @@
+"""Make a plan: for each schedule the best stages and residuals by the model of a step; its program judges bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+from jaxpp_flax.engine.blocks import CutPolicy, Marks, Work
+from jaxpp_flax.engine.plan import Plan as PlacedStep
+from jaxpp_flax.engine.predicted import predict_memory
+from jaxpp_flax.engine.summary import MemoryAnalysis
+from jaxpp_flax.messages import listed
+from jaxpp_flax.planning.block_costs import Costing, block_costs
+from jaxpp_flax.planning.block_loads import BlockLoads
+from jaxpp_flax.planning.choice import Choice, LimitError, best_mixture, nothing_fits, why_chosen
+from jaxpp_flax.planning.loads import Hardware, check_memory_limit, hardware_of, limits_of
+from jaxpp_flax.planning.model import Prediction, StepModel
+from jaxpp_flax.planning.plan import Plan
+from jaxpp_flax.planning.schedule_search.search import search
+from jaxpp_flax.planning.stages.balancing import Sizes, balance, climb
+from jaxpp_flax.planning.stages.policies import AssignmentError, cuts_of, even, sizes_of
+from jaxpp_flax.planning.stages.step_time import StepTime
+from jaxpp_flax.schedules import Schedule, by_name, names
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.gathers import Fsdp
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+
+__all__ = ["PlanningStep", "plan"]
+
+_CORRECTIONS = 4  # of the model by the program, for each assignment
+_MOVES = 300  # of single blocks, to find stages that fit
+_LEANEST = StageResiduals(recompute=True, offload=1.0)
+
+Schedules = str | Schedule | Sequence[str | Schedule] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningStep:
+    """A training step before its plan: what a trainer tells a planner.
+
+    Args:
+      schedule: the trainer's own.
+      num_microbatches: the parts of a batch.
+      layout: the axes of the mesh with their sizes, that of the ranks first.
+      platform: of the devices; `devices_of_a_rank` is their number on each rank.
+      fsdp: how often parameters are gathered.
+      kept: for each leaf of the step's arguments, the bytes of the optimizer on each device, and on the host.
+      place: traces the step with a schedule, cuts and residuals, and places it on ranks; nothing is compiled.
+      cuts: the cuts that the trainer's `assignment=` asks for; None if the planner is free.
+      residuals: those of the trainer's `Memory(residuals=)`; None if the planner is free.
+    """
+
+    schedule: Schedule
+    num_microbatches: int
+    layout: Mapping[str, int]
+    platform: str
+    devices_of_a_rank: int
+    fsdp: Fsdp
+    kept: Sequence[tuple[float, float]]
+    place: Callable[[Schedule, CutPolicy, ResidualPlan | None], PlacedStep]
+    cuts: CutPolicy | None = None
+    residuals: ResidualPlan | None = None
+
+
+class Plannable(Protocol):
+    """What has a step to plan: a `PipelineTrainer`."""
+
+    def planning_step(self, batch: Any) -> PlanningStep: ...
+
+
+def plan(
+    trainer: Plannable | Callable[[], Plannable],
+    batch: Any,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    schedules: Schedules = None,
+    costs: Costing = "estimated",
+    hardware: Hardware | None = None,
+) -> Plan:
+    """Choose the schedule, the stages and the residuals of a training, and predict the seconds and bytes of its step.
+
+    Nothing is compiled or run. What the trainer fixes stays: sizes or names in `assignment=`, and
+    `Memory(residuals=)`. The bytes are those of the step's program, walked as it would run. Among the plans within the
+    limit, the one with the shortest predicted step is chosen.
+
+    Args:
+      trainer: a `PipelineTrainer`, or a function that makes one.
+      batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+      memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients, optimizer
+        state, and activations in flight. XLA's workspace inside a task comes on top. Stages recompute or offload what
+        does not fit, and blocks move.
+      schedules: names or `Schedule`s to choose from, on the trainer's ranks; "all": each named schedule with as many
+        stages as ranks, or twice as many, and the best one that `search` finds. None: the trainer's own.
+      costs: of the blocks: "estimated" from operations and bytes, "flops", a step that `trainer.profile_step` has
+        measured, numbers, or a mapping from names of blocks to numbers.
+      hardware: the speeds that residuals are weighed with; None: rough ones of the platform.
+
+    Raises:
+      LimitError: if no plan keeps within the limit; it names the closest one, and the bytes of the fullest rank.
+      AssignmentError, ScheduleError: for marks, costs, limits or schedules that do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+      >>> layers = [PipelineStage(nnx.Linear(8, 8, rngs=nnx.Rngs(i)), name=f"layer_{i}") for i in range(4)]
+      >>> model, loss = nnx.Sequential(*layers), lambda model, x: jnp.mean(model(x) ** 2)
+      >>> options = {"num_stages": 2, "num_microbatches": 4, "logging": False}
+      >>> found = plan(PipelineTrainer(model, optax.sgd(0.1), loss, **options), jnp.ones((8, 8)))
+      >>> found.stage_sizes, found.residuals.is_kept  # what follows the last block counts as one
+      ((2, 3), True)
+      >>> PipelineTrainer(model, optax.sgd(0.1), loss, plan=found, logging=False).num_stages
+      2
+    """
+    check_memory_limit(memory_limit)
+    source = trainer if hasattr(trainer, "planning_step") else cast(Callable[[], Plannable], trainer)()
+    step = cast(Plannable, source).planning_step(batch)
+    card = hardware_of(step.platform) if hardware is None else hardware
+    limits = limits_of(memory_limit, step.schedule.num_ranks)
+    found, refused = list[Plan](), dict[Schedule, Exception]()
+    for schedule in _schedules(schedules, step):
+        try:
+            planner = _Planner(step, schedule, costs, card, limits)
+            found.append(planner.best())
+            if schedules == "all":
+                found += planner.of_searched()
+        except (AssignmentError, ScheduleError) as error:
+            if schedules is None:
+                raise
+            refused[schedule] = error
+    if not found:
+        raise _none_left(refused)
+    best = min(found, key=lambda of: cast(float, of.seconds))
+    if len(found) + len(refused) > 1:
+        others = f"the best of {len(found)} schedules; {len(refused)} do not fit" if refused else ""
+        best = replace(best, notes=(*best.notes, others or f"the best of {len(found)} schedules"))
+    return best
+
+
+def _schedules(wanted: Schedules, step: PlanningStep) -> list[Schedule]:
+    own = step.schedule
+    if wanted is None:
+        return [own]
+    ranks, fixed = own.num_ranks, step.cuts is not None or step.residuals is not None
+    if wanted == "all":
+        counts = [own.num_stages] if fixed else [ranks, 2 * ranks]
+        every = [by_name(name, count, ranks) for count in counts for name in names(count, ranks)]
+        return [s for s in dict.fromkeys([own, *every]) if _takes(s, step.num_microbatches)]
+    given = [wanted] if isinstance(wanted, (str, Schedule)) else wanted
+    made = [s if isinstance(s, Schedule) else by_name(s, own.num_stages, ranks) for s in given]
+    for schedule in made:
+        if schedule.num_ranks != ranks:
+            raise ScheduleError(
+                f"{schedule!r} is for {schedule.num_ranks} ranks, but the trainer has {ranks}. Give schedules for "
+                f"{ranks} ranks, or a trainer with as many."
+            )
+        schedule.check(step.num_microbatches)
+    return list(dict.fromkeys(made))
+
+
+def _takes(schedule: Schedule, num_microbatches: int) -> bool:
+    try:
+        schedule.check(num_microbatches)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _none_left(refused: Mapping[Schedule, Exception]) -> Exception:
+    limited = {s: e for s, e in refused.items() if isinstance(e, LimitError)}
+    if not limited:
+        return next(iter(refused.values()))
+    schedule, closest = min(limited.items(), key=lambda pair: pair[1].closest.excess)
+    return LimitError(
+        f"none of {len(refused)} schedules fits: {listed(list(refused), 20, repr)}. The closest is {schedule!r}: "
+        f"{closest}",
+        closest.closest,
+    )
+
+
+@dataclass(kw_only=True)
+class _Planned:
+    """Stages of one schedule, with their residuals and the bytes of their program."""
+
+    sizes: Sizes
+    model: StepModel
+    choice: Choice
+    memory: tuple[MemoryAnalysis, ...]
+
+    @property
+    def held(self) -> list[float]:
+        """The bytes of each rank's devices."""
+        return [rank.argument_bytes + rank.peak_bytes for rank in self.memory]
+
+    def excess(self, limits: Sequence[float]) -> float:
+        """Return the bytes by which the fullest rank exceeds its limit."""
+        return max(0.0, *(held - limit for held, limit in zip(self.held, limits, strict=True)))
+
+
+@dataclass
+class _Planner:
+    """Plans one schedule.
+
+    Args:
+      step: the step; schedule: the schedule; costing: the costs of blocks, as the user gives them.
+      hardware: the devices; limits: the bytes of each rank.
+    """
+
+    step: PlanningStep
+    schedule: Schedule
+    costing: Costing
+    hardware: Hardware
+    limits: Sequence[float]
+
+    def __post_init__(self) -> None:
+        def remember(marks: Any, num_stages: int) -> Sequence[int]:
+            if isinstance(marks, Marks) and marks.blocks.body.has_sums:  # the second pass of a `WholeBatchLoss`
+                self.marks = marks
+            return (self.step.cuts or even())(marks, num_stages)
+
+        self.marks = cast(Marks, None)
+        self.step.place(self.schedule, remember, None)
+        if self.marks is None:
+            raise AssignmentError("the step has no loop that accumulates gradients, so there is nothing to plan.")
+
+    def best(self) -> Plan:
+        """Return the best plan within the limits.
+
+        Raises:
+          LimitError: if there is none.
+        """
+        tried = [self._planned(sizes) for sizes in self._candidates()]
+        if all(of.excess(self.limits) > 0 for of in tried) and self.step.cuts is None:
+            tried += [self._planned(sizes) for sizes in self._leaner([of.sizes for of in tried])]
+        fitting = [of for of in tried if of.excess(self.limits) <= 0]
+        if not fitting:
+            closest = min(tried, key=lambda of: of.excess(self.limits))
+            raise nothing_fits(closest.model, closest.choice, self.limits, closest.held)
+        best = min(fitting, key=lambda of: of.choice.prediction.seconds)
+        return self._plan(best)
+
+    def of_searched(self) -> list[Plan]:
+        """Return the plan of a schedule that is searched for these stages; none if a named one is as good."""
+        schedule, step = self.schedule, self.step
+        model = self._loads.model(schedule, step.num_microbatches, self._candidates()[0])
+        room = [limit - fixed for limit, fixed in zip(self.limits, model.rank_fixed, strict=True)]
+        if min(room) <= 0 or schedule.num_stages % schedule.num_ranks or schedule != step.schedule:
+            return []
+        try:
+            per_rank = schedule.num_stages // schedule.num_ranks
+            found = search(
+                schedule.num_ranks, step.num_microbatches, per_rank, model.costs, self.hardware.transfer, room
+            )
+            return [_Planner(step, found.schedule, self.costing, self.hardware, self.limits).best()]
+        except ScheduleError:
+            return []
+
+    # ------------------------------------------------------------ stages
+
+    @cached_property
+    def _costs(self) -> tuple[list[Work], str, str]:
+        return block_costs(self.marks, self.costing, self.step.platform)
+
+    @cached_property
+    def _loads(self) -> BlockLoads:
+        work, _, unit = self._costs
+        estimated, _, _ = block_costs(self.marks, "estimated", self.step.platform)
+        seconds = 1.0 if unit == "s" else 1.0 / (self.hardware.flops * self.step.devices_of_a_rank)
+        if not unit:  # numbers without a unit share the estimated time
+            seconds *= sum(w.total for w in estimated) / (sum(w.total for w in work) or 1.0)
+        timed = [Work(w.forward * seconds, w.backward * seconds) for w in work]
+        blocks = self.marks.blocks
+        return BlockLoads.of(blocks, self.marks.sent, timed, self.step.kept, self.hardware, self.step.fsdp)
+
+    @cached_property
+    def _even(self) -> Sizes:
+        return sizes_of(even()(self.marks, self.schedule.num_stages), self.marks)
+
+    @cached_property
+    def _time(self) -> StepTime:
+        work = self._loads.work
+        return StepTime(
+            schedule=self.schedule,
+            num_microbatches=self.step.num_microbatches,
+            forward=[w.forward for w in work],
+            backward=[w.backward for w in work],
+        )
+
+    def _candidates(self) -> list[Sizes]:
+        """Return the sizes to try first: those that are given, or even ones and balanced ones."""
+        if self.step.cuts is not None:
+            return [sizes_of(tuple(self.step.cuts(self.marks, self.schedule.num_stages)), self.marks)]
+        costs, ranks = [w.total for w in self._loads.work], list(map(self.schedule.rank_of, range(len(self._even))))
+        found = balance(costs, ranks, self._loads.sent, self._even, self._time).sizes
+        return [sizes for sizes in dict.fromkeys((self._even, found)) if self._can_cut(sizes)]
+
+    def _can_cut(self, sizes: Sizes) -> bool:
+        return self.marks.blocks.can_cut(cuts_of(sizes))
+
+    def _leaner(self, starts: Sequence[Sizes]) -> list[Sizes]:
+        """Move blocks away from ranks above their limits, by the model with the leanest residuals."""
+
+        def worth(sizes: Sizes) -> tuple[float, float]:
+            model = self._loads.model(self.schedule, self.step.num_microbatches, sizes)
+            lean = ResidualPlan([_LEANEST if not load.has_effects else KEEP for load in model.stages], offload_within=1)
+            held = (fixed + peak for fixed, peak in zip(model.rank_fixed, model.ordered_peaks(lean), strict=True))
+            over = sum(max(0.0, nbytes - limit) for nbytes, limit in zip(held, self.limits, strict=True))
+            return (over, self._time(sizes))
+
+        found = dict.fromkeys(climb(sizes, worth, _MOVES)[0] for sizes in starts)
+        return [sizes for sizes in found if sizes not in starts and self._can_cut(sizes)]
+
+    # ------------------------------------------------------------ residuals
+
+    def _planned(self, sizes: Sizes) -> _Planned:
+        """Return the best residuals for these stages; where the program holds other bytes, the model learns it."""
+        beside, found = [0.0] * self.schedule.num_ranks, list[_Planned]()
+        for turn in range(_CORRECTIONS + 1):
+            model = self._loads.model(self.schedule, self.step.num_microbatches, sizes, beside)
+            choice = self._chosen(model, is_first=not turn)
+            if any(of.choice.residuals == choice.residuals for of in found):
+                break
+            memory = predict_memory(self.step.place(self.schedule, _cutting(cuts_of(sizes)), choice.residuals))
+            found.append(_Planned(sizes=sizes, model=model, choice=choice, memory=memory))
+            if found[-1].excess(self.limits) <= 0 or self.step.residuals is not None:
+                break
+            said = choice.prediction.peak_bytes
+            beside = [b + have - want for b, have, want in zip(beside, found[-1].held, said, strict=True)]
+        return min(found, key=lambda of: of.excess(self.limits))
+
+    def _chosen(self, model: StepModel, *, is_first: bool) -> Choice:
+        """Return the residuals to try: first those that stay on the devices, which nothing beats if they fit."""
+        given = self.step.residuals
+        if given is None and not is_first:
+            return best_mixture(model, self.limits)
+        residuals = ResidualPlan.keep(self.schedule.num_stages) if given is None else given
+        prediction = model.predict(residuals)
+        return Choice(residuals=residuals, prediction=prediction, keep=prediction, excess=0.0, exact=given is None)
+
+    def _plan(self, found: _Planned) -> Plan:
+        work, source, unit = self._costs
+        prediction: Prediction = found.choice.prediction
+        limited = any(limit != float("inf") for limit in self.limits)
+        state = zip(prediction.state_host_bytes, found.memory, strict=True)
+        on_host = [nbytes + rank.host_peak_bytes for nbytes, rank in state]
+        return Plan.of(
+            self.marks,
+            cuts_of(found.sizes),
+            self.schedule.num_stages,
+            work=work,
+            unit=unit,
+            source=source,
+            even_sizes=self._even,
+            schedule=self.schedule,
+            num_microbatches=self.step.num_microbatches,
+            residuals=found.choice.residuals,
+            layout=dict(self.step.layout),
+            seconds=prediction.seconds,
+            peak_bytes=tuple(map(float, found.held)),
+            host_bytes=tuple(map(float, on_host)),
+            notes=(why_chosen(found.choice),) if limited else (),
+        )
+
+
+def _cutting(cuts: Sequence[int]) -> CutPolicy:
+    """Return the policy that cuts where the gradients' loop is cut; other loops of the step are cut alike."""
+    return lambda marks, num_stages: cuts

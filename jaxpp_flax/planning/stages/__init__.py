@@ -1,0 +1,1 @@
+"""Which blocks form a stage: policies, and the search of balanced stages."""

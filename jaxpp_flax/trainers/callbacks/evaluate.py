@@ -1,0 +1,55 @@
+"""The callback that evaluates; the others hear of evaluations from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
+from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
+
+__all__ = ["Evaluate"]
+
+
+class Evaluate(Callback):
+    """Evaluates every `every` steps, and at the end if the last step had no evaluation; logs to `trainer.tracker`.
+
+    Args:
+      data: the data to evaluate, which can be iterated again.
+      every: steps between two evaluations; None for one evaluation at the end.
+      global_batch_size: the number of examples in a batch of `data`: see `PipelineTrainer.evaluate`.
+    """
+
+    def __init__(self, data: Iterable[Any], *, every: int | None = None, global_batch_size: int | None = None) -> None:
+        super().__init__(every=1 if every is None else every)
+        self._data, self._global_batch_size, self._only_at_end = data, global_batch_size, every is None
+        self._begin: int | None = None
+        self.at_end = False
+        """True once the evaluation after the last step has begun."""
+
+    def wants(self, step: int) -> bool:
+        return not self._only_at_end and super().wants(step)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._begin, self.at_end = trainer.step, False
+
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, LogMetrics):  # the metrics of a step come before those of an evaluation
+                callback.flush(trainer)
+        self._evaluate(trainer)
+
+    def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
+        is_stopped_before_a_step = trainer.step == self._begin
+        if error is None and not self.wants(trainer.step) and not is_stopped_before_a_step:
+            self.at_end = True
+            self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Any) -> None:
+        metrics = trainer.evaluate(self._data, global_batch_size=self._global_batch_size)
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
+        trainer.message(f"step {trainer.step}  {shown}")
+        trainer.tracker.log(named, step=trainer.step)
+        for callback in trainer.callbacks:
+            callback.on_evaluate(trainer, trainer.step, metrics)

@@ -1,0 +1,177 @@
+"""The callback that saves; and what else a loop does with the trainer's directory of checkpoints, if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
+from jaxpp_flax.processes.store import ProcessFailedError
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
+from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
+from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks.stop import Stop
+from jaxpp_flax.trainers.checkpoints import Checkpointing
+from jaxpp_flax.trainers.errors import NonFiniteLossError
+from jaxpp_flax.trainers.metrics.summary import after_error
+
+__all__ = ["Save"]
+
+
+class Save(Callback):
+    """Saves a step when a save is due, and after the last step.
+
+    Args:
+      checkpoints: saves the state.
+      by_itself: False leaves saves to `trainer.save`, but for the last one after SIGTERM or Ctrl-C.
+      again: the call that goes on from a checkpoint, for errors.
+      stop: knows how the loop ends.
+      evaluation: a step that an evaluation would follow at the end waits for that: its checkpoint has those metrics.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpointing, *, by_itself: bool, again: str, stop: Stop, evaluation: Evaluate | None = None
+    ) -> None:
+        super().__init__()
+        self._checkpoints, self._store, self._by_itself = checkpoints, checkpoints.store, by_itself
+        self._again, self._stop, self._evaluation = again, stop, evaluation
+        self._beginning: int | None = None
+        self._waiting = False
+
+    @property
+    def _step(self) -> int:
+        return self._checkpoints.held.step
+
+    @contextmanager
+    def owned(self) -> Generator[None]:
+        """Keep other jobs from writing to the directory."""
+        with ExitStack() as claim:
+            if self._store is not None:
+                try:
+                    claim.enter_context(self._store.owned())
+                except CheckpointSaveError as error:
+                    # If the directory cannot be written, its checkpoints can still be read.
+                    if self._by_itself or isinstance(error, DirectoryInUseError):
+                        raise
+            yield
+
+    def refuse_later_checkpoints(self) -> None:
+        """Before the first step of a run that does not resume, refuse checkpoints of later steps.
+
+        Raises:
+          CheckpointSaveError: if the directory holds such checkpoints.
+        """
+        if self._store is not None and (latest := self._store.latest() or 0) > self._step:
+            raise CheckpointSaveError(
+                f"{self._store.directory} holds checkpoints up to step {latest}, and this run begins at step "
+                f"{self._step}. Continue that one with fit(..., resume=True), or use another "
+                "directory: checkpoints=."
+            )
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._beginning = trainer.step
+
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
+        if self._store is not None:
+            self._checkpoints.measured.add(record.step, record.metrics)
+            self._store.check()
+            self._waiting = self._evaluation is not None and not self._evaluation.wants(record.step)
+            self._save_if_due()
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        self._checkpoints.measured.add(step, {f"eval_{name}": value for name, value in metrics.items()})
+
+    def on_next_batch(self) -> None:
+        """Save a step that waited: it was not the last one."""
+        if self._waiting:
+            self._waiting = False
+            self._save_if_due()
+
+    def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
+        if error is None or (isinstance(error, SystemExit) and self._stop.is_preempted):
+            return self.save_last()
+        try:
+            if isinstance(error, Exception) and self._stop.is_alone:  # other processes would not come
+                self._save_waiting()
+        finally:
+            self._finish(error)
+        if isinstance(error, KeyboardInterrupt):
+            self._interrupted(error)
+        return None
+
+    def save_last(self) -> None:
+        """Wait for the save under way, and save the last step."""
+        clock = self._checkpoints.clock
+        if self._store is not None:
+            with clock.part("save"):
+                self._store.wait()  # before a loss may end the run
+        with clock.part("device"):
+            self._checkpoints.under_way.finish()
+        if self._store is None:
+            return
+        is_saved = self._checkpoints.is_saved()  # every process asks
+        if (self._by_itself or self._stop.is_preempted) and self._step > 0 and not is_saved:
+            self._checkpoints.save()
+
+    def tell_preempted(self) -> None:
+        """Say what SIGTERM left, before the process ends."""
+        # With several processes, a SIGTERM after the last step comes too late for a save of all of them.
+        done = "saved step" if self._store is not None and self._store.holds(self._step) else "did not save step"
+        self._checkpoints.display.message(f"SIGTERM: {done} {self._step}, exiting with status {PREEMPTED_STATUS}")
+
+    # ------------------------------------------------------------------ after an error
+
+    def _save_waiting(self) -> None:
+        """Save a step that waited, if the data or the evaluation at the end failed."""
+        if self._evaluation is not None and self._evaluation.at_end:
+            self.save_last()
+        else:
+            self.on_next_batch()
+
+    def _save_if_due(self) -> None:
+        if self._store is not None and not self._waiting and self._by_itself and self._store.wants(self._step):
+            self._checkpoints.save(wait=False)
+
+    def _finish(self, error: BaseException) -> None:
+        """Wait for the save under way, and add to the error what to do."""
+        if self._store is not None:
+            try:
+                self._store.finish()
+            except CheckpointSaveError as failed:
+                if isinstance(error, GeneratorExit):  # nobody sees this error
+                    self._checkpoints.display.message(str(failed))
+                error.add_note(f"The save under way failed as well: {failed}")
+            except ProcessFailedError:
+                pass  # this error ends the process
+        if isinstance(error, Exception) and self._beginning is not None and self._step > self._beginning:
+            error.add_note(self._advice())
+
+    def _advice(self) -> str:
+        if self._store is None:
+            return after_error(self._step, None, None, self._again)
+        try:
+            saved = self._store.latest()
+        except CheckpointNotFoundError:  # a directory that cannot be read must not hide the error
+            saved = None
+        return after_error(self._step, saved, self._store.directory, self._again)
+
+    def _interrupted(self, error: BaseException) -> None:
+        """After Ctrl-C: save the finished step if all processes come here, and say how to go on."""
+        again = "fit(resume=True) goes on from the latest checkpoint"
+        if self._stop.interruption.within_step:
+            again = again if self._store is not None else "a new trainer begins anew"
+            error.add_note(f"Step {self._step + 1} was interrupted, and its state is lost: {again}.")
+        elif self._store is None:
+            error.add_note(f"The state in memory is that of step {self._step}: fit goes on from it.")
+        elif not (self._stop.is_alone or self._stop.is_interrupted):
+            error.add_note(f"Step {self._step} is not saved, for which all processes must agree. {again}.")
+        elif self._step > 0:
+            try:
+                self._store.wait()
+                if not self._checkpoints.is_saved():
+                    self._checkpoints.save()
+            except (CheckpointSaveError, NonFiniteLossError) as failed:
+                error.add_note(f"Step {self._step} is not saved: {failed}")
+            else:
+                error.add_note(f"Step {self._step} is saved in {self._store.directory}: {again}.")

@@ -1,0 +1,167 @@
+"""The trainer's part of inference: `evaluate` and `predict`, pipelined like a step, without a backward."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
+from jaxpp_flax.trainers.data.stream import awaited, check_batches
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
+from jaxpp_flax.trainers.metrics.clock import Clock, timed
+from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.scheduling import Scheduling
+from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
+from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.step.loss import LossTerms
+from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
+
+__all__ = ["Average", "Evaluation"]
+
+
+class Average:
+    """Adds up batches on the host, in float64; each batch counts by its weight, or by its number of examples.
+
+    Example:
+      >>> average = Average()
+      >>> average.add(LossTerms(total=4.0, weight=None, metrics={}), num_microbatches=2, num_examples=8)
+      >>> average.add(LossTerms(total=1.0, weight=None, metrics={}), num_microbatches=1, num_examples=4)
+      >>> average.result()["loss"] == (2.0 * 8 + 1.0 * 4) / 12
+      True
+    """
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, Any] = defaultdict(float)
+        self._weights: defaultdict[str, Any] = defaultdict(float)
+
+    def add(self, terms: LossTerms, num_microbatches: int, num_examples: int) -> None:
+        """Add a batch's terms, summed over its microbatches."""
+        loss = terms.total if terms.weight is None else (terms.total, terms.weight)
+        for name, value in {"loss": loss, **terms.metrics}.items():
+            if isinstance(value, tuple):
+                total, weight = (np.asarray(part, np.float64) for part in value)
+            else:
+                total = np.asarray(value, np.float64) / num_microbatches * num_examples
+                weight = np.float64(num_examples)
+            self._sums[name] = self._sums[name] + total
+            self._weights[name] = self._weights[name] + weight
+
+    def result(self) -> dict[str, Any]:
+        """Return the averages: floats, or NumPy arrays; a metric is NaN where nothing has weight.
+
+        Raises:
+          ValueError: if no example has weight in the loss.
+        """
+        if np.all(self._weights["loss"] == 0):
+            raise ValueError(
+                "every example of the evaluation has weight 0, so the mean loss is not defined. Look at the mask of "
+                "the data, or at the weight that the loss returns."
+            )
+        means: dict[str, Any] = {}
+        for name, total in self._sums.items():
+            weight = self._weights[name]
+            mean = np.asarray(np.where(weight == 0, np.nan, total / np.where(weight == 0, 1.0, weight)))
+            means[name] = float(mean) if mean.ndim == 0 else mean
+        return means
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Runs the calls that do not change the state; batches are loaded as in training.
+
+    `meet` is called with the name of a call that every process must make after the same step.
+    """
+
+    scheduling: Scheduling
+    rows: BatchSharding
+    builders: StepBuilderCache
+    executables: CompiledSteps
+    weights: InferenceWeights
+    eval_loss_fn: Callable[..., Any]
+    predict_fn: Callable[..., Any]
+    meet: Callable[[str], None]
+    clock: Clock
+
+    @timed("evaluation")
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+        """As `PipelineTrainer.evaluate`."""
+        check_batches("data", data)
+        self.meet("trainer.evaluate")
+        average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
+        state_for = self._state_for_step()
+        for batch in awaited(data, "the next batch to evaluate"):
+            whole = self.rows.whole(batch, global_batch_size)
+            own = batch if whole is not batch else None
+            together = isinstance(self.eval_loss_fn, WholeBatchLoss)
+            for part in self.rows.inference_parts(whole, rows_only=own is not None, together=together):
+                compiled, taken = self._ready("evaluate", part, own, alike)
+                terms = compiled(state_for(compiled), taken)
+                if pending is not None:
+                    average.add(*pending)
+                pending = (terms, part.num_microbatches, part.num_examples)
+        if pending is None:
+            raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
+        average.add(*pending)
+        alike.end()
+        return average.result()
+
+    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+        """As `PipelineTrainer.predict`."""
+        if isinstance(batch, Mapping) and self.predict_fn is call_model:
+            raise TypeError(
+                f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
+                "Pass the model's input, or give the trainer a predict_fn: "
+                "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
+            )
+        whole = self.rows.whole(batch, global_batch_size)
+        own = batch if whole is not batch else None
+        parts = self.rows.inference_parts(whole, rows_only=own is not None)
+        self.meet("trainer.predict")
+        alike, outputs, state_for = BatchComparison(self.scheduling.mesh, "prediction"), [], self._state_for_step()
+        for part in parts:
+            compiled, taken = self._ready("predict", part, own, alike)
+            outputs.append(compiled(state_for(compiled), taken))
+        return join_parts(outputs)
+
+    def _state_for_step(self) -> Callable[[Any], Any]:
+        """Return the function that gives a compiled step its state: once, until another step may have moved it."""
+        return functools.lru_cache(maxsize=1)(lambda compiled: self.weights.for_inference())
+
+    def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
+        """Return the compiled step and its microbatches, after comparison; `own` is a batch of rows, or None."""
+        if own is None:
+            alike.before(part.microbatches)
+            return self.compiled(kind, part), part.microbatches
+        compiled = self.compiled(kind, part)
+        return compiled, compared_rows(compiled, own, part.microbatches, alike)
+
+    def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
+        """Return the compiled step of this kind for a part of a batch."""
+        schedule = self.scheduling.schedule
+        forward = ForwardOnly(schedule) if schedule is not None else None
+        loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)
+
+        def build() -> Any:  # called only for a new signature, not for each batch
+            if kind == "evaluate":
+                return self.builders.for_inference(self.eval_loss_fn).evaluate(loop)
+            return self.builders.for_inference().predict(loop, self.predict_fn)
+
+        try:
+            return self.executables.get(kind, part.microbatches, build, donate=False)
+        except ValueError as error:
+            if part.is_shared or "divisible" not in str(error):
+                raise
+            shards = self.rows.batch_shards
+            raise BatchError(
+                f"{part.num_examples} examples of the batch are left over by the {shards} data-parallel devices "
+                "of a stage, and each of these is to compute all of them; but the model cuts the examples itself "
+                f"({error}). Use a batch of a multiple of {shards} examples."
+            ) from error

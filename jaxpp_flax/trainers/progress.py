@@ -1,0 +1,149 @@
+"""The display of a trainer's messages and of its progress: a bar on a terminal, plain lines elsewhere, or nothing.
+
+It gets values that are already on the host; it never asks a device for values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+__all__ = ["Display", "Rate"]
+
+
+class Rate:
+    """Units per second of training, and the time left, from the first reading on: neither includes compilation.
+
+    Args:
+      total_steps: the number of the last step; None: no time is left to tell.
+      training: returns the seconds spent training so far, without saves and evaluations.
+      clock: returns the seconds of a clock, for the time left.
+
+    Example:
+      >>> clock, training = iter([0.0, 2.0]), iter([0.0, 1.0])
+      >>> rate = Rate(total_steps=30, training=lambda: next(training), clock=lambda: next(clock))
+      >>> rate.read(step=10, units=100), rate.read(step=20, units=300)
+      ((None, None), (200.0, 2.0))
+    """
+
+    def __init__(
+        self, total_steps: int | None, training: Callable[[], float], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._total, self._training, self._clock = total_steps, training, clock
+        self._first: tuple[float, int] | None = None
+        self._last = (0.0, 0)
+
+    def read(self, step: int, units: int) -> tuple[float | None, float | None]:
+        """Return (units per second since the last reading, seconds left); `units` in all are done at `step`."""
+        now, first, last = self._clock(), self._first, self._last
+        self._last = (self._training(), units)
+        if first is None:
+            self._first = (now, step)
+            return None, None
+        rate = (units - last[1]) / max(self._last[0] - last[0], 1e-9)
+        if self._total is None or step <= first[1]:
+            return rate, None
+        return rate, (self._total - step) * (now - first[0]) / (step - first[1])
+
+
+class Display:
+    """Shows messages at any time, and between `start` and `stop` the progress of a loop.
+
+    Args:
+      shows: False shows nothing. With several processes, process 0 alone shows anything.
+      console: where to write; None: the standard output of the moment.
+
+    Example:
+      >>> display = Display()
+      >>> display.start(total=100, done=0)
+      >>> display.update(10, {"loss": 2.5}, 12345.0, "tokens", 65.0)
+      step 10/100  loss 2.5000  12.3k tokens/s  ETA 0:01:05
+    """
+
+    def __init__(self, shows: bool = True, console: Console | None = None) -> None:
+        self._shows, self._console = shows and jax.process_index() == 0, console
+        self._total: int | None = None
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def start(self, total: int | None, done: int) -> None:
+        """Show that a loop begins at `done` and ends at `total`, if known."""
+        self._total = total
+        if self._shows and (terminal := self._terminal()) is not None:
+            columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=terminal)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def advance(self, step: int) -> None:
+        """Show that `step` was started; its metrics are not known yet."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
+        """Show the metrics of `step`, units per second, and seconds left."""
+        fields = _fields(metrics, rate, unit, left)
+        if self._bar is not None:
+            self._bar.update(self._task, description="  ".join(fields))
+        else:
+            total = f"/{self._total}" if self._total is not None else ""
+            self.message("  ".join([f"step {step}{total}", *fields]))
+
+    def message(self, text: Any) -> None:
+        """Print a line, or anything that rich can draw, without disturbing a bar."""
+        if not self._shows:
+            return
+        if (terminal := self._terminal()) is not None:
+            terminal.print(text, highlight=False)
+        elif isinstance(text, str) and self._console is None:
+            print(text, flush=True)
+        else:
+            (self._console or Console(width=120)).print(text, highlight=False, soft_wrap=isinstance(text, str))
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Show work that takes long, such as compilation, and then its seconds."""
+        begin = time.perf_counter()
+        # A spinner beside a bar needs rich 14.1.
+        terminal = self._terminal() if self._shows and self._bar is None else None
+        with nullcontext() if terminal is None else terminal.status(text):
+            yield
+        self.message(f"{text}: {time.perf_counter() - begin:.1f} s")
+
+    def stop(self) -> None:
+        """Show that the loop has ended."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _terminal(self) -> Console | None:
+        """Return the console, if it is a terminal."""
+        console = self._bar.console if self._bar is not None else self._console or Console()
+        return console if console.is_terminal else None
+
+
+def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:
+    shown = {name: value for name, value in metrics.items() if isinstance(value, float) and name != "weight"}
+    # A learning rate of 3e-5 would be 0.0000.
+    fields = [
+        f"{name} {value:.4f}" if not 0 < abs(value) < 1e-2 else f"{name} {value:.2e}" for name, value in shown.items()
+    ]
+    if rate is not None:
+        fields.append(f"{_short(rate)} {unit}/s")
+    if left is not None:
+        hours, seconds = divmod(round(left), 3600)
+        fields.append(f"ETA {hours}:{seconds // 60:02d}:{seconds % 60:02d}")
+    return fields
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.1f}"

@@ -1,0 +1,322 @@
+"""The state of a trainer and its uses besides training: weights, inference, checkpoints, files of weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxpp_flax.checkpoint.format.paths import PathFilter
+from jaxpp_flax.pretrained import IDENTITY, NameMap
+from jaxpp_flax.trainers.data.batch_sharding import InferenceKind
+from jaxpp_flax.trainers.parts import Core, Parts
+from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["TrainedModel"]
+
+
+class TrainedModel:
+    """What a `PipelineTrainer` does with its state besides training. Every process makes these calls."""
+
+    _core: Core
+    _parts: Parts
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
+
+        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. Before
+        the first step, the state is made now: on the ranks, where each gets its share.
+        """
+        return self._core.held.whole()
+
+    @property
+    def abstract_model(self) -> Any:
+        """The model with a `jax.ShapeDtypeStruct` for each value, as from `nnx.eval_shape`; it costs nothing."""
+        return self._parts.weights.abstract_model()
+
+    def gather_model(self, *, ema: bool = False) -> Any:
+        """Return an ordinary module with a copy of the trained weights, all of them on one device of this process.
+
+        It costs the bytes of all weights there, and with several processes as many sent; every process has to call it.
+        Shapes alone cost nothing: `trainer.abstract_model`.
+
+        Args:
+          ema: take the averaged weights, in the types of the parameters. The average itself, `trainer.state.ema`, is in
+            float32 or wider.
+
+        Raises:
+          ModelError: if the weights are larger than the free memory of that device; nothing is copied then. A model
+            larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
+          ValueError: for `ema=True` without an average.
+        """
+        return self._parts.weights.ema_model() if ema else self._parts.weights.model()
+
+    def gather_variables(self) -> dict[str, Any]:
+        """Return the variables of a Linen model, as `module.apply` takes them; costs and errors as `gather_model`."""
+        return self._parts.weights.variables()
+
+    def set_weights(self, weights: Any) -> None:
+        """Give the model the weights of a module or a tree; they are copied, and leaves that it lacks keep theirs.
+
+        Leaves are found by the model's own paths, whether they are trained, frozen or other variables here or there:
+        trainers of one model with different `frozen=` take each other's weights, `a.set_weights(b.state.params)`. The
+        step, random streams and moments of the optimizer stay. Copies of parameters (their average, `z` of
+        schedule-free) get the new values too.
+
+        Args:
+          weights: a module (`other.gather_model()`), an `nnx.State`, Linen's variables or parameters, a nested dict, or
+            the state of another trainer, or its `params`, whatever its stages.
+
+        Raises:
+          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
+        """
+        self._parts.weights.set(weights)
+
+    # ------------------------------------------------------------------ inference, and the rows of this process
+
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+        """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
+
+        The weights are those of `Inference(params=)`. Batches may have any sizes, and each is cut into at most
+        `num_microbatches` parts. If the data-parallel devices of a stage cannot divide the last examples evenly, each
+        device computes all of these. NNX modules run in `eval()` mode. For Linen, `model.training` is False. A loss
+        with a parameter `training` gets False.
+
+        Args:
+          data: an iterable of batches; for one batch, `[batch]`.
+          global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
+            it reads, `rows_read(batch, "evaluate")`.
+
+        Returns:
+          Metrics as floats, at least `loss`.
+
+        Raises:
+          BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
+          TypeError: if `data` is one batch, an array or a mapping.
+          ValueError: if `data` has no batch, or no example with weight in the loss.
+        """
+        return self._parts.evaluation.evaluate(data, global_batch_size=global_batch_size)
+
+    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+        """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
+
+        An output that is a scalar for each microbatch comes back as one value for each microbatch.
+
+        Args:
+          batch: the input of the model, or of `predict_fn`: leaves of shape (batch, ...).
+          global_batch_size: as in `fit`: the number of examples in the whole batch; this process passes only the
+            examples that it reads, `rows_read(batch, "predict")`. Every process gets the outputs of the whole batch.
+
+        Raises:
+          TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
+          BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
+        """
+        return self._parts.evaluation.predict(batch, global_batch_size=global_batch_size)
+
+    def generate(
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
+        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
+        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
+    ) -> list[np.ndarray]:  # fmt: skip
+        """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
+
+        The model is brought into decoding form by Flax's convention. NNX: modules with an attribute `decode` get True,
+        and modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
+        `nnx.Cache` variables. Linen: with `decode=True`, the module makes its collection `cache`. The model computes
+        logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
+        `docs/guides/generation.md`.
+
+        Args:
+          prompts: lists of tokens, of any lengths; or an integer array (batch, length).
+          max_new_tokens: the most tokens to add to each prompt.
+          lengths: for an array that is padded on the right: the length of each prompt.
+          temperature: 0 takes the most likely token; otherwise logits are divided by this number, and sampled.
+          top_k: sample among the k most likely tokens.
+          top_p: sample among the most likely tokens that together have this probability.
+          eos_token_id: the token, or tokens, that end a sequence.
+          seed: of the samples. A sample depends on the seed, the number of the prompt and the position alone: not on
+            stages, groups or processes.
+          prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
+          groups: of sequences that are under way at once. Default: the number of stages, so that all of them work.
+          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
+            equal numbers of prompts and equal `cache_length` share their compiled steps.
+          cache_dtype: of the cache. Default: the dtype of each module's computation.
+
+        Returns:
+          One array for each prompt, in order: the new tokens alone, int32, of shape (n,) with n from 1 to
+          `max_new_tokens`. There is no padding: a sequence ends with its end token, which is included, or is full.
+
+        Raises:
+          ModelError: if the model has no cache, does not use it, or does not take such lengths.
+          ValueError, TypeError: for a prompt or an option that does not fit; nothing has run then.
+        """
+        return self._parts.generator.generate(
+            prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, seed=seed, top_k=top_k,
+            top_p=top_p, eos_token_id=eos_token_id, prefill=prefill, groups=groups, cache_length=cache_length,
+            cache_dtype=cache_dtype,
+        )  # fmt: skip
+
+    def leaves_read(self, batch: Any) -> Any:
+        """Return, for each leaf of a batch of these shapes, True if this process reads the leaf in training.
+
+        For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. The
+        first stage reads inputs and the last stage reads targets, so each of the two loads half; all others load
+        nothing.
+        """
+        return self._parts.inputs.leaves_read(batch)
+
+    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
+        """Return the examples of a batch that this process reads: the rows to load of each leaf.
+
+        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, the process passes only these
+        rows, in this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
+        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes may also divide a dataset
+        by other means (such as grain's `ShardOptions`) and pass any examples in these places: each process adds its own
+        examples to every microbatch.
+
+        Args:
+          batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
+          call: the use of the batch. "evaluate" has the rows of "train" if the batch can be cut into `num_microbatches`
+            parts, except for leaves that only one of the two losses reads.
+
+        Returns:
+          A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
+          leaf that this process does not read. `...` for a scalar, which has no rows: pass the scalar itself.
+
+        Raises:
+          ValueError, TypeError: as `compile`; and for an unknown `call`.
+
+        Example:
+          >>> import jax, optax, numpy as np
+          >>> from flax import nnx
+          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+          >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
+          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
+          ...                           num_stages=2, num_microbatches=2, logging=False)
+          >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
+          array([0, 1, 2, 3, 4, 5])
+        """
+        return self._parts.inputs.rows_read(batch, call)
+
+    # ------------------------------------------------------------------ checkpoints, and files of other libraries
+
+    def save(
+        self, where: str | os.PathLike[str] | int | None = None, *, only: PathFilter | None = None, wait: bool = True
+    ) -> Path:
+        """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
+
+        Args:
+          where: None or the current step for the trainer's directory; or another path.
+          only: leaves to write to another path, by their paths in `trainer.state`: `"params/*"` for the trained
+            parameters alone, such as adapters. `restore(path, only=...)` with the same globs reads them.
+          wait: True waits until the checkpoint is complete. False writes in the background, and training may go on:
+            the next step raises if the save failed. A save to another path always waits.
+
+        Returns:
+          The checkpoint's directory.
+
+        Raises:
+          CheckpointSaveError: if the checkpoint cannot be written; the state and older checkpoints are not changed.
+          NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
+            path.
+          ValueError: if `only` chooses no leaf, or `where` is no path.
+        """
+        return self._parts.checkpoints.save(where, only=only, wait=wait)
+
+    def restore(
+        self, where: str | os.PathLike[str] | int = "latest", *, only: PathFilter | None = None,
+        rename: Mapping[str, str] | None = None, missing: Literal["error", "keep"] = "error", low_memory: bool = False,
+    ) -> None:  # fmt: skip
+        """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
+
+        Each leaf goes directly to the devices of its ranks. Before a training step is compiled, these are preliminary:
+        each rank gets its share, and the first step moves what belongs to another rank. Without a mesh, the state goes
+        to the default device.
+
+        Args:
+          where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or
+            the path of any Orbax checkpoint of a tree.
+          only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
+            weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
+          rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
+            unpipelined model's parameters that stock Orbax wrote.
+          missing: "keep" keeps the current value of each leaf that the checkpoint lacks.
+          low_memory: free the state in memory before the new state is read, so that memory never holds both. All checks
+            come before: paths, shapes, dtypes, and the sizes of all files. If a file is unreadable after the checks,
+            no state is left, and another restore is needed.
+
+        Raises:
+          CheckpointMismatchError: the message lists all leaves that do not fit.
+          CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
+            The state in memory does not change when any of these is raised.
+        """
+        self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
+
+    def load_pretrained(
+        self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,
+        keep: PathFilter = (),
+    ) -> None:  # fmt: skip
+        """Begin with the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
+
+        The files are checked at once: names, shapes, dtypes, ties, and that no shard is cut off. They are read when
+        the state is placed: each process reads only the slices that its ranks hold, directly to
+        their devices. The optimizer's state and the average of the weights begin anew from the new weights.
+
+        Args:
+          source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
+          map: which tensor fills which leaf; see `docs/guides/pretrained.md`.
+          cast: convert floating numbers to the dtypes of the model's leaves.
+          untie: fill leaves that the files tie to another tensor with a copy of that tensor.
+          keep: globs of leaves that keep their values, such as adapters (`"*/lora_*"`).
+
+        Raises:
+          CheckpointMismatchError: the message lists all leaves that do not fit. Nothing has changed then.
+          CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, or was cut off.
+          ValueError: after the first step.
+        """
+        self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
+
+    def export_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        map: NameMap = IDENTITY,
+        only: PathFilter | None = None,
+        config: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = SHARD_BYTES,
+        ema: bool = False,
+        merge_adapters: bool = True,
+    ) -> Path:
+        """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
+
+        The weights are those of `Inference(params=)`. Each process writes the slices that its ranks hold, one after
+        another, directly to their place in the files. Adapters (LoRA) are merged: the files have the leaves and the
+        bits of `merge_lora(trainer.gather_model())`, but each kernel is merged on its own ranks, and nothing is ever in
+        one place.
+
+        Args:
+          directory: it must not exist; it gets its name when it is complete.
+          map: the names and arrangement in the files, as in `load_pretrained`.
+          only: globs of the leaves to write; None writes all parameters and other variables of the model.
+          config: the content of a `config.json` beside the weights, which `transformers` needs.
+          max_shard_bytes: the largest size of a file.
+          ema: write the average of the weights, in the parameters' types.
+          merge_adapters: False writes kernels and adapters as they are. Without it, if `only` chooses nothing but
+            adapters (`"*/lora_*"`), these are written alone.
+
+        Raises:
+          CheckpointMismatchError: if the map does not fit; the message lists all leaves.
+          CheckpointSaveError: if the directory exists, or cannot be written.
+          ValueError: for `ema=True` without an average; if an adapter cannot be merged.
+        """
+        return self._parts.pretrained.export(
+            directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema,
+            merge_adapters=merge_adapters,
+        )  # fmt: skip

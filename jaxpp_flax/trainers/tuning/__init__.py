@@ -1,1 +1,0 @@
-"""Measuring steps, and changing the schedule."""
