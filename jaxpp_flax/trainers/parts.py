@@ -10,7 +10,6 @@ import jax
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
-from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
@@ -35,10 +34,11 @@ from jaxpp_flax.trainers.options import (
     MeshOptions,
     Training,
 )
-from jaxpp_flax.trainers.planned import Planned
 from jaxpp_flax.trainers.progress import Display
-from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
+from jaxpp_flax.trainers.stages.assigner import Assigner
+from jaxpp_flax.trainers.stages.planned import Planned
+from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory

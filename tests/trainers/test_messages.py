@@ -16,7 +16,7 @@ from jaxpp_flax.trainers.data.stream import Batches, awaited
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.model.sharding import AxisRules
-from jaxpp_flax.trainers.scheduling import Scheduling
+from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState

@@ -1,1 +1,1 @@
-"""The training loop, its hooks, saves and progress."""
+"""The training loop and its step."""

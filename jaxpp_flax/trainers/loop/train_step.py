@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from jaxpp_flax.planning.profile import StepProfile, profile_of
-from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.progress import Display
-from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
+from jaxpp_flax.trainers.stages.assigner import Assigner
+from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 

@@ -1,1 +1,1 @@
-"""The train state, and its place: in memory, on disk or on the ranks."""
+"""The train state: the sources of its values, and its place on the ranks."""

@@ -21,14 +21,14 @@ from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe, even
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.trainers.assigner import Assigner, Pipeline
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.options.memory import Memory
-from jaxpp_flax.trainers.scheduling import Scheduling, no_pipeline
+from jaxpp_flax.trainers.stages.assigner import Assigner, Pipeline
+from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
