@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -105,7 +104,16 @@ class Gathers:
 
     def held(self, tasks: Sequence[AnyTask]) -> tuple[GatheredParameter, ...]:
         """Return what a rank gathers before its tasks."""
-        return _held(self.stages, tuple(tasks)) if self.fsdp == "step" else ()
+        if self.fsdp == "microbatch":
+            return ()
+        sizes = {name: nbytes for stage in {task.stage for task in tasks} for name, nbytes in self.stages[stage]}
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for position, task in enumerate(tasks):
+            for name, _ in () if _is_weight_gradient(task) else self.stages[task.stage]:
+                first.setdefault(name, position)
+                last[name] = position
+        return tuple(GatheredParameter(name, sizes[name], first[name], last[name]) for name in first)
 
     def in_every_task(self, stage: int) -> float:
         """Return the bytes that each task of a stage gathers by itself, and each backward reduces."""
@@ -116,18 +124,6 @@ class Gathers:
         if self.fsdp == "microbatch":
             return 0.0
         return sum({name: nbytes for stage in stages for name, nbytes in self.stages[stage]}.values())
-
-
-@lru_cache(maxsize=256)
-def _held(stages: tuple[_Sizes, ...], tasks: tuple[AnyTask, ...]) -> tuple[GatheredParameter, ...]:
-    sizes = {name: nbytes for stage in {task.stage for task in tasks} for name, nbytes in stages[stage]}
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for position, task in enumerate(tasks):
-        for name, _ in () if _is_weight_gradient(task) else stages[task.stage]:
-            first.setdefault(name, position)
-            last[name] = position
-    return tuple(GatheredParameter(name, sizes[name], first[name], last[name]) for name in first)
 
 
 def _is_weight_gradient(task: AnyTask) -> bool:

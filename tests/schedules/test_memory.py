@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxpp_flax.assignment.memory import live_counts
 from jaxpp_flax.schedules import Costs, GPipe, ResidualPlan, StageResiduals, Std1F1B, ZeroBubble, simulate
-from jaxpp_flax.schedules.memory import StageBytes, most_microbatches, walk_rank
+from jaxpp_flax.schedules.memory import StageBytes, walk_rank
 from jaxpp_flax.schedules.order import arrivals
 from jaxpp_flax.schedules.residuals import KEEP, host_copies
 from tests.schedules.helpers import costs_for, schedules
@@ -62,4 +62,6 @@ def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, m
         # One unit for each microbatch of each stage.
         assert counted.peak_memory[rank] == max((sum(moment) for moment in moments[rank]), default=0)
         for i, stage in enumerate(schedule.stages_of(rank)):
-            assert most_microbatches(iter(tasks), stage) == max((moment[i] for moment in moments[rank]), default=0)
+            assert schedule.max_live_microbatches(stage, microbatches) == max(
+                (moment[i] for moment in moments[rank]), default=0
+            )
