@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.memory import StageBytes, walk_rank
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task
 
 TaskLists = Sequence[Sequence[AnyTask]]
 """Each rank's tasks, in order."""
@@ -142,13 +142,16 @@ class StreamedSchedule(Schedule):
 def task_lists(schedule: Schedule | TaskLists, num_microbatches: int | None) -> tuple[TaskLists, int]:
     """Return each rank's tasks, and the number of stages; the default number of microbatches is the schedule's own."""
     if not isinstance(schedule, Schedule):
-        return schedule, count_stages(schedule)
+        for rank, tasks in enumerate(schedule):
+            for position, task in enumerate(tasks):
+                if not isinstance(task, Task | FusedTask):
+                    raise ScheduleError(
+                        f"rank {rank}, position {position}: {task!r} is not a Task. Leave idle steps "
+                        "out: a task waits for its inputs by itself"
+                    )
+        return schedule, 1 + max((task.stage for tasks in schedule for task in tasks), default=-1)
     count = getattr(schedule, "num_microbatches", None) if num_microbatches is None else num_microbatches
     if count is None:
         raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
     schedule.check(count)
     return schedule.tasks(count), schedule.num_stages
-
-
-def count_stages(lists: TaskLists) -> int:
-    return 1 + max((task.stage for tasks in lists for task in tasks), default=-1)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
-from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, count_stages, task_lists
-from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, Task, TaskKind, flatten, parts, results
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, task_lists
+from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind, flatten, parts, results
 
 _SPLITS = {TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
 _WINDOW = 5  # tasks shown before a blocked one
@@ -41,14 +41,10 @@ def validate(
     JPF301: ...
     """
     check_count("num_microbatches", num_microbatches)
-    home: dict[int, int] = {}  # the rank of each stage, by its first task where the schedule does not say it
-    if isinstance(schedule, Schedule):
-        lists, num_stages = task_lists(schedule, num_microbatches)
-        home = {stage: schedule.rank_of(stage) for stage in range(num_stages)}
-    else:
-        lists = schedule
-        _check_types(lists)
-        num_stages = count_stages(lists) if num_stages is None else num_stages
+    lists, found = task_lists(schedule, num_microbatches)
+    num_stages = found if num_stages is None or isinstance(schedule, Schedule) else num_stages
+    # The rank of each stage; where no schedule says it, that of its first task.
+    home = {n: schedule.rank_of(n) for n in range(found)} if isinstance(schedule, Schedule) else {}
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
     census = _Census(num_stages, num_microbatches, home)
@@ -59,16 +55,6 @@ def validate(
     blocked = advance(lists, num_stages)
     if blocked:
         raise deadlock_error(lists, blocked)
-
-
-def _check_types(lists: TaskLists) -> None:
-    for rank, tasks in enumerate(lists):
-        for position, task in enumerate(tasks):
-            if not isinstance(task, Task | FusedTask):
-                raise ScheduleError(
-                    f"rank {rank}, position {position}: {task!r} is not a Task. Leave idle steps "
-                    "out: a task waits for its inputs by itself"
-                )
 
 
 class _Census:
