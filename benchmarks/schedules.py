@@ -1,7 +1,7 @@
 """Benchmarks of the schedules: the search against the named ones, and growth with size.
 
     python benchmarks/schedules.py search [--milp-seconds 20] [--evaluations 4000]
-    python benchmarks/schedules.py growth [--full]
+    python benchmarks/schedules.py growth
     python benchmarks/schedules.py study
     python benchmarks/schedules.py measured [--ranks 2] [--microbatches 8] [--width 512] [--draw steps.svg]
 
@@ -33,11 +33,11 @@ from jaxpp_flax.schedules import (
     Link,
     ScheduleError,
     Std1F1B,
-    Summary,
+    Timeline,
     Transfer,
     by_name,
     names,
-    summarize,
+    simulate,
     validate,
 )
 
@@ -197,18 +197,16 @@ def run_search(milp_seconds: float, evaluations: int) -> int:
     return 1 if failures else 0
 
 
-def run_growth(full: bool) -> int:
+def run_growth() -> int:
     sizes = [(16, 1, 128), (32, 1, 256), (64, 1, 512), (128, 1, 1024), (256, 1, 2048)]
     sizes += [(64, 4, 256), (64, 4, 1024)]
-    if full:
-        sizes += [(512, 1, 4096), (1024, 1, 8192)]
     columns = "{:18} {:>6} {:>6} {:>10} {:>11} {:>8} {:>11} {:>7}"
     print(columns.format("schedule", "ranks", "m", "passes", "simulate s", "us/pass", "validate s", "MiB"))
     for ranks, per_rank, m in sizes:
         schedule = Std1F1B(ranks) if per_rank == 1 else Interleaved1F1B(ranks * per_rank, ranks)
         passes = 2 * ranks * per_rank * m
         began = time.process_time()
-        summarize(schedule, num_microbatches=m)
+        simulate(schedule, num_microbatches=m)
         simulated = time.process_time() - began
         began = time.process_time()
         validate(schedule, m)
@@ -283,9 +281,9 @@ def model_costs(model: Model, stages: int) -> Costs:
     return Costs(forward=forward, backward_input=inputs, backward_weight=weights, activation=held, sent=sent)
 
 
-def study_case(model: Model, m: int, limit: float, evaluations: int) -> dict[tuple[str, int], Summary]:
+def study_case(model: Model, m: int, limit: float, evaluations: int) -> dict[tuple[str, int], Timeline]:
     """Every studied schedule, and the search's within the limit, for ``m`` microbatches."""
-    rows: dict[tuple[str, int], Summary] = {}
+    rows: dict[tuple[str, int], Timeline] = {}
     links = Transfer(LINK)
     for per_rank in (1, 2, 4):
         stages = model.ranks * per_rank
@@ -293,7 +291,7 @@ def study_case(model: Model, m: int, limit: float, evaluations: int) -> dict[tup
         for name in names(stages, model.ranks):
             if name in _STUDIED and (per_rank > 1 or name != "interleaved_1f1b"):
                 schedule = by_name(name, stages, model.ranks)
-                rows[name, per_rank] = summarize(schedule, costs, links, num_microbatches=m)
+                rows[name, per_rank] = simulate(schedule, costs, links, num_microbatches=m)
         if per_rank <= 2 and m <= 64 and limit > 0:
             try:
                 found = search(model.ranks, m, per_rank, costs, links, limit, evaluations=evaluations)
@@ -343,7 +341,7 @@ def run_measured(options: argparse.Namespace) -> int:
     from flax import nnx
 
     from jaxpp_flax import PipelineStage, PipelineTrainer
-    from jaxpp_flax.schedules import draw, simulate
+    from jaxpp_flax.schedules import draw
     from jaxpp_flax.trainers import MeshOptions
 
     jax.config.update("jax_platforms", "cpu")
@@ -419,8 +417,7 @@ def main() -> int:
     one = commands.add_parser("search", help="the search against the named schedules")
     one.add_argument("--milp-seconds", type=float, default=20.0, help="for the exact solver, for each small case")
     one.add_argument("--evaluations", type=int, default=4000)
-    two = commands.add_parser("growth", help="time against size")
-    two.add_argument("--full", action="store_true", help="up to 1,024 ranks and 8,192 microbatches")
+    commands.add_parser("growth", help="time against size")
     three = commands.add_parser("study", help="the tables of docs/internals/schedule_study.md")
     three.add_argument("--evaluations", type=int, default=4000)
     four = commands.add_parser("measured", help="1F1B, ZB-H1 and ZB-V in real steps: bubbles measured and simulated")
@@ -435,7 +432,7 @@ def main() -> int:
         return run_measured(options)
     if options.command == "search":
         return run_search(options.milp_seconds, options.evaluations)
-    return run_study(options.evaluations) if options.command == "study" else run_growth(options.full)
+    return run_study(options.evaluations) if options.command == "study" else run_growth()
 
 
 if __name__ == "__main__":

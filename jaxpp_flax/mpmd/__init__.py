@@ -17,10 +17,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from jaxpp_flax.messages import missing_name
 from jaxpp_flax.mpmd.config import MpmdConfig, make_config
 from jaxpp_flax.mpmd.jit import MpmdTraced, MpmdWrapped, jit
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
-from jaxpp_flax.mpmd.missing import explain
 from jaxpp_flax.mpmd.ops import call, enumerated_for, fori_loop, named_computation, named_tensor
 from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions
 from jaxpp_flax.mpmd.types import (
@@ -64,7 +64,24 @@ __all__ = [
 ]
 
 
+# Names of Shardy:MPMD that this package lacks, each with its replacement.
+_RULES = (
+    "fragment rules are not here. Write the order as a `jaxpp_flax.schedules.CustomSchedule`, and pass it as "
+    "`make_config(pipeline_schedule=)`"
+)
+_REMEDIES = {
+    **dict.fromkeys(("FragmentInfo", "FragmentMergeRule", "FragmentMergeRules", "FragmentOrigin"), _RULES),
+    **dict.fromkeys(("FragmentScheduleRule", "FragmentScheduleRules", "PipelineSchedule", "pipeline"), _RULES),
+    "pipeline_registry": "pass the name of a schedule as `make_config(pipeline_schedule=)`; `PIPELINE_SCHEDULES` has "
+    "the names",
+    "reduce": "sums over meshes are inferred. Pass its argument itself",
+    "broadcast": "an array is sent to each mesh that reads it. Pass its argument itself",
+    "Executable": "what `compile` returns runs by itself, and has the analyses of all meshes",
+    "make_partitioning_options": "`PartitioningOptions` checks the options, and so does `make_config`",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "flax":  # imported where it is used, so that programs without Flax need none
         return importlib.import_module(".flax", __name__)
-    raise AttributeError(explain(name, __all__))
+    raise AttributeError(missing_name(__name__, name, _REMEDIES, __all__))

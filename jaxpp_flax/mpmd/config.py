@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxpp_flax.engine.arrays.mesh import RankMeshes
+from jaxpp_flax.engine.arrays.mesh import Device, RankMeshes
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name
 from jaxpp_flax.schedules.schedule import Schedule
@@ -47,6 +47,11 @@ class Topology(RankMeshes):
     def unstack(self) -> Sequence[Mesh]:
         """The meshes, under the name that the engine uses."""
         return self.meshes
+
+    @cached_property
+    def device_sets(self) -> Sequence[set[Device]]:
+        """The devices of each mesh."""
+        return [set(mesh.devices.flat) for mesh in self.meshes]
 
     def rank(self, name: str) -> int:
         """Return the position of a mesh."""

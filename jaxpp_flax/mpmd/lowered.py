@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.options import options_of_ranks
 from jaxpp_flax.mpmd.partitioning.build import Built
-from jaxpp_flax.mpmd.shardings import ArgumentHome, check_within
+from jaxpp_flax.mpmd.shardings import check_home, check_within
 from jaxpp_flax.mpmd.text import as_text
 from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, FunctionNamedShardings, MpmdJitShardingInfo
 
@@ -261,15 +261,12 @@ class MpmdCompiled:
         Raises:
           ValueError: if an array was placed on another mesh than its own.
         """
-        for leaf, home in zip(leaves, self._argument_homes, strict=True):
-            home.check(leaf, self._lowered.name)
+        lowered = self._lowered
+        for leaf, known, ranks in zip(leaves, lowered.signature.leaves, self._ranks, strict=True):
+            check_home(leaf, known.path, lowered.name, lowered.config.meshes, ranks)
         return self._bound.run(leaves)
 
     @cached_property
-    def _argument_homes(self) -> list[ArgumentHome]:
-        lowered = self._lowered
-        read = lowered.built.program.arguments[len(lowered.constants) :]
-        return [
-            ArgumentHome(leaf.path, lowered.config.meshes, tuple(ranks))
-            for leaf, ranks in zip(lowered.signature.leaves, read, strict=True)
-        ]
+    def _ranks(self) -> Sequence[Collection[int]]:
+        """The meshes that read each argument."""
+        return self._lowered.built.program.arguments[len(self._lowered.constants) :]

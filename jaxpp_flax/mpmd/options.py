@@ -47,18 +47,15 @@ _ONE = {
 }
 
 _SCHEDULE = "mpmd_pipeline_schedule"
-_INFER_TRANSFERS = "mpmd_infer_transfers"
 
 
 class PartitioningOptions(dict[str, Any]):
     """Checked options: a dictionary that can also be written with keywords.
 
-    `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). With `mpmd_infer_transfers=True`, a result
-    that unnamed work makes from several meshes goes to the first mesh of the topology, as with Shardy's compiler, and
-    not where few bytes are transferred.
+    `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`).
 
     Raises:
-      ValueError: for an unknown option or schedule, with similar names, and for a switch that is not a bool.
+      ValueError: for an unknown option or schedule, with similar names.
 
     Example:
       >>> PartitioningOptions(mpmd_pipeline_schedule="1F1B").schedule
@@ -70,28 +67,21 @@ class PartitioningOptions(dict[str, Any]):
 
     def __init__(self, options: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         super().__init__({**(options or {}), **more})
-        for key, value in self.items():
-            if key == _SCHEDULE:
-                schedule_name(value)
-            elif key != _INFER_TRANSFERS:
+        for key in self:
+            if key != _SCHEDULE:
                 raise ValueError(
-                    f"unknown partitioning option {key!r}.{known_names(key, (_SCHEDULE, _INFER_TRANSFERS))} Leave out "
-                    "the other switches of Shardy's compiler: they change nothing here. Transfers and sums over meshes "
-                    "are always inferred, each user of a region recomputes it, a schedule splits the backward if it "
-                    "needs that, and equal programs are compiled once."
+                    f"unknown partitioning option {key!r}.{known_names(key, [_SCHEDULE])} Leave out the switches of "
+                    "Shardy's compiler: they change nothing here. Transfers and sums over meshes are always inferred, "
+                    "a result goes where few bytes are transferred or as `output_mesh_assignment` says, each user of a "
+                    "region recomputes it, a schedule splits the backward if it needs that, and equal programs are "
+                    "compiled once."
                 )
-            elif not isinstance(value, bool):
-                raise ValueError(f"partitioning option {key} must be True or False, got {value!r}.")
+        schedule_name(self.get(_SCHEDULE))
 
     @property
     def schedule(self) -> str | None:
         """The schedule's name, one of `PIPELINE_SCHEDULES`, or None."""
         return schedule_name(self.get(_SCHEDULE))
-
-    @property
-    def infers_transfers(self) -> bool:
-        """True if a result that is made from several meshes goes to the first mesh, as with Shardy's compiler."""
-        return bool(self.get(_INFER_TRANSFERS))
 
 
 def schedule_name(name: str | None) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
@@ -14,9 +14,9 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology, mesh_and_memory
 
 __all__ = [
-    "ArgumentHome",
     "Asked",
     "asked_of",
+    "check_home",
     "check_meshes",
     "check_within",
     "spec_of",
@@ -111,32 +111,23 @@ def spec_of(leaf: Any) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
-@dataclass(frozen=True, eq=False)
-class ArgumentHome:
-    """The meshes on which a program reads an argument; none for one that it does not keep, which may be anywhere."""
+def check_home(leaf: Any, path: str, function: str, topology: Topology, ranks: Collection[int]) -> None:
+    """Refuse an array that is committed to other devices than those of the meshes on which a program reads it.
 
-    path: str
-    topology: Topology
-    ranks: tuple[int, ...]
-    _accepted: set[Sharding] = field(default_factory=set[Sharding], init=False, repr=False)
-
-    def check(self, leaf: Any, function: str) -> None:
-        """Refuse an array that is committed to other devices than those of the argument's meshes.
-
-        Raises:
-          ValueError: naming the argument, its mesh and the mesh where the array is.
-        """
-        if not self.ranks or not isinstance(leaf, jax.Array) or leaf.sharding in self._accepted or not leaf.committed:
-            return
-        names, devices = self.topology.names, leaf.sharding.device_set
-        there = [rank for rank in range(len(names)) if devices == set(self.topology.rank_devices(rank))]
-        if not set(there).isdisjoint(self.ranks):
-            self._accepted.add(leaf.sharding)
-            return
-        lies, home = (" and ".join(repr(names[rank]) for rank in ranks) for ranks in (there, self.ranks))
-        where = f"mesh {lies}" if there else f"devices {sorted(device.id for device in devices)}"
-        raise ValueError(
-            f"argument{self.path} of {function} lies on {where}, but the program reads it on mesh {home}. Place the "
-            "arguments first: `args = jax.device_put(args, lowered.function_named_shardings.input_specs)`. Arrays that "
-            "were placed nowhere yet (host arrays, results of `jnp.ones`) are copied by the call."
-        )
+    Raises:
+      ValueError: naming the argument, its mesh and the mesh where the array is.
+    """
+    # An argument that the program does not keep may be anywhere.
+    if not ranks or not isinstance(leaf, jax.Array) or not leaf.committed:
+        return
+    devices = leaf.sharding.device_set
+    if any(devices == topology.device_sets[rank] for rank in ranks):
+        return
+    there = [rank for rank, of in enumerate(topology.device_sets) if devices == of]
+    lies, home = (" and ".join(repr(topology.names[rank]) for rank in of) for of in (there, ranks))
+    where = f"mesh {lies}" if there else f"devices {sorted(device.id for device in devices)}"
+    raise ValueError(
+        f"argument{path} of {function} lies on {where}, but the program reads it on mesh {home}. Place the "
+        "arguments first: `args = jax.device_put(args, lowered.function_named_shardings.input_specs)`. Arrays that "
+        "were placed nowhere yet (host arrays, results of `jnp.ones`) are copied by the call."
+    )

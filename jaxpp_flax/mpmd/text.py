@@ -24,29 +24,17 @@ def _mesh_tensor(mesh: str, aval: Any, spec: PartitionSpec | None = None) -> str
     return f'!mpmd.mesh_tensor<"{mesh}", {_tensor(aval)}{sharding}>'
 
 
-class _Names:
-    """The name and the type of each value of the program."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, tuple[str, Any]] = {}
-        self.count = 0
-
-    def define(self, value: int, aval: Any) -> str:
-        """Give a value the next name."""
-        self.of[value], self.count = (f"%{self.count}", aval), self.count + 1
-        return self.of[value][0]
-
-
 def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[PartitionSpec]) -> str:
     """Return a line for each run of a fragment and for each transfer, as they run, then the fragments' equations.
 
     Work without a name stands in place, as `mpmd.fragment`.
     """
-    program, names = built.program, _Names()
+    program = built.program
+    names: dict[int, tuple[str, Any]] = {}  # the name and the type of each value
     arguments: list[str] = []
     for number, (ranks, value, spec) in enumerate(zip(program.arguments, built.placed.inputs, specs, strict=True)):
         for rank, place in ranks.items():
-            names.of[place] = f"%arg{number}", value.aval
+            names[place] = f"%arg{number}", value.aval
             arguments.append(f"%arg{number}: {_mesh_tensor(meshes[rank], value.aval, spec)}")
     lines: list[str] = []
     named: set[int] = set()
@@ -59,11 +47,12 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
         elif isinstance(instruction, Transfer):
             source, target = meshes[instruction.source], meshes[instruction.target]
             for sent, received in zip(instruction.sent, instruction.received, strict=True):
-                value, aval = names.of[sent]
+                value, aval = names[sent]
                 ends = _mesh_tensor(source, aval), _mesh_tensor(target, aval)
-                lines.append(f"    {names.define(received, aval)} = mpmd.transfer {value} : ({ends[0]}) -> {ends[1]}")
+                names[received] = f"%{received}", aval
+                lines.append(f"    %{received} = mpmd.transfer {value} : ({ends[0]}) -> {ends[1]}")
     results = [
-        names.of[next(iter(result.values()))][0] if isinstance(result, dict) else str(getattr(result, "value", result))
+        names[next(iter(result.values()))][0] if isinstance(result, dict) else str(getattr(result, "value", result))
         for result in program.results
     ]
     types = [
@@ -82,13 +71,11 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
     return "\n".join([*text, "}"])
 
 
-def _run_lines(run: Run, fragment: Fragment, built: Built, meshes: tuple[str, ...], names: _Names) -> list[str]:
+def _run_lines(run: Run, fragment: Fragment, built: Built, meshes: tuple[str, ...], names: dict[int, Any]) -> list[str]:
     task = built.program.tasks[run.task]
-    read = ", ".join(names.of[value][0] for value in run.inputs)
-    made = ", ".join(
-        names.define(value, atom.aval) for value, atom in zip(run.outputs, task.graph.outputs, strict=True)
-    )
-    made = f"    {made} = " if made else "    "
+    read = ", ".join(names[value][0] for value in run.inputs)
+    names.update((v, (f"%{v}", atom.aval)) for v, atom in zip(run.outputs, task.graph.outputs, strict=True))
+    made = f"    {', '.join(names[value][0] for value in run.outputs)} = " if run.outputs else "    "
     mesh, origins = meshes[run.rank], ", ".join(map(str, fragment.origins))
     if not origins:
         return [f'{made}mpmd.fragment<mesh="{mesh}", origin=[]> ({read}) {{', _body(built, run.task, "      "), "    }"]

@@ -20,7 +20,7 @@ from jaxpp_flax.schedules.order import arrivals
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs
-from jaxpp_flax.schedules.simulation.simulate import summarize
+from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.task import AnyTask
 
 __all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
@@ -165,7 +165,7 @@ class StepModel:
 
     def predict(self, residuals: ResidualPlan) -> Prediction:
         """Return the time and the bytes of a step with these residuals."""
-        step = summarize(
+        step = simulate(
             self.schedule,
             self.costs,
             self.hardware.transfer,

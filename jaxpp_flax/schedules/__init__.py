@@ -27,7 +27,7 @@ from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
-from jaxpp_flax.schedules.simulation.simulate import Event, Summary, Timeline, replay, simulate, summarize
+from jaxpp_flax.schedules.simulation.simulate import Event, Timeline, replay, simulate
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.tools.drawing import draw
 from jaxpp_flax.schedules.tools.table import read_csv, write_csv
@@ -53,7 +53,6 @@ __all__ = [
     "ScheduleError",
     "StageResiduals",
     "Std1F1B",
-    "Summary",
     "Task",
     "TaskKind",
     "Timeline",
@@ -69,7 +68,6 @@ __all__ = [
     "read_csv",
     "replay",
     "simulate",
-    "summarize",
     "validate",
     "write_csv",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -55,9 +54,6 @@ class GatheredParameter:
     read_last: int
 
 
-_Sizes = tuple[tuple[str, float], ...]
-
-
 @dataclass(frozen=True)
 class Gathers:
     """The parameters that the stages gather from their shards, for the simulator and for planners.
@@ -82,20 +78,16 @@ class Gathers:
       (GatheredParameter(name='w', nbytes=6.0, gather_before=0, read_last=3),)
     """
 
-    stages: tuple[_Sizes, ...]
-    fsdp: Fsdp
-    bandwidth: float
+    stages: Sequence[Mapping[str, float]]
+    fsdp: Fsdp = "microbatch"
+    bandwidth: float = math.inf
 
-    def __init__(
-        self, stages: Iterable[Mapping[str, float]], fsdp: Fsdp = "microbatch", bandwidth: float = math.inf
-    ) -> None:
-        object.__setattr__(self, "stages", tuple(tuple(sizes.items()) for sizes in stages))
-        object.__setattr__(self, "fsdp", check_fsdp(fsdp))
-        object.__setattr__(self, "bandwidth", bandwidth)
-        if not bandwidth > 0:
-            raise ScheduleError(f"Gathers: bandwidth={bandwidth!r}; it must be a number above 0.")
+    def __post_init__(self) -> None:
+        check_fsdp(self.fsdp)
+        if not self.bandwidth > 0:
+            raise ScheduleError(f"Gathers: bandwidth={self.bandwidth!r}; it must be a number above 0.")
         for stage, sizes in enumerate(self.stages):
-            for name, nbytes in sizes:
+            for name, nbytes in sizes.items():
                 if not (nbytes >= 0 and math.isfinite(nbytes)):
                     raise ScheduleError(f"Gathers: {name!r} of stage {stage} has {nbytes!r} bytes; give 0 or more.")
 
@@ -105,29 +97,27 @@ class Gathers:
 
     def held(self, tasks: Sequence[AnyTask]) -> tuple[GatheredParameter, ...]:
         """Return what a rank gathers before its tasks."""
-        return _held(self.stages, tuple(tasks)) if self.fsdp == "step" else ()
+        if self.fsdp == "microbatch":
+            return ()
+        sizes = self._sizes(task.stage for task in tasks)
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for position, task in enumerate(tasks):
+            for name in () if _is_weight_gradient(task) else self.stages[task.stage]:
+                first.setdefault(name, position)
+                last[name] = position
+        return tuple(GatheredParameter(name, sizes[name], first[name], last[name]) for name in first)
 
     def in_every_task(self, stage: int) -> float:
         """Return the bytes that each task of a stage gathers by itself, and each backward reduces."""
-        return sum(nbytes for _, nbytes in self.stages[stage]) if self.fsdp == "microbatch" else 0.0
+        return sum(self.stages[stage].values()) if self.fsdp == "microbatch" else 0.0
 
     def reduced_once(self, stages: Collection[int]) -> float:
         """Return the bytes of gradients that a rank with these stages reduces after the loop."""
-        if self.fsdp == "microbatch":
-            return 0.0
-        return sum({name: nbytes for stage in stages for name, nbytes in self.stages[stage]}.values())
+        return sum(self._sizes(stages).values()) if self.fsdp == "step" else 0.0
 
-
-@lru_cache(maxsize=256)
-def _held(stages: tuple[_Sizes, ...], tasks: tuple[AnyTask, ...]) -> tuple[GatheredParameter, ...]:
-    sizes = {name: nbytes for stage in {task.stage for task in tasks} for name, nbytes in stages[stage]}
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for position, task in enumerate(tasks):
-        for name, _ in () if _is_weight_gradient(task) else stages[task.stage]:
-            first.setdefault(name, position)
-            last[name] = position
-    return tuple(GatheredParameter(name, sizes[name], first[name], last[name]) for name in first)
+    def _sizes(self, stages: Iterable[int]) -> dict[str, float]:
+        return {name: nbytes for stage in set(stages) for name, nbytes in self.stages[stage].items()}
 
 
 def _is_weight_gradient(task: AnyTask) -> bool:

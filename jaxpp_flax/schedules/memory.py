@@ -22,7 +22,6 @@ __all__ = [
     "Memory",
     "RankMemory",
     "StageBytes",
-    "most_microbatches",
     "walk_rank",
 ]
 
@@ -180,19 +179,3 @@ def walk_rank(
         host.change(-fetched[position], RESIDUALS)
         host.change(offloaded[position], RESIDUALS)
     return RankMemory(devices, host)
-
-
-def most_microbatches(tasks: Iterable[AnyTask], stage: int) -> int:
-    """Return the maximum number of microbatches whose activations a stage holds at one time.
-
-    Example:
-      >>> from jaxpp_flax.schedules import Std1F1B
-      >>> most_microbatches(Std1F1B(4).tasks(8)[1], stage=1)
-      3
-    """
-    memory, one = Memory(), StageBytes()
-    for task in tasks:
-        if task.stage == stage:
-            for nbytes in one.changes(task):
-                memory.change(nbytes)
-    return int(memory.peak)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from jaxpp_flax.schedules.progress import advance
-from jaxpp_flax.schedules.schedule import TaskLists, count_stages
+from jaxpp_flax.schedules.schedule import TaskLists
+from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.task import AnyTask, TaskKind, parts
-from jaxpp_flax.schedules.validate import deadlock_error
 
 
 def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
@@ -19,18 +18,11 @@ def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
     >>> [task for rank, task in merge_order(Std1F1B(2).tasks(2))]
     [fwd_0__0, fwd_0__1, FusedTask(fwd_1__0, bwd_1__0), bwd_0__0, FusedTask(fwd_1__1, bwd_1__1), bwd_0__1]
     """
-    started: list[tuple[float, int, AnyTask]] = []
-
-    def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
-        started.append((start, rank, task))
-
-    blocked = advance(task_lists, count_stages(task_lists), emit)
-    if blocked:
-        raise deadlock_error(task_lists, blocked)
+    started = [event for events in simulate(task_lists).events for event in events]
     # A rank starts one task at a time, so (start, rank) is unique, and a task's inputs ended, and
     # so began, strictly before it starts.
-    started.sort(key=lambda item: item[:2])
-    return [(rank, task) for _, rank, task in started]
+    started.sort(key=lambda event: (event.start, event.rank))
+    return [(event.rank, event.task) for event in started]
 
 
 def arrivals(task_lists: TaskLists) -> list[list[list[tuple[int, bool]]]]:

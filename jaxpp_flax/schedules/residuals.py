@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -90,30 +90,29 @@ class ResidualPlan:
       True
     """
 
-    stages: tuple[StageResiduals, ...]
-    fetch_ahead: int
-    offload_within: int | None
+    stages: Sequence[StageResiduals]
+    _: KW_ONLY
+    fetch_ahead: int = 1
+    offload_within: int | None = None
 
-    def __init__(
-        self, stages: Sequence[StageResiduals], *, fetch_ahead: int = 1, offload_within: int | None = None
-    ) -> None:
-        if not stages:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not self.stages:
             raise ScheduleError("a ResidualPlan needs an entry for each stage, got none.")
-        for number, stage in enumerate(stages):
+        for number, stage in enumerate(self.stages):
             if not isinstance(stage, StageResiduals):
                 raise ScheduleError(
                     f"entry {number} of the ResidualPlan is {stage!r}: an entry is a StageResiduals, such as "
                     "StageResiduals(recompute=True)."
                 )
-        if not _is_count(fetch_ahead):
-            raise ScheduleError(f"fetch_ahead={fetch_ahead!r}: a fetch starts at least 1 task before its backward.")
-        if offload_within is not None and not _is_count(offload_within):
+        if not _is_count(self.fetch_ahead):
             raise ScheduleError(
-                f"offload_within={offload_within!r}: an offload runs beside at least 1 task after its forward."
+                f"fetch_ahead={self.fetch_ahead!r}: a fetch starts at least 1 task before its backward."
             )
-        object.__setattr__(self, "stages", tuple(stages))
-        object.__setattr__(self, "fetch_ahead", fetch_ahead)
-        object.__setattr__(self, "offload_within", offload_within)
+        if self.offload_within is not None and not _is_count(self.offload_within):
+            raise ScheduleError(
+                f"offload_within={self.offload_within!r}: an offload runs beside at least 1 task after its forward."
+            )
 
     @classmethod
     def keep(cls, num_stages: int) -> ResidualPlan:

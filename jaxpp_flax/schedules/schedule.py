@@ -13,13 +13,13 @@ within one rank, so it costs no idle time.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.memory import most_microbatches
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.memory import StageBytes, walk_rank
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task
 
 TaskLists = Sequence[Sequence[AnyTask]]
 """Each rank's tasks, in order."""
@@ -103,7 +103,7 @@ class Schedule(abc.ABC):
         """Return each rank's tasks, in the order of their execution."""
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        """Iterate over one rank's tasks. A schedule with a formula makes them one by one and stores none."""
+        """Iterate over one rank's tasks."""
         return iter(self.tasks(num_microbatches)[rank])
 
     def check(self, num_microbatches: int) -> None:
@@ -124,11 +124,12 @@ class Schedule(abc.ABC):
         the backward is split).
         """
         self.check(num_microbatches)
-        return most_microbatches(self.rank_tasks(self.rank_of(stage), num_microbatches), stage)
+        tasks = [task for task in self.rank_tasks(self.rank_of(stage), num_microbatches) if task.stage == stage]
+        return int(walk_rank(tasks, [StageBytes()] * self.num_stages).devices.peak)
 
 
 class StreamedSchedule(Schedule):
-    """A schedule with a formula for each rank's order, so that no task is stored."""
+    """A schedule with a formula for each rank's order."""
 
     @abc.abstractmethod
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
@@ -138,16 +139,19 @@ class StreamedSchedule(Schedule):
         return [list(self.rank_tasks(rank, num_microbatches)) for rank in range(self.num_ranks)]
 
 
-def streams(schedule: Schedule | TaskLists, num_microbatches: int | None) -> tuple[Sequence[Iterable[AnyTask]], int]:
+def task_lists(schedule: Schedule | TaskLists, num_microbatches: int | None) -> tuple[TaskLists, int]:
     """Return each rank's tasks, and the number of stages; the default number of microbatches is the schedule's own."""
     if not isinstance(schedule, Schedule):
-        return schedule, count_stages(schedule)
+        for rank, tasks in enumerate(schedule):
+            for position, task in enumerate(tasks):
+                if not isinstance(task, Task | FusedTask):
+                    raise ScheduleError(
+                        f"rank {rank}, position {position}: {task!r} is not a Task. Leave idle steps "
+                        "out: a task waits for its inputs by itself"
+                    )
+        return schedule, 1 + max((task.stage for tasks in schedule for task in tasks), default=-1)
     count = getattr(schedule, "num_microbatches", None) if num_microbatches is None else num_microbatches
     if count is None:
         raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
     schedule.check(count)
-    return [schedule.rank_tasks(rank, count) for rank in range(schedule.num_ranks)], schedule.num_stages
-
-
-def count_stages(task_lists: TaskLists) -> int:
-    return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
+    return schedule.tasks(count), schedule.num_stages

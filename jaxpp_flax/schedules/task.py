@@ -160,13 +160,8 @@ def parts(task: AnyTask) -> tuple[Task, ...]:
 
 
 def flatten(tasks: Iterable[AnyTask]) -> Iterator[Task]:
-    """Yield ``tasks``, with each fused task replaced by its two parts."""
-    for task in tasks:
-        if isinstance(task, FusedTask):
-            yield task.forward
-            yield task.backward
-        else:
-            yield task
+    """Iterate over ``tasks``, with each fused task replaced by its two parts."""
+    return (part for task in tasks for part in parts(task))
 
 
 def forward(stage: int, microbatch: int) -> Task:

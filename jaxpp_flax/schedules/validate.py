@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
-from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, count_stages, streams
-from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, Task, TaskKind, flatten, results
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, task_lists
+from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind, flatten, parts, results
 
-_BIT = {kind: 1 << n for n, kind in enumerate(TaskKind)}
-_CLASH = {kind: sum(_BIT[other] for other in meaning.excludes) for kind, meaning in MEANING.items()}
-_SPLITS = _BIT[TaskKind.BACKWARD_INPUT] | _BIT[TaskKind.BACKWARD_WEIGHT]
-_WHOLE, _SPLIT = _BIT[TaskKind.FORWARD] | _BIT[TaskKind.BACKWARD], _BIT[TaskKind.FORWARD] | _SPLITS
-_FUSED = _WHOLE | 1 << len(_BIT)
-
+_SPLITS = {TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
 _WINDOW = 5  # tasks shown before a blocked one
 
 
@@ -35,7 +30,7 @@ def validate(
         num_microbatches: the required number of microbatches.
         num_stages: the number of stages; default, for lists: the highest stage in the lists plus 1.
 
-    The time is linear in the number of tasks. A schedule that makes its tasks from a formula is not stored.
+    The time is linear in the number of tasks.
 
     >>> from jaxpp_flax.schedules import task
     >>> validate([[task.forward(0, 0), task.backward(0, 0)], [task.backward(1, 0), task.forward(1, 0)]], 1)
@@ -46,124 +41,84 @@ def validate(
     JPF301: ...
     """
     check_count("num_microbatches", num_microbatches)
-    if isinstance(schedule, Schedule):
-        ranks, num_stages = streams(schedule, num_microbatches)
-        home = [schedule.rank_of(stage) for stage in range(num_stages)]
-    else:
-        _check_types(schedule)
-        num_stages = count_stages(schedule) if num_stages is None else num_stages
-        home = [None] * num_stages  # the rank of a stage's first task
-        ranks = schedule
+    lists, found = task_lists(schedule, num_microbatches)
+    num_stages = found if num_stages is None or isinstance(schedule, Schedule) else num_stages
+    # The rank of each stage; where no schedule says it, that of its first task.
+    home = {n: schedule.rank_of(n) for n in range(found)} if isinstance(schedule, Schedule) else {}
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
     census = _Census(num_stages, num_microbatches, home)
-    blocked = advance([census.watch(rank, tasks) for rank, tasks in enumerate(ranks)], num_stages)
-    if blocked:
-        lists = schedule.tasks(num_microbatches) if isinstance(schedule, Schedule) else schedule
-        # A rank may wait for a task that is in no list. That is the cause, so it is reported first.
-        for rank, tasks in enumerate(lists):
-            census.rest(rank, tasks)
-        census.check_complete()
-        raise deadlock_error(lists, blocked)
-    census.check_complete()
-
-
-def _check_types(lists: TaskLists) -> None:
     for rank, tasks in enumerate(lists):
         for position, task in enumerate(tasks):
-            if not isinstance(task, Task | FusedTask):
-                raise ScheduleError(
-                    f"rank {rank}, position {position}: {task!r} is not a Task. Leave idle steps "
-                    "out: a task waits for its inputs by itself"
-                )
+            census.count(rank, position, task)
+    census.check_complete()
+    blocked = advance(lists, num_stages)
+    if blocked:
+        raise deadlock_error(lists, blocked)
 
 
 class _Census:
-    """Records the tasks seen so far: one byte for each stage and microbatch."""
+    """Records the kinds of tasks seen so far for each stage and microbatch."""
 
-    def __init__(self, num_stages: int, num_microbatches: int, home: Sequence[int | None]) -> None:
+    def __init__(self, num_stages: int, num_microbatches: int, home: dict[int, int]) -> None:
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
-        self.home = list(home)
-        self.marks = [bytearray(num_microbatches) for _ in range(num_stages)]
-        self.watched: list[int] = []
+        self.home = home
+        self.seen: list[list[set[TaskKind]]] = [[set() for _ in range(num_microbatches)] for _ in range(num_stages)]
+        self.fused: set[int] = set()  # the microbatches whose tasks of the last stage are one
 
-    def watch(self, rank: int, tasks: Iterable[AnyTask]) -> Iterator[AnyTask]:
-        """Yield ``tasks``, and check each task when it is taken."""
-        while len(self.watched) <= rank:
-            self.watched.append(0)
-        for task in tasks:
-            self.watched[rank] += 1
-            self._count(rank, self.watched[rank] - 1, task)
-            yield task
-
-    def rest(self, rank: int, tasks: Sequence[AnyTask]) -> None:
-        """Check the tasks that a blocked rank never reached."""
-        for position in range(self.watched[rank], len(tasks)):
-            self._count(rank, position, tasks[position])
-
-    def _count(self, rank: int, position: int, task: AnyTask) -> None:
-        stage, m = task.stage, task.microbatch
-        if isinstance(task, FusedTask):
-            bit, clash = _FUSED, _WHOLE | _SPLIT
-        else:
-            bit, clash = _BIT[task.kind], _CLASH[task.kind]
-        if not (0 <= stage < self.num_stages and 0 <= m < self.num_microbatches):
-            fault = self._range_fault(stage)
-        elif self.home[stage] != rank and self.home[stage] is not None:
+    def count(self, rank: int, position: int, task: AnyTask) -> None:
+        """Record a task; refuse one that may not be here."""
+        stage, m, pieces = task.stage, task.microbatch, parts(task)
+        is_fused, kinds = isinstance(task, FusedTask), {part.kind for part in pieces}
+        if not 0 <= stage < self.num_stages:
+            fault = f"there are {self.num_stages} stages, numbered from 0"
+        elif not 0 <= m < self.num_microbatches:
+            fault = f"there are {self.num_microbatches} microbatches, numbered from 0"
+        elif self.home.setdefault(stage, rank) != rank:
             fault = f"stage {stage} belongs to rank {self.home[stage]}. A stage's weights live on one rank"
-        elif bit == _FUSED and (stage != self.num_stages - 1 or not _is_pair(task)):
-            fault = self._fused_fault(task)
-        elif stage == 0 and bit & _SPLITS:
+        elif is_fused and not _is_pair(task):
+            fault = f"a fused task is the forward and the whole backward of one microbatch, got {task!r}"
+        elif is_fused and stage != self.num_stages - 1:
+            fault = (
+                f"only the last stage ({self.num_stages - 1}) can be fused, since any other one's backward waits "
+                "for the next stage. Use two tasks"
+            )
+        elif stage == 0 and kinds & _SPLITS:
             fault = (
                 "stage 0 has no split backward, since nobody waits for the gradient of its input. "
                 "Use B, or pass the lists through schedules.normalize"
             )
-        elif self.marks[stage][m] & clash:
-            again = "is there twice" if self.marks[stage][m] & bit else "comes with both B and I or W"
+        elif any(self.seen[stage][m].intersection(MEANING[kind].excludes) for kind in kinds):
+            again = "is there twice" if self.seen[stage][m] & kinds else "comes with both B and I or W"
             fault = f"{task.cell} {again}; each task must run exactly once"
         else:
-            self.home[stage] = rank
-            self.marks[stage][m] |= bit
+            self.seen[stage][m] |= kinds
+            if is_fused:
+                self.fused.add(m)
             return
         raise ScheduleError(f"rank {rank}, position {position}: {task.cell}: {fault}")
 
-    def _range_fault(self, stage: int) -> str:
-        if not 0 <= stage < self.num_stages:
-            return f"there are {self.num_stages} stages, numbered from 0"
-        return f"there are {self.num_microbatches} microbatches, numbered from 0"
-
-    def _fused_fault(self, task: AnyTask) -> str:
-        if not _is_pair(task):
-            return f"a fused task is the forward and the whole backward of one microbatch, got {task!r}"
-        return (
-            f"only the last stage ({self.num_stages - 1}) can be fused, since any other one's backward waits "
-            "for the next stage. Use two tasks"
-        )
-
     def check_complete(self) -> None:
-        splits = any(m & _SPLITS for marks in self.marks for m in set(marks))
-        for stage, marks in enumerate(self.marks):
-            wanted = _SPLIT if splits and stage else _WHOLE
-            if stage == self.num_stages - 1 and any(mark == _FUSED for mark in set(marks)):
-                wanted = _FUSED
-            if all(mark == wanted for mark in set(marks)):
-                continue
-            m = next(i for i, mark in enumerate(marks) if mark != wanted)
-            lacking = [kind for kind, bit in _BIT.items() if wanted & ~marks[m] & bit]
-            if lacking:
-                names = ", ".join(f"{stage}{kind.value}{m}" for kind in lacking)
-                whole = " (one stage is split, so all but stage 0 are)" if marks[m] & _BIT[TaskKind.BACKWARD] else ""
-                raise ScheduleError(
-                    f"missing: {names}{whole}. Each of {self.num_stages} stages needs each of "
-                    f"{self.num_microbatches} microbatches"
-                )
-            if marks[m] & _BIT[TaskKind.BACKWARD] and wanted == _FUSED:
-                raise ScheduleError(
-                    f"stage {stage} is fused for some microbatches and not for microbatch {m}. "
-                    "Fuse all or none: schedules.normalize does"
-                )
-            raise ScheduleError(f"stage {stage}, microbatch {m}: whole and split backward mixed")
+        """Refuse a schedule that lacks a task."""
+        splits = any(kinds & _SPLITS for listed in self.seen for kinds in listed)
+        for stage, listed in enumerate(self.seen):
+            is_fused = self.fused and stage == self.num_stages - 1
+            wanted = {TaskKind.FORWARD, *(_SPLITS if splits and stage and not is_fused else (TaskKind.BACKWARD,))}
+            for m, kinds in enumerate(listed):
+                if lacking := [kind for kind in TaskKind if kind in wanted - kinds]:
+                    names = ", ".join(f"{stage}{kind.value}{m}" for kind in lacking)
+                    whole = " (one stage is split, so all but stage 0 are)" if TaskKind.BACKWARD in kinds else ""
+                    raise ScheduleError(
+                        f"missing: {names}{whole}. Each of {self.num_stages} stages needs each of "
+                        f"{self.num_microbatches} microbatches"
+                    )
+        if 0 < len(self.fused) < self.num_microbatches:
+            m = next(m for m in range(self.num_microbatches) if m not in self.fused)
+            raise ScheduleError(
+                f"stage {self.num_stages - 1} is fused for some microbatches and not for microbatch {m}. "
+                "Fuse all or none: schedules.normalize does"
+            )
 
 
 def _is_pair(task: AnyTask) -> bool:

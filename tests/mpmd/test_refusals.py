@@ -65,8 +65,8 @@ def test_explicit_axes():
             "'block_9' is assigned to stage 0, but to no mesh. Did you mean",
         ),
         ({"input_mesh_assignment": ("m7",)}, "an input .* is assigned to the mesh 'm7', which the topology lacks"),
-        ({"partitioning_options": {"mpmd_infer_transfer": True}}, "Did you mean 'mpmd_infer_transfers'"),
-        ({"partitioning_options": {"mpmd_infer_transfers": 1}}, "mpmd_infer_transfers must be True or False, got 1"),
+        ({"partitioning_options": {"mpmd_pipeline_schedul": None}}, "Did you mean 'mpmd_pipeline_schedule'"),
+        ({"partitioning_options": {"mpmd_infer_transfers": True}}, "or as `output_mesh_assignment` says"),
         (
             {"input_mesh_assignment": ("m0",), "read_input_output_mesh_from_shardings": True},
             "both input_mesh_assignment and read_input_output_mesh_from_shardings",
@@ -74,7 +74,7 @@ def test_explicit_axes():
         ({"pipeline_schedule": 3}, "pipeline_schedule must be a name or a Schedule, got int"),
         (
             {"partitioning_options": {"mpmd_fragment_remat": True}},
-            "unknown partitioning option 'mpmd_fragment_remat'.* Leave out the other switches .* change nothing here",
+            "unknown partitioning option 'mpmd_fragment_remat'.* Leave out the switches .* change nothing here",
         ),
     ],
 )
@@ -209,8 +209,8 @@ def test_shardings_that_no_mesh_can_follow():
         (lambda: mpmd.named_computation(lambda x: x, name=3), "name must be a string, got 3"),
         (lambda: mpmd.named_computation(lambda x: x, name="a", transpose_count=-1), "transpose_count of 'a' must be 0"),
         (lambda: mpmd.call(lambda x: x, call_counter=-1), "call_counter must be 0 or more, got -1"),
-        (lambda: mpmd.fori_loop(2, lambda i, x: (x, x), jnp.ones(2)), "returns another structure than it takes"),
-        (lambda: mpmd.fori_loop(2, lambda i, x: {"a": x["a"][:1]}, {"a": jnp.ones(2)}), r"turns the value\['a'\] from"),
+        (lambda: mpmd.fori_loop(2, lambda i, x: (x, x), jnp.ones(2)), "must have the same pytree structure"),
+        (lambda: mpmd.fori_loop(2, lambda i, x: {"a": x["a"][:1]}, {"a": jnp.ones(2)}), r"carry\[1\]\['a'\] has type"),
         (lambda: mpmd.enumerated_for(lambda c, i, x: c, 0.0, 1.0), "leaf of `inputs` at the top is of type float"),
         (lambda: mpmd.enumerated_for(lambda c, i, x: c, 0.0, {"a": [1.0], "b": [1.0, 2.0]}), "sequences of one length"),
         (lambda: mpmd.jit(lambda x: x, {"m0": None}), "mpmd_config must come from `mpmd.make_config`, got dict"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.schedules import GPipe, ScheduleError, Std1F1B, ZeroBubble
+from jaxpp_flax.schedules import ScheduleError, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.gathers import Gathers
 from jaxpp_flax.schedules.task import backward, forward
 
@@ -45,8 +45,3 @@ def test_weight_gradients_read_no_parameter():
 def test_what_cannot_be_gathered(arguments, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         Gathers(*arguments)
-
-
-def test_a_second_look_at_the_same_tasks_is_the_same_object():
-    gathers = Gathers([{"a": 1.0}, {}], "step")
-    assert gathers.held(GPipe(2).tasks(2)[0]) is gathers.held(GPipe(2).tasks(2)[0])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import Costs, GPipe, ResidualPlan, StageResiduals, Std1F1B, ZeroBubble, simulate
-from jaxpp_flax.schedules.memory import StageBytes, most_microbatches, walk_rank
+from jaxpp_flax.schedules.memory import StageBytes, walk_rank
 from jaxpp_flax.schedules.order import arrivals
 from jaxpp_flax.schedules.residuals import KEEP, host_copies
 from tests.schedules.helpers import costs_for, schedules
@@ -58,5 +58,5 @@ def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, m
             held += added + removed
         assert step.peak_memory[rank] == peak
         # One unit for each microbatch of each stage.
-        most = [most_microbatches(iter(tasks), stage) for stage in schedule.stages_of(rank)]
+        most = [schedule.max_live_microbatches(stage, microbatches) for stage in schedule.stages_of(rank)]
         assert max(most, default=0) <= counted.peak_memory[rank] <= sum(most)

@@ -14,7 +14,7 @@ from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig, mesh_and_memory
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
-from jaxpp_flax.mpmd.partitioning.infer import Placed, infer, made_from_several
+from jaxpp_flax.mpmd.partitioning.infer import Placed, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Node, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
@@ -59,11 +59,6 @@ def build(
     fixed = {node: config.rank_of(min(node.names)) for node in step.nodes if node.names}
     constants = frozenset(step.inputs[:num_constants])
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
-    if config.partitioning_options.infers_transfers:
-        first = made_from_several(step, fixed, given)
-        result_ranks = [
-            0 if rank is None and atom in first else rank for atom, rank in zip(step.outputs, result_ranks, strict=True)
-        ]
     placed = infer(step, fixed, constants, given, result_ranks)
     fragments = fragments_of(placed.nodes, stages, order)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -24,26 +25,13 @@ class Key(NamedTuple):
     kind: TaskKind | None = None
     call: int | None = None
 
-    @property
-    def task(self) -> Task | None:
-        """The schedule's task for this work, if there is one."""
-        if self.kind is None or self.stage is None or self.call is None:
-            return None
-        return Task(self.kind, self.stage, self.call)
-
 
 @dataclass(eq=False, slots=True)
 class Fragment:
-    """Nodes that one mesh runs as one program.
-
-    `reads` are the numbers of the fragments that make what it reads. `turn` is the position of the latest task on its
-    mesh that it waits for, itself included.
-    """
+    """Nodes that one mesh runs as one program."""
 
     key: Key
     nodes: list[Node] = field(default_factory=list)
-    reads: set[int] = field(default_factory=set)
-    turn: int = -1
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -64,112 +52,133 @@ class Fragment:
 def fragments_of(nodes: Sequence[Node], stages: Stages, order: Order | None) -> list[Fragment]:
     """Return the fragments of placed nodes in an order in which they can run: program order, as the schedule allows it.
 
-    A node joins the fragment of its key if all that it reads was begun before that fragment. So no data goes out of a
-    fragment and comes back. Unnamed work that waits for a later task of its mesh does not join an earlier one.
-
     Raises:
       ScheduleError: if the program's data cannot follow the schedule.
     """
-    turns: Mapping[Task | None, int] = {} if order is None else order.turns
-    fragments: list[Fragment] = []
-    begun: dict[Key, int] = {}
-    latest: dict[int, int] = {}
-    makers: dict[Value, int] = {}  # the fragment that makes each value
-    for node, key in _with_keys(nodes, stages, order):
-        reads = {makers[value] for value in node.inputs if value in makers}
-        turn = max((fragments[number].turn for number in reads if fragments[number].key.rank == node.rank), default=-1)
-        if node.computation is None and turn > turns.get(key.task, turn):
-            key = Key(node.rank, call=node.call)
+    walk = _Walk(nodes, stages, order)
+    for node in walk.in_order():
+        if node.computation is not None or node.call is None:
+            walk.run(node)
+    for node in nodes:  # what no named work reads or makes: sums that wait for other microbatches
+        walk.run(node)
+    return walk.fragments
+
+
+class _Walk:
+    """One walk over named work. It takes along what it reads, and then what follows from it in the same microbatch."""
+
+    def __init__(self, nodes: Sequence[Node], stages: Stages, order: Order | None) -> None:
+        self.stages, self.order = stages, order
+        self.fragments: list[Fragment] = []
+        self.place = {node: number for number, node in enumerate(nodes)}
+        makers = {value: node for node in nodes for value in node.outputs}
+        self.reads = {node: list(dict.fromkeys(makers[v] for v in node.inputs if v in makers)) for node in nodes}
+        self.readers: dict[Node, list[Node]] = {node: [] for node in nodes}
+        for node in nodes:
+            for maker in self.reads[node]:
+                self.readers[maker].append(node)
+        self._of: dict[Node, int] = {}  # the number of each node's fragment
+        self._begun: dict[Key, int] = {}
+        self._latest: dict[int, int] = {}
+
+    def in_order(self) -> list[Node]:
+        """Sort the nodes: each mesh runs its tasks one after another; else they stay in order as far as data allows.
+
+        A constant that microbatches read (zeros, indices) comes first, since it is made once.
+        """
+        sorter = TopologicalSorter(self.reads)
+        for before, after in self._turns():
+            sorter.add(after, *before)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            raise self._stuck(error.args[1]) from None
+        found: list[Node] = []
+        ready: list[tuple[bool, int, Node]] = []
+        while sorter.is_active():
+            for node in sorter.get_ready():
+                is_last = bool(node.inputs) or node.call is not None or all(n.call is None for n in self.readers[node])
+                heapq.heappush(ready, (is_last, self.place[node], node))
+            found.append(heapq.heappop(ready)[-1])
+            sorter.done(found[-1])
+        return found
+
+    def _turns(self) -> Iterator[tuple[list[Node], Node]]:
+        """Yield each node of a task with the nodes of the task before it on its mesh."""
+        nodes_of: dict[Task | None, list[Node]] = {}
+        for node in self.place:
+            nodes_of.setdefault(self._task(node), []).append(node)
+        for tasks in () if self.order is None else self.order.tasks.values():
+            for first, second in itertools.pairwise(task for task in tasks if task in nodes_of):
+                yield from ((nodes_of[first], node) for node in nodes_of[second])
+
+    def run(self, node: Node) -> None:
+        """Run a node after what it reads; then the unnamed work of its microbatch that can follow."""
+        if node in self._of:
+            return
+        key, work = self._key(node), _work(node)
+        for each in self._missing(node):
+            self._join(each, key if _work(each) == work else Key(each.rank, call=each.call))
+        made = [node] if node.computation is not None and node.call is not None else []
+        while made:
+            for reader in self.readers[made.pop()]:
+                missing = [] if reader in self._of else self._missing(reader)
+                if missing and all(each.computation is None and _work(each) == work for each in missing):
+                    for each in missing:
+                        self._join(each, key)
+                    made.append(reader)
+
+    def _missing(self, node: Node) -> list[Node]:
+        """Return a node and the unnamed work that it waits for, in program order; none if it waits for named work."""
+        found, left = {node}, [node]
+        while left:
+            for maker in self.reads[left.pop()]:
+                if maker not in self._of and maker not in found:
+                    if maker.computation is not None:
+                        return []
+                    found.add(maker)
+                    left.append(maker)
+        return sorted(found, key=self.place.__getitem__)
+
+    def _join(self, node: Node, key: Key) -> None:
+        """Let a node join the fragment of its key if all that it reads was begun before that fragment; else begin one.
+
+        So no data goes out of a fragment and comes back.
+        """
         # Outside microbatches, all consecutive work of one mesh is one program.
         group = key if key.call is not None else Key(node.rank)
-        number = begun.get(group, -1)
-        if number < max(reads, default=0) or (key.call is None and latest[node.rank] != number):
-            number = begun[group] = latest[node.rank] = len(fragments)
-            fragments.append(Fragment(key))
-        fragment = fragments[number]
+        number, latest = self._begun.get(group, -1), max((self._of[maker] for maker in self.reads[node]), default=0)
+        if number < latest or (key.call is None and self._latest[node.rank] != number):
+            number = self._begun[group] = self._latest[node.rank] = len(self.fragments)
+            self.fragments.append(Fragment(key))
+        fragment = self.fragments[number]
         if fragment.key.stage is None:
             fragment.key = key
         fragment.nodes.append(node)
-        fragment.reads |= reads - {number}
-        fragment.turn = max(fragment.turn, turn, turns.get(key.task, -1))
-        makers.update(dict.fromkeys(node.outputs, number))
-    return fragments if order is None else _scheduled(fragments, order)
+        self._of[node] = number
+
+    def _task(self, node: Node) -> Task | None:
+        """Return the schedule's task for a node, if there is one."""
+        stage = self.stages.of_name.get(node.computation or "")
+        return None if stage is None or node.call is None else Task(node.kind, stage, node.call)
+
+    def _key(self, node: Node) -> Key:
+        if node.computation is None:
+            return Key(node.rank, call=node.call)
+        is_fused = self.order is not None and self._task(node) in self.order.fused  # both halves are one program
+        kind = TaskKind.FORWARD if is_fused else node.kind
+        return Key(node.rank, self.stages.of_name.get(node.computation), kind, node.call)
+
+    def _stuck(self, nodes: Sequence[Node]) -> ScheduleError:
+        schedule = "" if self.order is None else self.order.name
+        names = dict.fromkeys(f"{node.origin} ({self._task(node)!r})" for node in nodes if self._task(node))
+        return ScheduleError(
+            f"the program cannot run by {schedule}: its computations wait for each other in a circle: "
+            f"{'; '.join([*names][:8])}. If a computation of an earlier stage reads what a later stage makes, assign "
+            "both to one stage; else change the schedule."
+        )
 
 
-def _with_keys(nodes: Sequence[Node], stages: Stages, order: Order | None) -> list[tuple[Node, Key]]:
-    """Return each node with its key, in program order but for three kinds of unnamed work.
-
-    A microbatch's unnamed work goes with the named work of its rank that it reads; else with the named work that reads
-    it, just before that. Constants that microbatches read (zeros, indices) come first, since they are made once.
-    """
-    place = {node: number for number, node in enumerate(nodes)}
-    keys: dict[Node, Key] = {}
-    makers: dict[Value, Node] = {}
-    readers: dict[Node, list[Node]] = {node: [] for node in nodes}
-
-    def adopted(node: Node, others: Iterable[Node]) -> Key | None:
-        """Return the key of the first of the others that is of the same rank, microbatch and direction."""
-        work = node.rank, node.call, node.backward
-        return next((keys[o] for o in others if o in keys and (o.rank, o.call, o.backward) == work), None)
-
-    for node in nodes:
-        makers.update(dict.fromkeys(node.outputs, node))
-        before = sorted({makers[v] for v in node.inputs if v in makers}, key=place.__getitem__, reverse=True)
-        for maker in before:
-            readers[maker].append(node)
-        if node.computation is not None:
-            keys[node] = _key(node, stages, order)
-        elif node.call is not None and (key := adopted(node, before)) is not None:
-            keys[node] = key
-    earliest = dict(place)
-    for node in reversed(nodes):
-        if node in keys:
-            continue
-        after = readers[node]
-        key = None if node.call is None else adopted(node, after)
-        keys[node] = key or Key(node.rank, call=node.call)
-        if key is not None:
-            earliest[node] = min(earliest[other] for other in after)
-        elif node.call is None and not node.inputs and any(other.call is not None for other in after):
-            earliest[node] = -1
-    return [(node, keys[node]) for node in sorted(nodes, key=lambda node: (earliest[node], place[node]))]
-
-
-def _key(node: Node, stages: Stages, order: Order | None) -> Key:
-    key = Key(node.rank, stages.of_name.get(node.computation or ""), node.kind, node.call)
-    if order is not None and key.task in order.fused:
-        return key._replace(kind=TaskKind.FORWARD)  # both halves are one program
-    return key
-
-
-def _scheduled(fragments: Sequence[Fragment], order: Order) -> list[Fragment]:
-    """Sort the fragments: each mesh runs its tasks one after another; else they stay in order as far as data allows."""
-    before = [set(fragment.reads) for fragment in fragments]
-    of_task: dict[Task, list[int]] = {}
-    for number, fragment in enumerate(fragments):
-        if fragment.key.task is not None and fragment.origins:
-            of_task.setdefault(fragment.key.task, []).append(number)
-    for tasks in order.tasks.values():
-        for first, second in itertools.pairwise(task for task in tasks if task in of_task):
-            for number in of_task[second]:
-                before[number].update(of_task[first])
-    found: dict[int, None] = {}
-    waiting = list(range(len(fragments)))
-    while waiting:
-        for number in waiting:
-            if before[number] <= found.keys():
-                found[number] = None
-        left = [number for number in waiting if number not in found]
-        if len(left) == len(waiting):
-            raise _stuck([fragments[number] for number in left], order.name)
-        waiting = left
-    return [fragments[number] for number in found]
-
-
-def _stuck(fragments: Sequence[Fragment], schedule: str) -> ScheduleError:
-    names = dict.fromkeys(f"{', '.join(map(str, f.origins))} ({f.key.task!r})" for f in fragments if f.origins)
-    return ScheduleError(
-        f"the program cannot run by {schedule}: its computations wait for each other in a circle: "
-        f"{'; '.join([*names][:8])}. If a computation of an earlier stage reads what a later stage makes, assign both "
-        "to one stage; else change the schedule."
-    )
+def _work(node: Node) -> tuple[int, int | None, bool]:
+    """Return the mesh, the microbatch and the direction of a node."""
+    return node.rank, node.call, node.backward

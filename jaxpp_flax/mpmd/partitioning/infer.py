@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from jaxpp_flax.engine.tracing.ir import Atom, Value
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 
-__all__ = ["Placed", "infer", "made_from_several"]
+__all__ = ["Placed", "infer"]
 
 _SCALAR_BYTES = 64  # step counters, learning rates, keys: cheaper to compute on each mesh than to send
 
@@ -176,12 +176,3 @@ def _on_ranks(
                 equations = [replace(e, outputs=tuple(at[value, rank] for value in e.outputs)) for e in equations]
             found.append(replace(node, equations=tuple(equations), rank=rank))
     return tuple(found), at
-
-
-def made_from_several(step: Step, fixed: Mapping[Node, int], argument_ranks: Mapping[Value, int]) -> set[Atom]:
-    """Find the values that unnamed work makes from several ranks."""
-    origins = {value: {rank} for value, rank in argument_ranks.items()}
-    for node in step.nodes:
-        found = {fixed[node]} if node in fixed else set[int]().union(*(origins.get(v, set()) for v in node.inputs))
-        origins.update(dict.fromkeys(node.outputs, found))
-    return {value for value, ranks in origins.items() if len(ranks) > 1}

@@ -75,11 +75,6 @@ class Order:
     name: str
 
     @cached_property
-    def turns(self) -> dict[Task | None, int]:
-        """The position of each task on its mesh."""
-        return {task: turn for listed in self.tasks.values() for turn, task in enumerate(listed)}
-
-    @cached_property
     def split_stages(self) -> frozenset[int]:
         """The stages whose backward runs in two halves."""
         tasks = (task for listed in self.tasks.values() for task in listed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpp_flax.schedules import Costs, Schedule, summarize
+from jaxpp_flax.schedules import Costs, Schedule, simulate
 
 __all__ = ["MARGIN", "MOST_TASKS", "StepTime", "both_passes", "is_clearly_less"]
 
@@ -66,7 +66,7 @@ class StepTime:
     def _makespan(self, forward: Sequence[float], backward: Sequence[float]) -> float:
         half = [cost / 2 for cost in backward]  # a split backward has one contraction in each part
         costs = Costs(forward=forward, backward_input=half, backward_weight=half)
-        return summarize(self.schedule, costs, num_microbatches=self.num_microbatches).makespan
+        return simulate(self.schedule, costs, num_microbatches=self.num_microbatches).makespan
 
     @property
     def tries(self) -> int:

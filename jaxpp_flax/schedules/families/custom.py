@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import Schedule
@@ -115,7 +115,3 @@ class CustomSchedule(Schedule):
     def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
         self.check(num_microbatches)
         return [list(tasks) for tasks in self._lists]
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        self.check(num_microbatches)
-        return iter(self._lists[rank])

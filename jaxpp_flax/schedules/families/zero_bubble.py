@@ -39,7 +39,7 @@ class ZeroBubbleH2(WarmedUpForLatency):
 
     The step has the shape of a parallelogram: rank ``r`` starts and ends ``r`` forwards after rank
     0. Steps that follow each other without a barrier have no bubble at all (see
-    :attr:`Summary.period`); with a barrier the makespan is that of :class:`ZeroBubble`.
+    :attr:`Timeline.period`); with a barrier the makespan is that of :class:`ZeroBubble`.
 
     With ``p`` stages of equal costs and ``m >= 2p - 1``: makespan ``m (f + i + w) + (p - 1) f``,
     period ``m (f + i + w)``; every stage holds at most ``min(m, 2p - 1)`` microbatches.

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.custom import CustomSchedule
-from jaxpp_flax.schedules.progress import advance
-from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists, task_lists
 from jaxpp_flax.schedules.simulation.costs import Costs
-from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
-from jaxpp_flax.schedules.validate import deadlock_error
+from jaxpp_flax.schedules.simulation.simulate import simulate
+from jaxpp_flax.schedules.task import Task, TaskKind, flatten
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -82,16 +81,13 @@ def write_csv(
         path: the file, overwritten.
         num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
     """
-    ranks, num_stages = streams(schedule, num_microbatches)
-    plain = [list(flatten(tasks)) for tasks in ranks]
-    rows: list[list[str]] = [[] for _ in plain]
-
-    def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
-        rows[rank] += [""] * (int(start) - len(rows[rank])) + [task.cell]
-
-    blocked = advance(plain, num_stages, emit, table=Costs(backward=1.0).table(num_stages))
-    if blocked:
-        raise deadlock_error(plain, blocked)
-    width = max(map(len, rows), default=0)
+    lists, _ = task_lists(schedule, num_microbatches)
+    step = simulate([list(flatten(tasks)) for tasks in lists], Costs(backward=1.0))
+    rows: list[list[str]] = []
+    for events in step.events:
+        row = [""] * int(step.makespan)
+        for event in events:
+            row[int(event.start)] = event.task.cell
+        rows.append(row)
     with Path(path).open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(row + [""] * (width - len(row)) for row in rows)
+        csv.writer(file, lineterminator="\n").writerows(rows)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.schedules import Costs, GPipe, Link, ScheduleError, Std1F1B, ZeroBubble, simulate, summarize
+from jaxpp_flax.schedules import Costs, GPipe, Link, ScheduleError, Std1F1B, ZeroBubble, simulate
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.task import backward
 from tests.schedules.helpers import costs_for, schedules
@@ -105,7 +105,6 @@ def test_copies_are_legal_and_memory_is_given_back(data: st.DataObject):
     plan = data.draw(plans(schedule.num_stages))
     link = Link(latency=data.draw(st.sampled_from([0.0, 0.25])), bandwidth=data.draw(st.sampled_from([0.5, 2.0])))
     step = simulate(schedule, costs, num_microbatches=m, residuals=plan, host_link=link)
-    assert summarize(schedule, costs, num_microbatches=m, residuals=plan, host_link=link).makespan == step.makespan
     table = costs.table(schedule.num_stages, plan)
     for rank, events in enumerate(step.events if step.host_events else ()):
         copies = step.host_events[rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.schedules import GPipe, ZeroBubble, simulate, summarize
+from jaxpp_flax.schedules import GPipe, ZeroBubble, simulate
 from jaxpp_flax.schedules.gathers import Gathers
 from jaxpp_flax.schedules.task import backward, forward, fused
 
@@ -32,7 +32,6 @@ def test_a_gather_stands_before_the_first_task():
     assert step.first_start == (0.0, 1.0)
     assert step.period == 12.0
     assert step.busy == simulate(GPipe(2), num_microbatches=2).busy
-    assert summarize(GPipe(2), num_microbatches=2, gathers=Gathers(BOTH, "step", 2.0)).makespan == 12.0
 
 
 def test_every_task_gathers_and_every_backward_reduces():
