@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from step_figure import svg_of_passes
+from trainer_figure import svg_of_trainer
 
 from jaxpp_flax import planning, schedules
 from jaxpp_flax.schedules.tools.drawing import svg
@@ -116,6 +117,11 @@ def passes() -> str:
     return svg_of_passes()
 
 
+def trainer() -> str:
+    """A batch and a leaf on their ways through the trainer."""
+    return svg_of_trainer()
+
+
 FIGURES: tuple[Callable[[], Panels | str], ...] = (
     bubble,
     orders,
@@ -127,6 +133,7 @@ FIGURES: tuple[Callable[[], Panels | str], ...] = (
     schedule_v,
     schedule_found,
     passes,
+    trainer,
 )
 
 

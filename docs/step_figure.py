@@ -22,7 +22,7 @@ from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
 
-__all__ = ["svg_of_passes"]
+__all__ = ["svg_of_passes", "text"]
 
 _WIDTH, _ROW, _LEFT, _NAMES, _TOP = 900, 20, 12, 190, 34
 _LINE = 105  # characters
@@ -40,12 +40,12 @@ def svg_of_passes() -> str:
         lines = [wrap(each.ensures, _LINE) for each in passes]
         height = _TOP + _ROW * sum(map(len, lines))
         out.append(f'<rect x="4" y="{y:g}" width="{_WIDTH - 8}" height="{height - 6}" rx="4" fill="{fill}"/>')
-        out.append(_text(_LEFT, y + 18, f"{kind.__name__}, in {file}", "bold"))
+        out.append(text(_LEFT, y + 18, f"{kind.__name__}, in {file}", "bold"))
         at = y + _TOP + 4
         for each, ensured in zip(passes, lines, strict=True):
-            out.append(_text(_LEFT + 12, at, each.name))
+            out.append(text(_LEFT + 12, at, each.name))
             for line in ensured:
-                out.append(_text(_NAMES, at, line))
+                out.append(text(_NAMES, at, line))
                 at += _ROW
         y += height
     return (
@@ -70,5 +70,6 @@ def _structures() -> Iterator[tuple[Pass, type]]:
     return ((each, type(structure)) for each, structure in run_passes(PASSES, graph, built.settings))
 
 
-def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="12" font-weight="{weight}" fill="#111111">{escape(text)}</text>'
+def text(x: float, y: float, words: str, weight: str = "normal") -> str:
+    """Return one line of text in SVG."""
+    return f'<text x="{x:g}" y="{y:g}" font-size="12" font-weight="{weight}" fill="#111111">{escape(words)}</text>'

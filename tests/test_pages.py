@@ -275,7 +275,7 @@ def test_a_guide_begins_with_about_ten_lines(page: Path):
     assert len([line for line in first[1].splitlines() if line.strip()]) <= 14
 
 
-@pytest.mark.parametrize("page", ["docs/internals/engine.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/internals/engine.md", "docs/internals/trainer.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_page_names_exists(page: str):
     named = set(re.findall(r"`([\w/]+/\w+\.py)", (ROOT / page).read_text(encoding="utf-8")))
     assert named

@@ -99,7 +99,7 @@ ARGUMENTS = {
     "schedule ranks": (
         {"num_stages": 4, "mesh": MeshOptions(num_ranks=2)},
         ValueError,
-        r"schedule '1f1b' runs one stage on each rank, got num_stages=4 and num_ranks=2",
+        r"Std1F1B runs one stage on each rank, got num_stages=4 and num_ranks=2",
     ),
     "assignment": ({"assignment": "evn"}, AssignmentError, r"unknown assignment 'evn'"),
     "no parameters": ({"model": Empty()}, ModelError, r"the model Empty has no parameters to train"),
