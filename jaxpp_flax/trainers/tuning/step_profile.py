@@ -1,6 +1,6 @@
 """`trainer.profile_step`: one real training step with the time of each task, beside a simulation of the step.
 
-The engine measures the tasks (`engine/runtime/measuring/profile.py`); their medians are the costs of the simulation.
+The engine measures the tasks (`engine/runtime/profile.py`); their medians are the costs of the simulation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
+from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.planning import measured_costs
 from jaxpp_flax.schedules import (
@@ -35,7 +35,7 @@ class StepProfile:
     """A real training step with the times of its tasks, in seconds and bytes.
 
     `simulated` is the same schedule in the simulator, with the median times of this step's tasks and free transfers.
-    `measured` takes longer because of transfers, dispatch, and tasks with varying times.
+    `measured` takes longer because of transfers, and tasks with varying times.
     """
 
     metrics: dict[str, Any]  # as from `train_step`
