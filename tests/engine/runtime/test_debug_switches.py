@@ -47,7 +47,9 @@ def pipelined() -> MpmdFunction:
 
 @pytest.mark.parametrize("called_before", [False, True], ids=["new", "called before"])
 @pytest.mark.parametrize(("kind", "value"), [("nan", np.nan), ("inf", np.inf)], ids=["nan", "inf"])
-def test_a_special_value_is_an_error_that_names_the_task(pipelined: MpmdFunction, kind: str, value: float, called_before: bool):
+def test_a_special_value_is_an_error_that_names_the_task(
+    pipelined: MpmdFunction, kind: str, value: float, called_before: bool
+):
     if called_before:
         pipelined(chain(2), batch_of(3))
     params, batch = chain(2), batch_with(value, microbatch=1)
