@@ -16,7 +16,7 @@ from jaxpp_flax.engine.arrays.placing import are_attached, place
 from jaxpp_flax.engine.bound_program import BoundProgram
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
-from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
+from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -62,12 +62,13 @@ class Compiled:
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
         """Run one real step and measure it: return the results, and the times of each task of the loop on its rank.
 
-        Ranks run in threads of their own and wait for each task, so this step is slower than others.
+        The step waits for each task and each transfer, so it is slower than others. Their times are then put together:
+        a task starts when its rank is free and its inputs have arrived.
 
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
-          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
+          FloatingPointError: if a task makes a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         self._refuse_described_devices()
         return self._bound.profile(self._signature.leaves_of(args, kwargs))

@@ -1,6 +1,6 @@
 """`trainer.profile_step`: one real training step with the time of each task, and the costs that follow from it.
 
-The engine measures the tasks (`engine/runtime/measuring/profile.py`); their medians are the costs of the simulation.
+The engine measures the tasks (`engine/runtime/profile.py`); their medians are the costs of the simulation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from jaxpp_flax.engine.blocks import Work
-from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
+from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.schedules import (
     Costs,
@@ -40,7 +40,7 @@ class StepProfile:
     """A real training step with the times of its tasks, in seconds and bytes.
 
     `simulated` is the same schedule in the simulator, with the median times of this step's tasks and free transfers.
-    `measured` takes longer because of transfers, dispatch, and tasks with varying times.
+    `measured` takes longer because of transfers, and tasks with varying times.
     """
 
     metrics: dict[str, Any]  # as from `train_step`

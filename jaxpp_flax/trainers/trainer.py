@@ -356,10 +356,10 @@ class PipelineTrainer(TrainedModel):
     def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
         """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
 
-        The state advances by one step, and state and metrics are the same as from `train_step`. Each rank runs in its
-        own thread and waits for each task, so this step is slower than others. The first run of a task is even slower,
-        so measure a later step than the first. With several processes, all call this; each measures its own ranks, and
-        all get the whole picture, in which the clocks of the hosts are compared as they are.
+        The state advances by one step, and state and metrics are the same as from `train_step`. The step waits for each
+        task and each transfer, so it is slower than others; their times are then put together as they may overlap. The
+        first run of a task is even slower, so measure a later step than the first. With several processes, all call
+        this; each measures its own ranks, and all get the whole picture.
 
         Args:
           batch, global_batch_size: as in `train_step`.

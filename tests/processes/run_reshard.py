@@ -24,7 +24,7 @@ everywhere = NamedSharding(mesh.jax_mesh, P(("stage", "fsdp")))
 spread = jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
 places = ({0}, P("fsdp")), ({1}, P()), ({0, 1}, P())
 shardings = [MpmdSharding(mesh, ranks, spec) for ranks, spec in places]
-there = spmd_to_mpmd_reshard(mesh, [spread, value, np.int32(5)], shardings, threshold=32)
+there = spmd_to_mpmd_reshard(mesh, [spread, value, np.int32(5)], shardings)
 assert spread.is_deleted()
 assert [x.is_partially_addressable for x in there] == [me == 0, me == 1, True]
 assert there[0].is_fully_addressable == (me == 0)

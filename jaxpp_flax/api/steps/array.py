@@ -12,8 +12,6 @@ from jaxpp_flax.engine.runtime import reshard
 
 __all__ = ["MpmdArray", "as_jaxpp", "mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
 
-mpmd_to_spmd_reshard = reshard.mpmd_to_spmd_reshard
-
 
 class MpmdArray(mpmd_array.MpmdArray):
     """The engine's `MpmdArray`, except that it is equal to itself alone, as JaxPP's is; see there for the arguments.
@@ -53,6 +51,8 @@ def spmd_to_mpmd_reshard(
 ) -> Any:
     """Move a tree of arrays onto the ranks that their shardings name: `jaxpp_flax.spmd_to_mpmd_reshard`.
 
+    Leaves are moved one after the other, which keeps within any `threshold` that a leaf alone keeps within.
+
     Example:
       >>> import jax, numpy as np
       >>> import jaxpp_flax.api as jaxpp
@@ -61,5 +61,21 @@ def spmd_to_mpmd_reshard(
       >>> spmd_to_mpmd_reshard(mesh, np.ones(3), unread).mpmd_idxs
       (0,)
     """
-    moved = reshard.spmd_to_mpmd_reshard(mpmd_mesh, spmd_arrays, mpmd_shardings, threshold, donate=donate)
+    moved = reshard.spmd_to_mpmd_reshard(mpmd_mesh, spmd_arrays, mpmd_shardings, donate=donate)
     return jax.tree.map(as_jaxpp, moved)
+
+
+def mpmd_to_spmd_reshard(
+    mpmd_mesh: Any, mpmd_arrays: Any, spmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
+) -> Any:
+    """Move a tree of `MpmdArray`s to ordinary arrays: `jaxpp_flax.mpmd_to_spmd_reshard`; `threshold` as above.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> import jaxpp_flax.api as jaxpp
+      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> x = spmd_to_mpmd_reshard(mesh, np.ones(3), jaxpp.MpmdSharding(mesh, {1}, jax.sharding.PartitionSpec()))
+      >>> mpmd_to_spmd_reshard(mesh, x, jax.sharding.SingleDeviceSharding(jax.devices()[0])).tolist()
+      [1.0, 1.0, 1.0]
+    """
+    return reshard.mpmd_to_spmd_reshard(mpmd_mesh, mpmd_arrays, spmd_shardings, donate=donate)

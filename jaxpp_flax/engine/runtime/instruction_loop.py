@@ -15,12 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
-from jaxpp_flax.engine.runtime.debug_switches import watched
+from jaxpp_flax.engine.runtime.debug_switches import looking_away, watched
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
-from jaxpp_flax.engine.runtime.measuring.gathered_times import StepClock
-from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming, collector, run_profiled, timed
-from jaxpp_flax.engine.runtime.measuring.trace_names import is_profiled, named
+from jaxpp_flax.engine.runtime.profile import (
+    TaskTiming,
+    Times,
+    collect,
+    gathered,
+    is_collecting,
+    timed,
+    timeline,
+)
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -42,7 +48,6 @@ class Runtime:
         program, mesh, distributed = executables.program, executables.mesh, executables.distributed
         self.program = program
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
-        self._crossings: list[int] = []  # the transfers in which other processes take part
         self._distributed = distributed
         self._calls = 0
         self._mesh, self._executables = mesh, executables
@@ -52,7 +57,6 @@ class Runtime:
         self._shardings_of, self._route_of = cache(_shardings), cache(plan)
         local = set(mesh.local_ranks)
         bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
-        self._unbounded = bound  # a measured step waits for each of its tasks, so it needs no window
         if distributed is not None:
             before = distributed.connection.window.before_task
             bound = [
@@ -107,7 +111,6 @@ class Runtime:
         private = [value in self.program.preset or value in self.program.returned for value in instruction.sent]
         what = _awaited(self.program, instruction)
         sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
-        self._crossings.append(number)
 
         def step(environment: Environment) -> None:
             arrays = [None if value is None else environment[value] for value in sent]
@@ -130,38 +133,41 @@ class Runtime:
         """Run one step; `environment` holds the arguments in their places and receives the results in theirs.
 
         Raises:
-          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
+          FloatingPointError: if a task makes a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
-        self._begin(environment)
-        with watched(self.program, self._steps, environment) as steps:
-            if (times := collector()) is not None:
-                steps = timed(self.program, steps, times)
-            if is_profiled():
-                steps = named(self.program, steps)
-            for step in steps:
-                if step is not None:
-                    step(environment)
-
-    def _begin(self, environment: Environment) -> None:
-        self._calls += 1
-        if self._distributed is not None:
-            self._distributed.connection.group.runs += 1
-        for value, index in self._indices.items():
-            environment[value] = index
+        if is_collecting():
+            collect(self.program, self._run_timed(environment))
+        else:
+            self._run(environment, watched(self.program, self._steps))
 
     def profile(self, environment: Environment) -> list[TaskTiming]:
-        """Run one step as `run` does, measuring when each task of the loop ran.
+        """Run one step as `run` does, waiting for each instruction; return the timeline of the loop's tasks.
 
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
           FloatingPointError: as `run`; the checks then count as time of the tasks.
         """
-        self._begin(environment)
-        clock = None if self._distributed is None else StepClock(self._distributed.connection.group)
-        with watched(self.program, self._unbounded, environment) as steps:
-            timings = run_profiled(self.program, steps, environment, self._mesh.local_ranks, self._crossings)
-            return timings if clock is None else clock.gather(timings)
+        times = self._run_timed(environment)
+        if self._distributed is not None:
+            times = gathered(times, self._distributed.connection.group)
+        return timeline(self.program, times)
+
+    def _run_timed(self, environment: Environment) -> Times:
+        times: Times = {}
+        self._run(environment, timed(self.program, watched(self.program, self._steps), times))
+        return times
+
+    def _run(self, environment: Environment, steps: Iterable[Step | None]) -> None:
+        self._calls += 1
+        if self._distributed is not None:
+            self._distributed.connection.group.runs += 1
+        for value, index in self._indices.items():
+            environment[value] = index
+        with looking_away():
+            for step in steps:
+                if step is not None:
+                    step(environment)
 
 
 # `partial` of these functions makes the steps: a closure is five objects to the garbage collector, a partial two.

@@ -1,14 +1,13 @@
-"""Move trees of arrays from one mesh onto the ranks of a pipeline, and back, within a memory budget.
+"""Move trees of arrays from one mesh onto the ranks of a pipeline, and back, one leaf after the other.
 
-In one process every leaf is copied straight to its devices. With several processes each shard goes from a device that
-has it to the devices that need it, as the values between tasks do.
+So no more than one leaf is in memory twice. In one process a leaf is copied straight to its devices. With several
+processes each shard goes from a device that has it to the devices that need it, as the values between tasks do.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxpp_flax._compat import copy_arrays
-from jaxpp_flax.engine.arrays.device_memory import free_bytes
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
@@ -28,15 +25,11 @@ from jaxpp_flax.processes import errors_naming_failed_process
 
 __all__ = ["mpmd_to_spmd_reshard", "on_every_process", "spmd_to_mpmd_reshard"]
 
-# Used if a device does not tell its free memory.
-_DEFAULT_THRESHOLD = 256 << 20
 # The calls with several processes: all of them make the same ones, in one order.
 _calls = itertools.count()
 
 
-def spmd_to_mpmd_reshard(
-    mpmd_mesh: MpmdMesh, spmd_arrays: Any, mpmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
-) -> Any:
+def spmd_to_mpmd_reshard(mpmd_mesh: MpmdMesh, spmd_arrays: Any, mpmd_shardings: Any, *, donate: bool = True) -> Any:
     """Move a tree of arrays onto the ranks that their shardings name.
 
     Args:
@@ -44,8 +37,6 @@ def spmd_to_mpmd_reshard(
       spmd_arrays: a pytree of `jax.Array`s on any devices, `MpmdArray`s, NumPy arrays or scalars. With several
         processes, `jax.Array`s lie on the devices of `mpmd_mesh`, and each process passes the same host values.
       mpmd_shardings: a pytree of `MpmdSharding`s over `mpmd_mesh`: of the same structure, or a prefix of it.
-      threshold: the bytes of one group of leaves, counted in shards, as if one device got them all; a larger leaf forms
-        a group alone. Default: a third of the free memory; 256 MiB if the free memory is unknown.
       donate: delete each source once it is moved, so that the tree is never in memory twice. This applies to JAX's
         arrays; NumPy arrays stay as they are.
 
@@ -81,7 +72,7 @@ def spmd_to_mpmd_reshard(
                 f"{mpmd_mesh!r}. Build it with the mesh that you pass."
             )
     places = [[target.local_sharding(rank) for rank in target.ranks] for target in targets]
-    moved_leaves = _run("spmd_to_mpmd_reshard", mpmd_mesh, paths, leaves, places, threshold, donate=donate)
+    moved_leaves = _run("spmd_to_mpmd_reshard", mpmd_mesh, paths, leaves, places, donate=donate)
     arrays: list[MpmdArray] = []
     for leaf, target, found in zip(leaves, targets, moved_leaves, strict=True):
         parts = {rank: part for rank, part in zip(target.ranks, found, strict=True) if part is not None}
@@ -89,9 +80,7 @@ def spmd_to_mpmd_reshard(
     return treedef.unflatten(arrays)
 
 
-def mpmd_to_spmd_reshard(
-    mpmd_mesh: MpmdMesh, mpmd_arrays: Any, spmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
-) -> Any:
+def mpmd_to_spmd_reshard(mpmd_mesh: MpmdMesh, mpmd_arrays: Any, spmd_shardings: Any, *, donate: bool = True) -> Any:
     """Move a tree of `MpmdArray`s to ordinary `jax.Array`s with the given shardings.
 
     Args:
@@ -99,7 +88,6 @@ def mpmd_to_spmd_reshard(
       mpmd_arrays: a pytree of `MpmdArray`s.
       spmd_shardings: a pytree of shardings: of the same structure, or a prefix of it. With several processes they
         are over the devices of `mpmd_mesh`.
-      threshold: as in `spmd_to_mpmd_reshard`.
       donate: delete each source once it is moved.
 
     Returns:
@@ -129,7 +117,7 @@ def mpmd_to_spmd_reshard(
                 "pass a `jax.sharding.NamedSharding`."
             )
     places = [[target] for target in targets]
-    moved_leaves = _run("mpmd_to_spmd_reshard", mpmd_mesh, paths, leaves, places, threshold, donate=donate)
+    moved_leaves = _run("mpmd_to_spmd_reshard", mpmd_mesh, paths, leaves, places, donate=donate)
     # As in JAX, an array of other processes has no part here.
     arrays = [
         jax.make_array_from_single_device_arrays(leaf.shape, target, [], dtype=leaf.dtype) if part is None else part
@@ -183,88 +171,58 @@ def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(np.result_type(leaf))
 
 
-def _cost(path: str, leaf: Any, shardings: Iterable[Sharding]) -> int:
-    """Return the bytes that the leaf adds to a device, if all of its places are on one device."""
-    shape = np.shape(leaf)
-    try:
-        return sum(math.prod(sharding.shard_shape(shape)) for sharding in shardings) * _dtype(leaf).itemsize
-    except ValueError as error:
-        raise ValueError(f"reshard: leaf {path} of shape {shape} does not fit its sharding. {error}") from error
-
-
-def _budget(mpmd_mesh: MpmdMesh, threshold: int | None) -> int:
-    """Return the given threshold or a default, in bytes for one device."""
-    if threshold is not None:
-        if threshold <= 0:
-            raise ValueError(f"reshard: threshold={threshold} bytes leave no room; pass a positive number, or None.")
-        return threshold
-    own = [device for device in mpmd_mesh.jax_mesh.devices.flat if device.process_index == jax.process_index()]
-    free = [found for device in own if device.platform != "cpu" and (found := free_bytes(device)) is not None]
-    return max(min(free) // 3, 1) if free else _DEFAULT_THRESHOLD
-
-
-def _groups(costs: Sequence[int], budget: int) -> Iterable[list[int]]:
-    """Cut indices, in order, into groups of at most `budget` bytes; a larger leaf stays alone."""
-    group: list[int] = []
-    for index, cost in enumerate(costs):
-        if group and cost + sum(costs[i] for i in group) > budget:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
-
-
 def _run(
     function: str,
     mpmd_mesh: MpmdMesh,
     paths: list[str],
     leaves: list[Any],
     places: Sequence[Sequence[Sharding]],
-    threshold: int | None,
     *,
     donate: bool,
 ) -> list[list[jax.Array | None]]:
-    """Copy each leaf to its places, group by group; with `donate`, a source is deleted after its last use as a leaf.
+    """Copy each leaf to its places; with `donate`, a source is deleted after its last use as a leaf.
 
     Returns:
       The copies of each leaf; None at a place without devices of this process.
     """
+    for path, leaf, shardings in zip(paths, leaves, places, strict=True):
+        _check_fits(path, np.shape(leaf), shardings)
     several = mpmd_mesh.jax_mesh.is_multi_process
-    call = next(_calls) if several else 0
-    costs = [_cost(*each) for each in zip(paths, leaves, places, strict=True)]
+    call = f"{function}-{next(_calls)}" if several else ""
     results: list[list[jax.Array | None]] = []
     last_use = {id(leaf): index for index, leaf in enumerate(leaves)}
-    for group in _groups(costs, _budget(mpmd_mesh, threshold)):
-        if several:
-            copies = [_to_processes(f"{function}-{call}", i, paths[i], leaves[i], places[i]) for i in group]
+    for index, leaf in enumerate(leaves):
+        if several and _is_shared(leaf):
+            copies = _to_processes(call, index, paths[index], leaf, places[index])
         else:
-            sources = [(_source(leaves[i]), place) for i in group for place in places[i]]
-            made = iter(copy_arrays([source for source, _ in sources], [place for _, place in sources]))
-            copies = [[next(made, None) for _ in places[i]] for i in group]
-        results += copies
-        # Wait for this group: until then, its sources' memory is not free for the results of the next group.
+            # In one process any replica will do: all are equal.
+            source = jnp.asarray(leaf) if isinstance(leaf, MpmdArray) else leaf
+            copies = [place(source, to, may_alias=False) if to.addressable_devices else None for to in places[index]]
+        results.append(copies)
+        # Until this leaf is moved, its source's memory is not free for the next one.
         with errors_naming_failed_process():
             jax.block_until_ready(copies)
-        for index in group:
-            leaf = leaves[index]
-            if donate and last_use[id(leaf)] == index and isinstance(leaf, (jax.Array, MpmdArray)):
-                leaf.delete()
+        if donate and last_use[id(leaf)] == index and isinstance(leaf, (jax.Array, MpmdArray)):
+            leaf.delete()
     return results
 
 
-def _source(leaf: Any) -> Any:
-    if isinstance(leaf, MpmdArray):
-        return jnp.asarray(leaf)  # any replica will do: all are equal
-    # On CPU, JAX may take the memory of a NumPy array as its own, and the user may write to it.
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+def _check_fits(path: str, shape: tuple[int, ...], shardings: Sequence[Sharding]) -> None:
+    try:
+        for sharding in shardings:
+            sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"reshard: leaf {path} of shape {shape} does not fit its sharding. {error}") from error
+
+
+def _is_shared(leaf: Any) -> bool:
+    """Return whether a leaf is one array of all processes; each process passes any other value itself, the same one."""
+    return isinstance(leaf, MpmdArray) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 
 def _to_processes(call: str, number: int, path: str, leaf: Any, places: Sequence[Sharding]) -> list[jax.Array | None]:
-    """Copy a leaf to its places, from the processes that have it; every process passes the same host value itself."""
+    """Copy a leaf to its places, from the processes that have it."""
     array = leaf.as_jax_array() if isinstance(leaf, MpmdArray) else leaf
-    if not isinstance(leaf, MpmdArray) and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
-        return [place(leaf, to, may_alias=False) if to.addressable_devices else None for to in places]
     owners = {device.process_index for device in array.sharding.device_set}
     if not isinstance(leaf, MpmdArray) and len(owners) == 1:
         raise ValueError(

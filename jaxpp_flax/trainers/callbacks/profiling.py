@@ -16,9 +16,8 @@ __all__ = ["Profile"]
 class Profile(Callback):
     """Writes an XLA trace of some steps, for Perfetto (`*.trace.json.gz`), TensorBoard and xprof (`*.xplane.pb`).
 
-    The host's lanes show each dispatched task, such as `fwd_1 microbatch 3`, with its rank, stage and blocks. The
-    devices' operations carry the names of the blocks and of `jax.named_scope`; tasks with equal code share one
-    executable, and then have the names of the first one. Tasks are named only during a profile.
+    The devices' lanes show each task, such as `jit_fwd_1`. Its operations carry the names of the blocks and of
+    `jax.named_scope`; tasks with equal code share one executable, and then have the names of the first one.
 
     With several processes, each one writes a trace of its own devices, in a folder `process_0`, `process_1`, ...
 

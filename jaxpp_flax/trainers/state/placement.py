@@ -151,13 +151,8 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = Tr
 
 def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donate: bool) -> list[Any]:
     """Move leaves to their targets, so that no rank ever holds much more than before or after."""
-    if not leaves:
-        return []
     order = balanced_order(leaves, targets) if donate else range(len(leaves))
-    threshold = max(map(_nbytes, leaves)) if donate else 0  # so one group adds one leaf to a device
-    placed = spmd_to_mpmd_reshard(
-        mesh, [leaves[i] for i in order], [targets[i] for i in order], threshold or None, donate=donate
-    )
+    placed = spmd_to_mpmd_reshard(mesh, [leaves[i] for i in order], [targets[i] for i in order], donate=donate)
     found = dict(zip(order, placed, strict=True))
     return [found[i] for i in range(len(leaves))]
 

@@ -138,7 +138,7 @@ class TestDonation:
     def test_sources_go_by_default_even_where_one_is_passed_twice(self):
         mesh = make_mesh()
         x = on(mesh, P("fsdp"), np.arange(8.0, dtype=np.float32))
-        a, b = spmd_to_mpmd_reshard(mesh, [x, x], MpmdSharding(mesh, {0}, P("fsdp")), threshold=1)
+        a, b = spmd_to_mpmd_reshard(mesh, [x, x], MpmdSharding(mesh, {0}, P("fsdp")))
         assert x.is_deleted()
         np.testing.assert_array_equal(a, np.arange(8.0))
         np.testing.assert_array_equal(b, np.arange(8.0))
@@ -153,47 +153,24 @@ class TestDonation:
         np.testing.assert_array_equal(back, np.arange(8.0))
 
 
-class TestBudget:
-    def test_groups_bound_what_any_device_gets(self):
-        assert list(reshard._groups([6, 4, 1, 50, 1, 10], 10)) == [[0, 1], [2], [3], [4], [5]]
-        assert list(reshard._groups([6, 4, 1, 50], 1000)) == [[0, 1, 2, 3]]
-        assert list(reshard._groups([], 10)) == []
-
-    @pytest.mark.parametrize("threshold", [1, 33, 200, None])
-    def test_any_threshold_gives_the_same(self, threshold: int | None, monkeypatch: pytest.MonkeyPatch):
-        groups: list[int] = []
-        copy = reshard.copy_arrays
-        monkeypatch.setattr(reshard, "copy_arrays", lambda xs, to: groups.append(len(xs)) or copy(xs, to))
-        mesh = make_mesh()
-        there = spmd_to_mpmd_reshard(mesh, on(mesh, P(), values()), targets(mesh), threshold=threshold)
-        assert sum(groups) == 7  # one leaf goes to both ranks
-        assert (len(groups) > 1) == (threshold is not None and threshold < 100)
-        assert_same(mpmd_to_spmd_reshard(mesh, there, NamedSharding(mesh.jax_mesh, P()), threshold), values())
-
-    def test_live_memory_stays_within_the_budget(self, monkeypatch: pytest.MonkeyPatch):
+class TestMemory:
+    def test_no_more_than_one_leaf_is_in_memory_twice(self, monkeypatch: pytest.MonkeyPatch):
         mesh = make_mesh()
         leaves = [on(mesh, P("fsdp"), np.full(1024, i, np.float32)) for i in range(16)]
         before = sum(leaf.nbytes for leaf in leaves)
         peak: list[int] = []
-        copy = reshard.copy_arrays
+        made: list[int] = []
+        copy = reshard.place
 
-        def watched(xs: list[Any], to: list[Any]) -> list[Any]:
-            results = copy(xs, to)
-            alive = [leaf.nbytes for leaf in leaves if not leaf.is_deleted()]
-            peak.append(sum(alive) + sum(r.nbytes for r in results) + made[0])
-            made[0] += sum(r.nbytes for r in results)
-            return results
+        def watched(value: jax.Array, to: Any, *, may_alias: bool) -> jax.Array:
+            result = copy(value, to, may_alias=may_alias)
+            made.append(result.nbytes)
+            peak.append(sum(leaf.nbytes for leaf in leaves if not leaf.is_deleted()) + sum(made))
+            return result
 
-        made = [0]
-        monkeypatch.setattr(reshard, "copy_arrays", watched)
-        # A shard has 1 KiB, so two leaves of 4 KiB form a group.
-        spmd_to_mpmd_reshard(mesh, leaves, MpmdSharding(mesh, {1}, P("fsdp")), threshold=2048)
-        assert len(peak) == 8
-        assert max(peak) <= before + 2 * 4096
-
-    def test_a_threshold_without_room(self):
-        with pytest.raises(ValueError, match="threshold=0 bytes leave no room"):
-            spmd_to_mpmd_reshard(make_mesh(), {}, {}, threshold=0)
+        monkeypatch.setattr(reshard, "place", watched)
+        spmd_to_mpmd_reshard(mesh, leaves, MpmdSharding(mesh, {1}, P("fsdp")))
+        assert max(peak) == before + 4096
 
 
 class TestErrors:

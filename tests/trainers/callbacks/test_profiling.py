@@ -1,4 +1,4 @@
-"""`Profile` writes a trace of the chosen steps, with the names of tasks, microbatches and layers."""
+"""`Profile` writes a trace of the chosen steps, with the names of tasks and layers."""
 
 from __future__ import annotations
 
@@ -40,15 +40,9 @@ def test_the_trace_names_tasks_and_steps(tmp_path):
     found = events(tmp_path)
     steps = {e["args"]["step_num"] for e in found if e.get("name") == "train"}
     assert steps == {"2", "3"}
-    by_name = {}
-    for event in found:
-        by_name.setdefault(event.get("name"), []).append(event.get("args"))
-    for name in ("fwd_0", "fwd_bwd_1", "bwd_0"):
-        for microbatch in range(2):
-            assert len(by_name[f"{name} microbatch {microbatch}"]) == 2  # once in each step
-    assert "transfer 0 to 1" in by_name
     # The devices' operations tell the task, and the profile holds the scopes of each: see the file for xprof.
-    assert {e["args"]["hlo_module"] for e in found if "hlo_module" in e.get("args", {})} >= {"jit_fwd_0", "jit_bwd_0"}
+    modules = {e["args"]["hlo_module"] for e in found if "hlo_module" in e.get("args", {})}
+    assert modules >= {"jit_fwd_0", "jit_fwd_bwd_1", "jit_bwd_0"}
     (file,) = tmp_path.rglob("*.xplane.pb")
     name = t.compile(m.make_batch(8, 0)).stages[0].blocks[0]
     assert f"jvp({name})".encode() in file.read_bytes()

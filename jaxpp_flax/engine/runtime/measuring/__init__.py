@@ -1,1 +1,0 @@
-"""Measuring a step: the times of its tasks, and their names in a profile."""

@@ -1,0 +1,39 @@
+"""The timeline of a measured step; its numbers are in tests/planning/test_profile.py."""
+
+from __future__ import annotations
+
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.runtime.profile import timeline
+from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.schedules.task import Task, TaskKind
+
+_F = TaskKind.FORWARD
+
+
+def test_work_overlaps_as_it_may():
+    """Two microbatches on two ranks: a task waits for its rank, and for what is sent to it."""
+    first, second = (ProgramTask(f"fwd_{rank}", rank, Graph((), (), ()), stage=rank, kind=_F) for rank in range(2))
+    instructions = (
+        Run(0, 0, 0, (0,), (1,)),
+        Transfer(0, 1, (1,), (2,)),
+        Run(1, 0, 1, (2,), (3,)),
+        Run(0, 1, 0, (0,), (4,)),
+        Transfer(0, 1, (4,), (5,)),
+        Run(1, 1, 1, (5,), (6,)),
+    )
+    program = Program(instructions, (first, second), ({0: 0},), (), {}, 7, 2)
+    # Measured one after the other, by clocks that say the same.
+    lasted = [2.0, 0.5, 3.0, 2.0, 0.5, 3.0]
+    times = {number: (100.0 + 10 * number, 100.0 + 10 * number + seconds) for number, seconds in enumerate(lasted)}
+    found = {(timing.rank, timing.task): (timing.start, timing.end) for timing in timeline(program, times)}
+    assert found == {
+        (0, Task(_F, 0, 0)): (0.0, 2.0),
+        (0, Task(_F, 0, 1)): (2.0, 4.0),
+        (1, Task(_F, 1, 0)): (2.5, 5.5),
+        (1, Task(_F, 1, 1)): (5.5, 8.5),
+    }
+
+
+def test_a_clock_that_is_late_makes_no_time_negative():
+    program = Program((Transfer(0, 1, (0,), (1,)),), (), ({0: 0},), (), {}, 2, 2)
+    assert timeline(program, {0: (5.0, 4.0)}) == []
