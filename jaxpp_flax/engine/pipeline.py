@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.passes.placed import Loop, Placed
+from jaxpp_flax.engine.passes.loop.loop import Loop
+from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
@@ -31,7 +31,7 @@ class Built:
     @property
     def loops(self) -> tuple[Loop, ...]:
         """The loops of the step in program order."""
-        return tuple(node for node in self.placed.nodes if isinstance(node, Loop))
+        return tuple(self.placed.loop_of.values())
 
 
 def build(
@@ -52,7 +52,7 @@ def build(
     position = {value: i - len(graph.inputs) for i, value in enumerate(graph.inputs)}
     arguments = {value: (position[value], spec) for value, spec in zip(graph.inputs, specs, strict=True)}
 
-    def choose_cuts(loop: OpenLoop) -> Sequence[int]:
+    def choose_cuts(loop: Loop) -> Sequence[int]:
         return policy(Marks(_blocks(loop, arguments, shards)), loop.schedule.num_stages)
 
     settings = Settings(
@@ -68,7 +68,7 @@ def build(
     return Built(made["liveness"], made["place"], settings)
 
 
-def _blocks(loop: OpenLoop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:
+def _blocks(loop: Loop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:
     """Make a loop's blocks for a policy; `arguments` gives the place of each argument of the step and its spec."""
     outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
     outer.update({value: gather.parameter for value, gather in loop.gathered.items()})

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
 from jaxpp_flax.engine.blocks import residuals_of
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Program, Run
@@ -99,8 +99,9 @@ def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[St
 
 def _blocks(loop: Loop) -> list[tuple[str, ...]]:
     """Return the names of each stage's blocks."""
-    names, starts = segment_names(loop.marks), [0, *(cut + 1 for cut in loop.cuts)]
-    ends = [*starts[1:], len(loop.marks)]
+    marks = loop.body.marks
+    names, starts = segment_names(marks), [0, *(cut + 1 for cut in loop.cuts)]
+    ends = [*starts[1:], len(marks)]
     return [names[start:end] or names[-1:] for start, end in zip(starts, ends, strict=True)]  # the last mark may cut
 
 

@@ -11,8 +11,9 @@ from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
-from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
+from jaxpp_flax.engine.passes.loop.open_loops import open_loops
 from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.normalise_results import normalise_results
 from jaxpp_flax.engine.passes.place import place
@@ -62,7 +63,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "label",
-        lambda step, _: step.each(OpenLoop.labelled),
+        lambda step, _: step.each(Loop.labelled),
         requires="chosen cuts",
         ensures="every equation has a phase no earlier than its operands: S forward, S backward; or every task has it",
     ),

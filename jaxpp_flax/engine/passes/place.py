@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
-from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
-from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.error_codes import documented
@@ -34,9 +34,7 @@ class PlacementWarning(UserWarning):
     """Work outside the loop mixes large values of several ranks."""
 
 
-def place(
-    step: Lowered, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})
-) -> Placed:
+def place(step: Step, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})) -> Placed:
     """Choose the ranks of each outer equation.
 
     Args:
@@ -44,12 +42,12 @@ def place(
       result_ranks: with several processes: the owners of each rank, and the results that all processes get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
     """
-    outputs = step.outputs
+    inputs, outputs = step.graph.inputs, step.graph.outputs
     placer = _Placer(step, idle_ranks)
     placer.locate()
     # If a result updates an argument that several ranks hold, all of them get the new value.
     placer.demand([frozenset()] * len(outputs))
-    wanted = [frozenset(() if k is None else placer.need[step.inputs[k]]) for k in step.updated]
+    wanted = [frozenset(() if k is None else placer.need[inputs[k]]) for k in step.updated]
     for_all = [False] * len(outputs)
     if result_ranks is not None:
         for_all = [result_ranks.is_for_all(i, atom, wanted[i]) for i, atom in enumerate(outputs)]
@@ -58,14 +56,14 @@ def place(
                 wanted[i] = result_ranks.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
     placer.demand(wanted)
     need = {value: frozenset(ranks) for value, ranks in placer.need.items()}
-    return Placed(tuple(placer.nodes), step.inputs, outputs, placer.native, need, tuple(for_all))
+    return Placed(tuple(placer.equations), step.loop_of, inputs, outputs, placer.native, need, tuple(for_all))
 
 
 class _Placer:
-    def __init__(self, step: Lowered, idle_ranks: frozenset[int]) -> None:
+    def __init__(self, step: Step, idle_ranks: frozenset[int]) -> None:
         self.idle_ranks = idle_ranks
-        self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
-        self.nodes: Sequence[Equation | Loop] = step.nodes
+        self.inputs, self.outputs, self.sums = step.graph.inputs, step.graph.outputs, step.sums
+        self.equations, self.loop_of = step.graph.equations, step.loop_of
         self.arguments, self.results = set(self.inputs), set(values(self.outputs))
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}
@@ -77,26 +75,26 @@ class _Placer:
     # The ranks that can compute a value.
 
     def locate(self) -> None:
-        wanted = _wanted_by_loops(self.nodes)
+        wanted = _wanted_by_loops(self.equations, self.loop_of)
         self.location = {value: frozenset(wanted[value]) if wanted.get(value) else None for value in self.inputs}
         self.idle = {value for value, at in self.location.items() if at is None}
-        pending, nodes = list(reversed(self.nodes)), list[Equation | Loop]()
+        pending, found = list(reversed(self.equations)), list[Equation]()
         while pending:
-            node = pending.pop()
-            if isinstance(node, Loop):
-                self.location.update(node.homes)
-                nodes.append(node)
+            equation = pending.pop()
+            if (loop := self.loop_of.get(equation)) is not None:
+                self.location.update(loop.homes)
+                found.append(equation)
                 continue
-            demanded = frozenset(r for v in node.outputs for r in wanted.get(v, ()))
-            if not demanded and is_condition(node) and self._mixes(node):
-                pending.extend(reversed(select_between_branches(node)))
+            demanded = frozenset(r for v in equation.outputs for r in wanted.get(v, ()))
+            if not demanded and is_condition(equation) and self._mixes(equation):
+                pending.extend(reversed(select_between_branches(equation)))
                 continue
-            location = demanded or self._locate_equation(node)
-            self.location.update(dict.fromkeys(node.outputs, location))
-            if location is None and not node.effects and self.idle.issuperset(values(node.inputs)):
-                self.idle.update(v for v in node.outputs if not self._is_made_once(v))
-            nodes.append(as_copy(node) if node.primitive is place_with_p else node)
-        self.nodes = nodes
+            location = demanded or self._locate_equation(equation)
+            self.location.update(dict.fromkeys(equation.outputs, location))
+            if location is None and not equation.effects and self.idle.issuperset(values(equation.inputs)):
+                self.idle.update(v for v in equation.outputs if not self._is_made_once(v))
+            found.append(as_copy(equation) if equation.primitive is place_with_p else equation)
+        self.equations = tuple(found)
         _warn(self.mixed)
 
     def _anchors(self, equation: Equation) -> list[tuple[Value, frozenset[int]]]:
@@ -138,16 +136,16 @@ class _Placer:
         for atom, wanted in zip(self.outputs, extra, strict=True):
             if isinstance(atom, Value):
                 self.need[atom] |= wanted or self.default_ranks(atom)
-        for node in reversed(self.nodes):
-            if isinstance(node, Loop):
-                for value, readers in node.inputs():
+        for equation in reversed(self.equations):
+            if (loop := self.loop_of.get(equation)) is not None:
+                for value, readers in loop.inputs():
                     self.need[value] |= readers
                 continue
-            ranks = {rank for value in node.outputs for rank in self._native_ranks(value)}
-            if not ranks and node.effects:
-                ranks = {min((rank for _, at in self._anchors(node) for rank in at), default=0)}
-            self.native[node] = frozenset(ranks)
-            for value in values(node.inputs):
+            ranks = {rank for value in equation.outputs for rank in self._native_ranks(value)}
+            if not ranks and equation.effects:
+                ranks = {min((rank for _, at in self._anchors(equation) for rank in at), default=0)}
+            self.native[equation] = frozenset(ranks)
+            for value in values(equation.inputs):
                 self.need[value] |= ranks
 
     def _native_ranks(self, value: Value) -> set[int]:
@@ -168,19 +166,19 @@ class _Placer:
         return set(location) if value in self.arguments else {min(location)}
 
 
-def _wanted_by_loops(nodes: Sequence[Equation | Loop]) -> Mapping[Value, set[int]]:
+def _wanted_by_loops(equations: Sequence[Equation], loop_of: Mapping[Equation, Loop]) -> Mapping[Value, set[int]]:
     """Find the ranks whose tasks read a value that no loop made, going backwards through the equations."""
     after_loop: set[Value] = set()
-    for node in nodes:
-        if isinstance(node, Loop) or any(a in after_loop for a in node.inputs):
-            after_loop.update(node.outputs)
+    for equation in equations:
+        if equation in loop_of or any(a in after_loop for a in equation.inputs):
+            after_loop.update(equation.outputs)
     wanted: dict[Value, set[int]] = {}
-    for node in reversed(nodes):
-        if isinstance(node, Loop):
-            reads = list(node.inputs())
+    for equation in reversed(equations):
+        if (loop := loop_of.get(equation)) is not None:
+            reads = list(loop.inputs())
         else:
-            ranks = {r for v in node.outputs for r in wanted.get(v, ())}
-            reads = [(value, ranks) for value in values(node.inputs)]
+            ranks = {r for v in equation.outputs for r in wanted.get(v, ())}
+            reads = [(value, ranks) for value in values(equation.inputs)]
         for value, ranks in reads:
             if value not in after_loop:
                 wanted.setdefault(value, set()).update(ranks)

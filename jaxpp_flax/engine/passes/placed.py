@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, values
-from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["Loop", "Placed", "ResultRanks"]
+__all__ = ["Placed", "ResultRanks"]
 
 
 _SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
@@ -59,114 +55,53 @@ class ResultRanks:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
-    """A pipelined loop among the outer equations: outer atoms in, outer values out.
-
-    For each accumulator, `batch_dims` gives its dimension over the shards of the batch and the mesh axes of that
-    dimension (see `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or
-    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut.
-    """
-
-    partition: Partition
-    schedule: Schedule
-    length: int
-    operands: tuple[Value, ...]
-    carry_init: tuple[Value, ...]
-    carry_results: tuple[Value, ...]
-    accumulator_results: tuple[Value, ...]
-    batch_dims: tuple[Any, ...]
-    like: tuple[int | None, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    cuts: tuple[int, ...] = ()
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return (*self.carry_results, *self.accumulator_results)
-
-    def rank_of_task(self, task: int) -> int:
-        return self.schedule.rank_of(self.partition.tasks[task].stage)
-
-    @cached_property
-    def readers(self) -> dict[Value, set[int]]:
-        """The ranks whose tasks read each value."""
-        readers: dict[Value, set[int]] = {}
-        for index, task in enumerate(self.partition.tasks):
-            for value in task.graph.inputs:
-                readers.setdefault(value, set()).add(self.rank_of_task(index))
-        return readers
-
-    def inputs(self) -> Iterable[tuple[Value, set[int]]]:
-        """Yield each outer operand with the ranks that read it."""
-        for operand, value in zip(self.operands, self.partition.operands, strict=True):
-            yield operand, self.readers.get(value, set())
-        for leaf, initial in enumerate(self.carry_init):
-            owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
-            states = {c.state for c in self.partition.carries if c.leaf == leaf}
-            yield initial, owners.union(*(self.readers.get(s, set()) for s in states))
-
-    @cached_property
-    def homes(self) -> dict[Value, frozenset[int]]:
-        """The ranks on which each outer result is made."""
-        homes = {
-            value: frozenset({self.rank_of_task(a.task)})
-            for value, a in zip(self.accumulator_results, self.partition.accumulators, strict=True)
-        }
-        for leaf, value in enumerate(self.carry_results):
-            homes[value] = frozenset(self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf)
-        return homes
-
-    def as_text(self) -> str:
-        like = ", ".join("nothing" if at is None else f"argument {at}" for at in self.like)
-        return f"loop over {self.length} microbatches: {type(self.schedule).__name__}; its accumulators update {like}"
-
-
-@dataclass(frozen=True, eq=False)
 class Placed:
     """A step with the ranks of its work: `native` of each equation, and in `need` those that read each value.
 
-    `for_all` marks the results that every process gets.
+    `loop_of` has the loop of each equation that is one. `for_all` marks the results that every process gets.
     """
 
-    nodes: tuple[Equation | Loop, ...]
+    equations: tuple[Equation, ...]
+    loop_of: Mapping[Equation, Loop]
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     native: Mapping[Equation, frozenset[int]]
     need: Mapping[Value, frozenset[int]]
     for_all: tuple[bool, ...]
 
-    def reads(self, node: Equation | Loop) -> list[tuple[Value, int]]:
-        """Return what an equation or a loop reads: the values, each with a rank that reads it."""
-        if isinstance(node, Loop):
-            return [(value, rank) for value, ranks in node.inputs() for rank in ranks]
-        return [(value, rank) for rank in self.native[node] for value in values(node.inputs)]
+    def reads(self, equation: Equation) -> list[tuple[Value, int]]:
+        """Return what an equation reads: the values, each with a rank that reads it."""
+        if (loop := self.loop_of.get(equation)) is not None:
+            return [(value, rank) for value, ranks in loop.inputs() for rank in ranks]
+        return [(value, rank) for rank in self.native[equation] for value in values(equation.inputs)]
 
-    def makes(self, node: Equation | Loop) -> dict[Value, frozenset[int]]:
-        """Return what an equation or a loop makes: the values, each with the ranks on which it is made."""
-        return node.homes if isinstance(node, Loop) else dict.fromkeys(node.outputs, self.native[node])
+    def makes(self, equation: Equation) -> dict[Value, frozenset[int]]:
+        """Return what an equation makes: the values, each with the ranks on which it is made."""
+        loop = self.loop_of.get(equation)
+        return loop.homes if loop is not None else dict.fromkeys(equation.outputs, self.native[equation])
 
-    def sent(self, node: Equation | Loop) -> Iterator[tuple[Value, int, int]]:
-        """Yield the values of an equation or a loop that other ranks read, each with its source and a target."""
-        for value, ranks in self.makes(node).items():
+    def sent(self, equation: Equation) -> Iterator[tuple[Value, int, int]]:
+        """Yield the values of an equation that other ranks read, each with its source and a target."""
+        for value, ranks in self.makes(equation).items():
             for target in sorted(self.need[value] - ranks):
                 yield value, min(ranks), target
 
     def verify(self) -> None:
         """Check that every rank has each value before it reads the value."""
         have = {(value, rank) for value in self.inputs for rank in self.need[value]}
-        for node in self.nodes:
-            if not have.issuperset(self.reads(node)):
-                what = "a loop" if isinstance(node, Loop) else f"`{node.name}` at {node.where}"
-                raise VerificationError(f"{what} reads what a rank does not have")
-            have.update((value, rank) for value, ranks in self.makes(node).items() for rank in ranks)
-            have.update((value, target) for value, _, target in self.sent(node))
+        for equation in self.equations:
+            if not have.issuperset(self.reads(equation)):
+                raise VerificationError(f"`{equation.name}` at {equation.where} reads what a rank does not have")
+            have.update((value, rank) for value, ranks in self.makes(equation).items() for rank in ranks)
+            have.update((value, target) for value, _, target in self.sent(equation))
 
     def as_text(self) -> str:
         lines: list[str] = []
-        for node in self.nodes:
-            if isinstance(node, Loop):
-                lines.append(node.as_text())
-            elif ranks := sorted(self.native[node]):
-                made = ", ".join(value.aval.str_short() for value in node.outputs)
-                lines.append(f"ranks {ranks}: {node.name} makes {made} at {node.where}")
-            lines += [f"move {v.aval.str_short()} from rank {at} to rank {to}" for v, at, to in self.sent(node)]
+        for equation in self.equations:
+            if (loop := self.loop_of.get(equation)) is not None:
+                lines.append(loop.headline())
+            elif ranks := sorted(self.native[equation]):
+                made = ", ".join(value.aval.str_short() for value in equation.outputs)
+                lines.append(f"ranks {ranks}: {equation.name} makes {made} at {equation.where}")
+            lines += [f"move {v.aval.str_short()} from rank {at} to rank {to}" for v, at, to in self.sent(equation)]
         return "\n".join(lines)

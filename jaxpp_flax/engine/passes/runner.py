@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
-from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -39,7 +39,7 @@ class Settings:
     """
 
     num_ranks: int
-    choose_cuts: Callable[[OpenLoop], Sequence[int]]
+    choose_cuts: Callable[[Loop], Sequence[int]]
     donated: Sequence[bool]
     specs: Sequence[PartitionSpec]
     shards: ShardCounts

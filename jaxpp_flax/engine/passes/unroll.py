@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
-from jaxpp_flax.engine.passes.placed import Loop, Placed
+from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, values
@@ -35,7 +36,7 @@ def _scheduled(loop: Loop) -> list[tuple[int, int]]:
         for number in found if task.kind is _B else found[:1]:
             order.append((number, task.microbatch))
 
-    for rank, task in merge_order(loop.schedule.tasks(loop.length)):
+    for rank, task in merge_order(loop.schedule.tasks(loop.body.length)):
         home = loop.schedule.rank_of(task.stage)
         if rank != home:
             raise ScheduleError(
@@ -59,11 +60,11 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
         ran[task].append(microbatch)
     in_order = {c.task for c in loop.partition.carries} | {a.task for a in loop.partition.accumulators if a.ordered}
     for index, (task, microbatches) in enumerate(zip(tasks, ran, strict=True)):
-        if sorted(microbatches) != [*range(loop.length)]:
+        if sorted(microbatches) != [*range(loop.body.length)]:
             raise ScheduleError(
                 f"{name} runs {task.name} for the microbatches {microbatches[:8]}; each task of the step must run "
-                f"exactly once for each of its {loop.length} microbatches. `jaxpp_flax.schedules.validate` checks a "
-                "schedule without a model."
+                f"exactly once for each of its {loop.body.length} microbatches. `jaxpp_flax.schedules.validate` checks "
+                "a schedule without a model."
             )
         if index in in_order and microbatches != sorted(microbatches):
             raise ScheduleError(
@@ -93,7 +94,7 @@ class _LoopUnroller:
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
         self.of_the_loop = {*self.part.operands, *self.accumulated.values()}
         self.shared: dict[tuple[Value, int], int] = {}
-        self.own: list[dict[tuple[Value, int], int]] = [{} for _ in range(loop.length + 1)]
+        self.own: list[dict[tuple[Value, int], int]] = [{} for _ in range(loop.body.length + 1)]
         self.carries = [self._carries_read(task) for task in self.part.tasks]
         self.carried: dict[Value, set[int]] = {  # the ranks that read each next value of the carry
             c.result: {self.rank[i] for i, read in enumerate(self.carries) if c.result in read.values()}
@@ -112,7 +113,7 @@ class _LoopUnroller:
 
     def run(self) -> None:
         at = self.builder.at
-        for operand, edge in zip(self.loop.operands, self.part.operands, strict=True):
+        for operand, edge in zip(values(self.loop.constants), self.part.operands, strict=True):
             self.shared.update({(edge, rank): at[operand, rank] for rank in self.loop.readers.get(edge, ())})
         self._initial_accumulators()
         for carry in self.part.carries:
@@ -121,7 +122,7 @@ class _LoopUnroller:
         numbers = [self.builder.task(self._program_task(i)) for i in range(len(self.part.tasks))]
         for task, microbatch in _scheduled(self.loop):
             self._run_task(task, numbers[task], microbatch)
-        for edge, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
+        for edge, accumulator in zip(self.loop.results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
             at[edge, rank] = self.shared[accumulator.state, rank]
         for carry in self.part.carries:
@@ -135,7 +136,10 @@ class _LoopUnroller:
         for rank, members in by_rank.items():
             graphs = [self.part.accumulators[k].init for k in members]
             graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
-            batch_dims, like = (tuple(of[k] for k in members) for of in (self.loop.batch_dims, self.loop.like))
+            batch_dims, like = (
+                tuple(self.loop.batch_dims[k] for k in members),
+                tuple(self.loop.like[k] for k in members),
+            )
             task = ProgramTask(f"{self.name}init_{rank}", rank, graph, batch_dims=batch_dims, like=like)
             made = self.builder.run(self.builder.task(task), ())
             self.shared.update(
@@ -165,7 +169,7 @@ class _LoopUnroller:
 
         made = self.builder.run(number, [value_of(edge) for edge in graph.inputs], microbatch)
         self._keep(own, edges, made, rank)
-        for target, positions in self.sends(index, microbatch + 1 == self.loop.length).items():
+        for target, positions in self.sends(index, microbatch + 1 == self.loop.body.length).items():
             received = self.builder.transfer(rank, target, [made[position] for position in positions])
             self._keep(own, [edges[position] for position in positions], received, target)
 
@@ -228,21 +232,22 @@ class _Rounds:
             for rank in placed.need[value]:
                 self.read[rank].add(value)
         ready: dict[tuple[Value, int], int] = {}  # the first round that can read a value on a rank
-        for node in placed.nodes:
-            rounds = dict[int, int]()
-            if isinstance(node, Loop):
-                at = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in placed.reads(node))])
-                self.loops[at] = node
-                for value, rank in placed.reads(node):
+        for equation in placed.equations:
+            rounds, loop = dict[int, int](), placed.loop_of.get(equation)
+            if loop is not None:
+                reads = placed.reads(equation)
+                at = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in reads)])
+                self.loops[at] = loop
+                for value, rank in reads:
                     self.read[rank].add(value)
-                rounds = dict.fromkeys(frozenset[int]().union(*node.homes.values()), at)
+                rounds = dict.fromkeys(frozenset[int]().union(*loop.homes.values()), at)
             else:
-                for rank in placed.native[node]:
-                    rounds[rank] = max((ready.get((v, rank), 0) for v in values(node.inputs)), default=0)
-                    self.work.setdefault(rank, {})[node] = rounds[rank]
-            for value, ranks in placed.makes(node).items():
-                ready.update({(value, rank): rounds[rank] + isinstance(node, Loop) for rank in ranks})
-            for value, source, target in placed.sent(node):
+                for rank in placed.native[equation]:
+                    rounds[rank] = max((ready.get((v, rank), 0) for v in values(equation.inputs)), default=0)
+                    self.work.setdefault(rank, {})[equation] = rounds[rank]
+            for value, ranks in placed.makes(equation).items():
+                ready.update({(value, rank): rounds[rank] + (loop is not None) for rank in ranks})
+            for value, source, target in placed.sent(equation):
                 self.moves.setdefault(rounds[source], {}).setdefault((source, target), []).append(value)
                 self.read[source].add(value)
                 ready[value, target] = rounds[source] + 1

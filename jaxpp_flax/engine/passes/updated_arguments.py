@@ -15,99 +15,91 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
-from jaxpp_flax.engine.passes.placed import Loop
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.tracing.treduce import treduce_p
 
-__all__ = ["Position", "arguments_of_sums", "updated_arguments"]
+__all__ = ["arguments_of_sums", "updated_arguments"]
 
-Position: TypeAlias = "int | None"
-"""The position of an argument among the step's inputs."""
+# The position of an argument among the step's inputs.
+_Position: TypeAlias = "int | None"
 
 
 def updated_arguments(
-    nodes: Sequence[Equation | Loop], inputs: Sequence[Value], outputs: Sequence[Atom], sums: Collection[Equation]
-) -> tuple[tuple[Position, ...], dict[Loop, tuple[Position, ...]]]:
+    step: Graph, sums: Collection[Equation], loops: Mapping[Equation, Sequence[BatchDim | None]]
+) -> tuple[tuple[_Position, ...], dict[Equation, tuple[_Position, ...]]]:
     """Return the argument of each output, and for each loop those of its accumulators; None where there is none.
 
     Args:
-      nodes: the step's equations and loops.
-      inputs: the step's arguments.
-      outputs: the step's results.
+      step: the step, with loops that return their accumulators.
       sums: the equations that add up the parts of an accumulated result.
+      loops: for each loop, the dimension of each accumulator over the shards of the batch, or None.
     """
-    edges = list(_edges(nodes, sums))
-    arguments = _nearest(edges, [(0, k, value) for k, value in enumerate(inputs)])
-    of_outputs: list[Position] = []
-    for atom in outputs:
+    edges = list(_edges(step.equations, sums))
+    arguments = _nearest(edges, [(0, k, value) for k, value in enumerate(step.inputs)])
+    of_outputs: list[_Position] = []
+    for atom in step.outputs:
         found = arguments[atom].get(_type(atom)) if isinstance(atom, Value) and atom in arguments else None
         of_outputs.append(None if found is None else found[1])
 
-    backwards = _reversed(edges)
-    renewed = [(k, v) for k, v in zip(of_outputs, outputs, strict=True) if k is not None and isinstance(v, Value)]
-
-    def of_loop(loop: Loop) -> tuple[Position, ...]:
-        read = {min(arguments[v].values())[1] for v in loop.operands if arguments.get(v)}
-        far = len(edges)  # further than any other
-        results = _nearest(backwards, [(0 if k in read else far, k, v) for k, v in renewed])
-        found: list[Position] = []
-        for value, batch_dim in zip(loop.accumulator_results, loop.batch_dims, strict=True):
+    def of_loop(loop: Equation, batch_dims: Sequence[BatchDim | None]) -> tuple[_Position, ...]:
+        constants = values(loop.inputs[: loop.params["num_consts"]])
+        read = {min(arguments[v].values())[1] for v in constants if arguments.get(v)}
+        results, found = _renewed(step, edges, of_outputs, read), list[_Position]()
+        for value, batch_dim in zip(loop.outputs[loop.params["num_carry"] :], batch_dims, strict=True):
             shape = list(value.aval.shape)
             if batch_dim is not None:
                 del shape[batch_dim[0]]
             found.append(_of_shape(results.get(value, {}), tuple(shape)))
         return tuple(found)
 
-    return tuple(of_outputs), {node: of_loop(node) for node in nodes if isinstance(node, Loop)}
+    return tuple(of_outputs), {loop: of_loop(loop, batch_dims) for loop, batch_dims in loops.items()}
 
 
-def arguments_of_sums(
-    equations: Sequence[Equation],
-    inputs: Sequence[Value],
-    outputs: Sequence[Atom],
-    starts: Iterable[Value],
-    read: Collection[Value],
-) -> dict[Value, int]:
+def arguments_of_sums(step: Graph, starts: Iterable[Value], read: Collection[Value]) -> dict[Value, int]:
     """Return the arguments that sums without a loop update, by the constants with which the sums start.
 
     `read` holds what the work that is summed reads: arguments among it come first, as those that a loop reads.
     """
-    edges = list(_edges(equations, ()))
-    of_outputs, _ = updated_arguments(equations, inputs, outputs, ())
-    renewed = [
-        (0 if inputs[k] in read else len(edges), k, v)
-        for k, v in zip(of_outputs, outputs, strict=True)
-        if k is not None and isinstance(v, Value)
-    ]
-    results = _nearest(_reversed(edges), renewed)
+    of_outputs, _ = updated_arguments(step, (), {})
+    first = {k for k, value in enumerate(step.inputs) if value in read}
+    results = _renewed(step, list(_edges(step.equations, ())), of_outputs, first)
     found = {value: _of_shape(results.get(value, {}), tuple(value.aval.shape)) for value in starts}
     return {value: position for value, position in found.items() if position is not None}
 
 
-def _of_shape(near: Mapping[tuple[Any, Any], tuple[int, int]], shape: tuple[int, ...]) -> Position:
+def _renewed(
+    step: Graph, edges: Sequence[tuple[Value, Value]], of_outputs: Sequence[_Position], read: Collection[int]
+) -> Mapping[Value, dict[tuple[Any, Any], tuple[int, int]]]:
+    """Return for each value the arguments whose new values are computed from it; those that are `read` come first."""
+    far = len(edges)  # further than any other
+    renewed = [(k, v) for k, v in zip(of_outputs, step.outputs, strict=True) if k is not None and isinstance(v, Value)]
+    backwards = [(end, start) for start, end in reversed(edges)]
+    return _nearest(backwards, [(0 if k in read else far, k, v) for k, v in renewed])
+
+
+def _of_shape(near: Mapping[tuple[Any, Any], tuple[int, int]], shape: tuple[int, ...]) -> _Position:
     found = [at for (other, _), at in near.items() if other == shape]
     return min(found)[1] if found else None
 
 
-def _reversed(edges: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
-    return [(end, start) for start, end in reversed(edges)]
-
-
-def _edges(nodes: Iterable[Equation | Loop], sums: Collection[Equation]) -> Iterator[tuple[Value, Value]]:
+def _edges(equations: Iterable[Equation], sums: Collection[Equation]) -> Iterator[tuple[Value, Value]]:
     """Yield operands and results, in program order, where the result may be a new value of the operand."""
-    for node in nodes:
-        if isinstance(node, Loop):
-            yield from zip(node.carry_init, node.carry_results, strict=True)
-        elif is_condition(node):
-            yield from _edges(select_between_branches(node), sums)
+    for equation in equations:
+        if equation.primitive is treduce_p:  # its carry
+            carry = zip(equation.inputs[equation.params["num_consts"] :], equation.outputs, strict=False)
+            yield from ((start, end) for start, end in carry if isinstance(start, Value))
+        elif is_condition(equation):
+            yield from _edges(select_between_branches(equation), sums)
         else:
-            read = values(node.inputs)
-            is_view = len(read) == 1 and (node in sums or not facts_of(node.primitive).is_reduction)
-            yield from ((a, b) for a in read for b in node.outputs if is_view or a.aval.shape == b.aval.shape)
+            read = values(equation.inputs)
+            is_view = len(read) == 1 and (equation in sums or not facts_of(equation.primitive).is_reduction)
+            yield from ((a, b) for a in read for b in equation.outputs if is_view or a.aval.shape == b.aval.shape)
 
 
-def _type(atom: Atom) -> tuple[Any, Any]:
+def _type(atom: Value) -> tuple[Any, Any]:
     return tuple(atom.aval.shape), atom.aval.dtype
 
 

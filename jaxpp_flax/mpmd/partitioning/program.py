@@ -81,7 +81,7 @@ def _like(placed: Placed) -> Mapping[Value, int]:
     starts = [v for node in placed.nodes if not node.inputs for v in node.outputs if v.aval.ndim]
     unnamed = [equation for node in placed.nodes if node.origin is None for equation in node.equations]
     named = {value for node in placed.nodes if node.origin is not None for value in node.inputs}
-    return arguments_of_sums(unnamed, placed.inputs, placed.outputs, starts, named)
+    return arguments_of_sums(Graph(placed.inputs, placed.outputs, tuple(unnamed)), starts, named)
 
 
 def _task(fragment: Fragment, graph: Graph, like: Sequence[int | None]) -> ProgramTask:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.engine.passes.place import PlacementWarning
-from jaxpp_flax.engine.passes.placed import Loop, Placed
+from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step
@@ -35,7 +35,7 @@ def placed(after: Callable[..., Any], *more: Any) -> Placed:
 
 
 def moved(result: Placed) -> list[tuple[tuple[int, ...], int, int]]:
-    return [(tuple(v.aval.shape), source, target) for node in result.nodes for v, source, target in result.sent(node)]
+    return [(tuple(v.aval.shape), source, target) for e in result.equations for v, source, target in result.sent(e)]
 
 
 def at(result: Placed, atoms: Iterable[Atom]) -> list[list[int]]:
@@ -46,9 +46,9 @@ def at(result: Placed, atoms: Iterable[Atom]) -> list[list[int]]:
 def work(result: Placed) -> dict[int, list[str]]:
     """The primitives that each rank runs outside of the loop."""
     ranks: dict[int, list[str]] = {}
-    for node in result.nodes:
-        for rank in () if isinstance(node, Loop) else result.native[node]:
-            ranks.setdefault(rank, []).append(node.name)
+    for equation in result.equations:
+        for rank in result.native.get(equation, ()):
+            ranks.setdefault(rank, []).append(equation.name)
     return ranks
 
 
@@ -166,10 +166,10 @@ def test_verify_finds_what_is_missing():
         return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])
 
     result = placed(clip)
-    (scalar,) = [value for node in result.nodes for value, *_ in result.sent(node)]
+    (scalar,) = [value for e in result.equations for value, *_ in result.sent(e)]
     with pytest.raises(VerificationError, match=r"`div` at .*test_place.py.* reads what a rank does not have"):
         replace(result, need={**result.need, scalar: frozenset({2})}).verify()
-    with pytest.raises(VerificationError, match="a loop reads what a rank does not have"):
+    with pytest.raises(VerificationError, match=r"`treduce` at .* reads what a rank does not have"):
         replace(result, need={**result.need, result.inputs[0]: frozenset({1})}).verify()
 
 
@@ -179,8 +179,8 @@ def test_a_tied_parameter_is_summed_once_and_updated_where_it_is_read():
 
     result = built(sgd_step(Std1F1B(S), tied), S, chain(2), batch_of(3)).placed
     result.verify()
-    (loop,) = [node for node in result.nodes if isinstance(node, Loop)]
-    assert len(loop.accumulator_results) == 1 + 2 * 2 + 2
+    (loop,) = result.loop_of.values()
+    assert len(loop.results) == 1 + 2 * 2 + 2
     assert at(result, result.inputs[:4]) == [[0, 2], [0, 2], [1], [1]]
     assert all(isinstance(a, Value) for a in result.outputs)
     assert at(result, result.outputs[:4]) == [[0, 2], [0, 2], [1], [1]]

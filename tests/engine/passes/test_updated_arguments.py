@@ -23,7 +23,7 @@ def relatives(step: Any, *args: Any) -> dict[tuple[int, ...], list[int | None]]:
     """The argument's position for each accumulator, by shape."""
     (loop,) = built(step, 2, *args).loops
     found: dict[tuple[int, ...], list[int | None]] = {}
-    for value, like in zip(loop.accumulator_results, loop.like, strict=True):
+    for value, like in zip(loop.results, loop.like, strict=True):
         found.setdefault(tuple(value.aval.shape), []).append(like)
     return found
 

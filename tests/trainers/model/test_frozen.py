@@ -31,7 +31,7 @@ def linen_trainer(**options):
 
 def accumulators(compiled):
     """Shapes of what is summed over the microbatches, without loss and metrics."""
-    return [v.aval.shape for v in compiled._built.loops[0].accumulator_results if v.aval.shape]
+    return [v.aval.shape for v in compiled._built.loops[0].results if v.aval.shape]
 
 
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])

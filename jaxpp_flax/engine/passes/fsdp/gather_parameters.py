@@ -21,7 +21,7 @@ from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import follow, warn_of_derived
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
-from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
@@ -29,9 +29,7 @@ from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 __all__ = ["gather_parameters"]
 
 
-def gather_parameters(
-    step: Opened, specs: Sequence[PartitionSpec], shards: ShardCounts, rule: FsdpRule | None
-) -> Opened:
+def gather_parameters(step: Step, specs: Sequence[PartitionSpec], shards: ShardCounts, rule: FsdpRule | None) -> Step:
     """Change the loops of a step; without a rule, nothing changes.
 
     Args:
@@ -62,7 +60,7 @@ def gather_parameters(
     return replace(found, graph=_with_gathers(step, found.loops))
 
 
-def _with_gathers(step: Opened, loops: Sequence[OpenLoop]) -> Graph:
+def _with_gathers(step: Step, loops: Sequence[Loop]) -> Graph:
     """Return the step with changed loops; each gather stands in front of the first loop that reads it."""
     changed = {old.equation: new for old, new in zip(step.loops, loops, strict=True)}
     equations: dict[Equation, None] = {}
@@ -75,13 +73,13 @@ def _with_gathers(step: Opened, loops: Sequence[OpenLoop]) -> Graph:
 
 
 def _gather_in_loop(
-    loop: OpenLoop,
+    loop: Loop,
     spec_of: Mapping[Value, PartitionSpec],
     behind: Mapping[Value, tuple[Value, ...]],
     dims: Mapping[Value, BatchDim],
     gather: Callable[[Value, PartitionSpec], Gather],
     rule: FsdpRule,
-) -> OpenLoop:
+) -> Loop:
     body = loop.flat_body()
     sliced = sliced_by_index(body.equations, body.index)
     operands = {v: a for v, a in zip(body.constants, loop.constants, strict=True) if isinstance(a, Value)}
@@ -173,7 +171,7 @@ def _placed_without(equation: Equation, axes: set[str]) -> Equation:
     return replace(equation, params={**equation.params, facts.placing: NamedSharding(sharding.mesh, spec)})
 
 
-def _nothing_to_gather(step: Opened, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
+def _nothing_to_gather(step: Step, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
     read = [a for loop in step.loops for a in loop.constants if isinstance(a, Value)]
     found = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
     return (

@@ -19,9 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
-from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
-from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
@@ -29,7 +28,7 @@ from jaxpp_flax.engine.tracing.primitives import facts_of
 __all__ = ["scatter_gradients", "scatter_sum"]
 
 
-def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> Lowered:
+def scatter_gradients(step: Step, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> Step:
     """Replace the sums of partial gradients; without a rule, nothing changes.
 
     Args:
@@ -39,24 +38,22 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
     """
     if rule is None:
         return step
-    outer = Graph(step.inputs, step.outputs, tuple(node for node in step.nodes if isinstance(node, Equation)))
-    readers = {v: e for e in outer.equations for v in values(e.inputs)}
-    replaced: dict[Equation | Loop, list[Equation]] = {}
-    for loop in [node for node in step.nodes if isinstance(node, Loop)]:
-        _warn_of_reductions(loop, step.inputs, specs, rule)
-        for value, like, batch_dim in zip(loop.accumulator_results, loop.like, loop.batch_dims, strict=True):
+    graph = step.graph
+    readers = {v: e for e in graph.equations for v in values(e.inputs)}
+    replaced: dict[Equation, list[Equation]] = {}
+    for loop in step.loops:
+        _warn_of_reductions(loop, graph.inputs, specs, rule)
+        for value, like, batch_dim in zip(loop.results, loop.like, loop.batch_dims, strict=True):
             total = readers.get(value)
             if like is None or batch_dim is None or total not in step.sums or total.name != "reduce_sum":
                 continue
             before = accumulator_spec(value.aval, batch_dim, specs[like], ())
-            last = _placing_of(total.outputs[0], outer, readers) or total
-            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, step.inputs[like]):
+            last = _placing_of(total.outputs[0], graph, readers) or total
+            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, graph.inputs[like]):
                 replaced |= {last: [], total: made}
-    nodes: list[Equation | Loop] = []
-    for node in step.nodes:
-        nodes += replaced.get(node, [node])
+    equations = tuple(made for equation in graph.equations for made in replaced.get(equation, [equation]))
     sums = step.sums.difference(replaced).union(*replaced.values())
-    return replace(step, nodes=tuple(nodes), sums=sums)
+    return replace(step, graph=replace(graph, equations=equations), sums=sums)
 
 
 def _warn_of_reductions(loop: Loop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 
 __all__ = ["choose_cuts"]
 
 
-def choose_cuts(step: Opened, choose: Callable[[OpenLoop], Sequence[int]]) -> Opened:
+def choose_cuts(step: Step, choose: Callable[[Loop], Sequence[int]]) -> Step:
     """Ask the cut policy for the marks that cut each loop, beginning with the last one.
 
     Raises:
@@ -23,7 +23,7 @@ def choose_cuts(step: Opened, choose: Callable[[OpenLoop], Sequence[int]]) -> Op
     return replace(step, loops=tuple(_cut(loop, choose) for loop in reversed(step.loops))[::-1])
 
 
-def _cut(loop: OpenLoop, choose: Callable[[OpenLoop], Sequence[int]]) -> OpenLoop:
+def _cut(loop: Loop, choose: Callable[[Loop], Sequence[int]]) -> Loop:
     cuts, stages = tuple(choose(loop)), loop.schedule.num_stages
     legal = len(cuts) == stages - 1 and list(cuts) == sorted({*cuts})
     marks = len(loop.body.marks)

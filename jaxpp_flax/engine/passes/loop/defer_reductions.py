@@ -27,7 +27,7 @@ from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, propagate
 from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
-from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
@@ -36,7 +36,7 @@ from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
 __all__ = ["defer_in_loops", "defer_reductions"]
 
 
-def defer_in_loops(step: Opened, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened:
+def defer_in_loops(step: Step, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Step:
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
     `specs` gives the partition of each input of the step inside a submesh.
@@ -48,8 +48,8 @@ def defer_in_loops(step: Opened, specs: Sequence[PartitionSpec], shards: ShardCo
 
 
 def _defer_in_loop(
-    loop: OpenLoop, spec_of: Mapping[Value, PartitionSpec], dims: Mapping[Value, BatchDim], shards: ShardCounts
-) -> OpenLoop:
+    loop: Loop, spec_of: Mapping[Value, PartitionSpec], dims: Mapping[Value, BatchDim], shards: ShardCounts
+) -> Loop:
     operands = dict(zip(loop.body.constants, loop.constants, strict=True))
     batch = {v: dims[a] for v, a in operands.items() if isinstance(a, Value) and a in dims}
     if not batch:

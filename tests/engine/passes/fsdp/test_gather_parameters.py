@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
-from jaxpp_flax.engine.passes.loop.open_loops import Opened, open_loops
+from jaxpp_flax.engine.passes.loop.loop import Step
+from jaxpp_flax.engine.passes.loop.open_loops import open_loops
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
@@ -33,7 +34,7 @@ def step(params: Any, batch: jax.Array) -> Any:
     return treduce(lambda x: jax.value_and_grad(loss)(halves, x), batch, schedule=GPipe(2))
 
 
-def gathered(specs: dict[str, P], batch: P) -> Opened:
+def gathered(specs: dict[str, P], batch: P) -> Step:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(AXES)).abstract_mesh
     params = {name: jnp.ones((4, 4)) for name in specs}
     graph, _ = from_jaxpr(jax.jit(step).trace(params, jnp.ones((2, 8, 4), jnp.bfloat16)).jaxpr)
