@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import moved
@@ -68,15 +69,21 @@ class MpmdTraced:
             graph, constants = from_jaxpr(self.jaxpr)
             asked_out, donated = wrapped.asked_of_results(out_info), parameters.donated(call)
             in_ranks, out_ranks = ([one.rank for one in of] for of in (self._asked, asked_out))
-            built = build(graph, len(constants), config, in_ranks, out_ranks, donated, keep_unused=wrapped.keep_unused)
-            homes = [config.meshes.unstack[ranks[0]] for ranks in built.placed.arguments[len(constants) :]]
-            in_specs = [
-                one.spec if one.spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
-                for one, leaf, home in zip(self._asked, call.leaves, homes, strict=True)
-            ]
+            built = build(
+                graph, len(constants), config, in_ranks, out_ranks, donated,
+                specs_on=self._specs_on, keep_unused=wrapped.keep_unused,
+            )  # fmt: skip
             out_tree, out_specs = jax.tree.structure(out_info), [one.spec for one in asked_out]
-            types = Signature.of(call, self._structs, in_specs, out_tree, donated, function=self.fun_name)
+            types = Signature.of(call, self._structs, built.in_specs, out_tree, donated, function=self.fun_name)
             return MpmdLowered(built, types, config, out_specs, tuple(constants), wrapped.compiler, out_info)
+
+    def _specs_on(self, ranks: Sequence[int]) -> list[PartitionSpec]:
+        """Return the partition of each argument on the mesh of its rank: as asked for, or its own."""
+        homes = [self._wrapped.mpmd_config.meshes.unstack[rank].axis_names for rank in ranks]
+        return [
+            one.spec if one.spec is not None else canonical(keep_axes(spec_of(leaf), axes.__contains__))
+            for one, leaf, axes in zip(self._asked, self._call.leaves, homes, strict=True)
+        ]
 
 
 class MpmdWrapped:

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import bodies
+from jaxpp_flax.engine.tracing.ir import Equation, bodies
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
-from jaxpp_flax.engine.tracing.rewriting import part_of
 
 __all__ = ["count_flops", "work_of"]
 
@@ -74,7 +73,8 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
 
 
 def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
-    operands, results = part_of(equation, "inputs"), part_of(equation, "outputs")
+    of_ours = isinstance(equation, Equation)
+    operands, results = (equation.inputs, equation.outputs) if of_ours else (equation.invars, equation.outvars)
     return [a.aval for a in operands], [v.aval for v in results]
 
 

@@ -95,7 +95,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "unroll",
-        lambda placed, settings: unroll(placed, settings.num_ranks),
+        lambda placed, settings: unroll(placed, settings.num_ranks, settings.specs),
         requires="a step on ranks",
         ensures="instructions in the schedule's order, over values that are made once. No program outside loops "
         "fetches more than a window from host memory, or one leaf",

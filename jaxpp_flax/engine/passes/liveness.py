@@ -97,8 +97,6 @@ def _in_order(program: Program, pairs: Mapping[int, Mapping[int, int]]) -> Progr
             task,
             graph=replace(task.graph, outputs=ordered(task.graph.outputs)),
             pins=tuple((place[output], source) for output, source in task.pins),
-            batch_dims=ordered(task.batch_dims),
-            like=ordered(task.like),
             out_specs=ordered(task.out_specs),
         )
 

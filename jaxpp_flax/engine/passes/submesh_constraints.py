@@ -2,12 +2,14 @@
 
 `with_sharding_constraint(x, NamedSharding(mesh, P("data")))` is written for the mesh with its stage axis; inside a
 stage, the same partition is over the submesh. `jax.shard_map` over the mesh of a rank runs over that of each; its
-manual axes stay manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps.
+manual axes stay manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps. What names
+none stays the same object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpp_flax._compat import context_on_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.tracing.ir import Graph, plain_literal
-from jaxpp_flax.engine.tracing.rewriting import NestedRewriter, changed, is_same, part_of
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened, plain_literal
 
 __all__ = ["on_submesh", "onto_mesh"]
 
@@ -43,7 +44,7 @@ class _Rewriter:
         self.submesh = submesh
         self.stage_axis = stage_axis
         self.axes = {None, *(name for name in submesh.axis_names if name != stage_axis)}
-        self.nested = NestedRewriter(self._jaxpr, self._leaf)
+        self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the old object alive, so that no other one gets its id
 
     def mesh(self, mesh: Any) -> Any:
         """Return the mesh that replaces `mesh` in a stage: the submesh, with the same manual axes as `mesh`."""
@@ -59,8 +60,19 @@ class _Rewriter:
         atoms = self._atoms(lambda old, aval: replace(old, aval=aval))
         inputs, outputs = atoms(graph.inputs), atoms(graph.outputs)
         equations = tuple(self._equation(e, atoms) for e in graph.equations)
-        same = is_same((inputs, outputs, *equations), (graph.inputs, graph.outputs, *graph.equations))
+        same = _is_same((inputs, outputs, *equations), (graph.inputs, graph.outputs, *graph.equations))
         return graph if same else Graph(inputs, outputs, equations)
+
+    def _jaxpr(self, closed: Any) -> Any:
+        # The types of variables hold the mesh too: a loop's results have its body's types.
+        jaxpr, atoms = opened(closed), self._atoms(_with_type)
+        old = (jaxpr.constvars, jaxpr.invars, jaxpr.outvars)
+        constvars, invars, outvars = map(atoms, old)
+        equations = [self._equation(e, atoms) for e in jaxpr.eqns]
+        if _is_same((constvars, invars, outvars, *equations), (*old, *jaxpr.eqns)):
+            return closed
+        new = jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
+        return new if jaxpr is closed else closed.replace(jaxpr=new)
 
     def _atoms(self, with_type: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
         """Return a function that moves the types of atoms; a sequence without changes stays the same object."""
@@ -74,42 +86,51 @@ class _Rewriter:
 
         def atoms(old: Any) -> Any:
             new = list(map(move, old))
-            return old if is_same(new, old) else type(old)(new)
+            return old if _is_same(new, old) else type(old)(new)
 
         return atoms
 
     def _equation(self, equation: Any, atoms: Callable[[Any], Any]) -> Any:
-        self._check_shard_map(equation.primitive.name, equation.params, part_of(equation, "source"))
-        return changed(
-            equation,
-            params=self.nested.params(equation.params),
-            context=self._context(part_of(equation, "context")),
-            inputs=atoms(part_of(equation, "inputs")),
-            outputs=atoms(part_of(equation, "outputs")),
-        )
+        """Move an equation of ours or of JAX."""
+        self._check_shard_map(equation)
+        of_ours = isinstance(equation, Equation)
+        names = ("inputs", "outputs", "context") if of_ours else ("invars", "outvars", "ctx")
+        inputs, outputs, context = (getattr(equation, name) for name in names)
+        new = (atoms(inputs), atoms(outputs), self._context(context), self._params(equation.params))
+        if _is_same(new, (inputs, outputs, context, equation.params)):
+            return equation
+        parts = dict(zip((*names, "params"), new, strict=True))
+        return replace(equation, **parts) if of_ours else equation.replace(**parts)
 
-    def _context(self, context: Any) -> Any:
-        mesh = getattr(context, "cur_abstract_mesh", None)
-        moved = mesh if mesh is None else self.mesh(mesh)
-        return context if moved is mesh else self.nested.once(context, lambda c: context_on_mesh(c, moved))
+    def _params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        new = [self._value(value) for value in params.values()]
+        return params if _is_same(new, [*params.values()]) else dict(zip(params, new, strict=True))
 
-    def _leaf(self, value: Any) -> Any:
+    def _value(self, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, str)):  # most parameters
+            return value
+        if isinstance(value, (tuple, list)):
+            parts = [self._value(part) for part in value]
+            # A named tuple is made by its own function.
+            return value if _is_same(parts, value) else getattr(value, "_make", type(value))(parts)
         if isinstance(value, NamedSharding):
             return self._sharding(value)
         if isinstance(value, (AbstractMesh, Mesh)):
             return self.mesh(value)
-        return self.nested.once(value, self.graph) if isinstance(value, Graph) else value
+        if hasattr(opened(value), "eqns"):
+            return self._once(value, self._jaxpr)
+        return self._once(value, self.graph) if isinstance(value, Graph) else value
 
-    def _jaxpr(self, jaxpr: Any) -> Any:
-        # The types of variables hold the mesh too: a loop's results have its body's types.
-        atoms = self._atoms(_with_type)
-        constvars, invars, outvars = atoms(jaxpr.constvars), atoms(jaxpr.invars), atoms(jaxpr.outvars)
-        equations = [self._equation(e, atoms) for e in jaxpr.eqns]
-        if is_same(
-            (constvars, invars, outvars, *equations), (jaxpr.constvars, jaxpr.invars, jaxpr.outvars, *jaxpr.eqns)
-        ):
-            return jaxpr
-        return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
+    def _once(self, value: Any, rewrite: Callable[[Any], Any]) -> Any:
+        """Move an object that several equations share."""
+        if id(value) not in self.memo:
+            self.memo[id(value)] = (value, rewrite(value))
+        return self.memo[id(value)][1]
+
+    def _context(self, context: Any) -> Any:
+        mesh = getattr(context, "cur_abstract_mesh", None)
+        moved = mesh if mesh is None else self.mesh(mesh)
+        return context if moved is mesh else self._once(context, lambda c: context_on_mesh(c, moved))
 
     def _aval(self, aval: Any) -> Any:
         sharding = getattr(aval, "sharding", None)
@@ -130,15 +151,17 @@ class _Rewriter:
         spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
         return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
-    def _check_shard_map(self, name: str, params: Mapping[str, Any], source: Any) -> None:
+    def _check_shard_map(self, equation: Any) -> None:
         """Refuse a `shard_map` over the ranks' axis: on a submesh its results would be others, without a word."""
-        axis = self.stage_axis
-        if name == "shard_map" and self.mesh(params["mesh"]).shape.get(axis) != params["mesh"].shape.get(axis):
-            where = source_info_util.summarize(source) if source is not None else "unknown"
+        if equation.primitive.name != "shard_map":
+            return
+        axis, mesh = self.stage_axis, equation.params["mesh"]
+        if self.mesh(mesh).shape.get(axis) != mesh.shape.get(axis):
+            of_ours = isinstance(equation, Equation)
+            where = equation.where if of_ours else source_info_util.summarize(equation.source_info)
             raise ValueError(
-                f"the shard_map at {where} is over the whole mesh, {dict(params['mesh'].shape)}, but a stage runs on "
-                f"one rank of its axis {axis!r}. Leave `mesh=` out, or pass the stage's mesh, "
-                "`mpmd_mesh.lowering_mesh()`."
+                f"the shard_map at {where} is over the whole mesh, {dict(mesh.shape)}, but a stage runs on one rank of "
+                f"its axis {axis!r}. Leave `mesh=` out, or pass the stage's mesh, `mpmd_mesh.lowering_mesh()`."
             )
 
 
@@ -152,3 +175,8 @@ def _identity(mesh: Mesh | AbstractMesh) -> Any:
     if isinstance(mesh, Mesh):
         return mesh.axis_names, mesh.devices.shape, tuple(mesh.devices.flat)
     return mesh.axis_names, mesh.axis_sizes
+
+
+def _is_same(new: Sequence[Any], old: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
+    return len(new) == len(old) and all(map(operator.is_, new, old))

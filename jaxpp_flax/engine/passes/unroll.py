@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop import Loop
@@ -13,7 +15,8 @@ from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, values
+from jaxpp_flax.engine.program.specs import accumulator_spec
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -87,8 +90,8 @@ class _LoopUnroller:
     `own[m + 1]` is of microbatch m, and `own[0]` holds the first carry.
     """
 
-    def __init__(self, builder: ProgramBuilder, loop: Loop, number: int) -> None:
-        self.builder, self.loop, self.part = builder, loop, loop.partition
+    def __init__(self, builder: ProgramBuilder, loop: Loop, number: int, specs: Mapping[Atom, PartitionSpec]) -> None:
+        self.builder, self.loop, self.part, self.specs = builder, loop, loop.partition, specs
         self.name = loop_prefix(number)
         self.rank = [loop.rank_of_task(i) for i in range(len(self.part.tasks))]
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
@@ -136,15 +139,20 @@ class _LoopUnroller:
         for rank, members in by_rank.items():
             graphs = [self.part.accumulators[k].init for k in members]
             graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
-            batch_dims, like = (
-                tuple(self.loop.batch_dims[k] for k in members),
-                tuple(self.loop.like[k] for k in members),
-            )
-            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, batch_dims=batch_dims, like=like)
+            specs = tuple(map(self._spec_of, members))
+            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, out_specs=specs)
             made = self.builder.run(self.builder.task(task), ())
             self.shared.update(
                 {(self.part.accumulators[k].state, rank): value for k, value in zip(members, made, strict=True)}
             )
+
+    def _spec_of(self, number: int) -> PartitionSpec:
+        accumulator, like = self.part.accumulators[number], self.loop.like[number]
+        outer = dict(zip(self.part.operands, self.loop.constants, strict=True))
+        read = self.part.tasks[accumulator.task].graph.inputs
+        known = [(v.aval, self.specs[outer[v]]) for v in read if v in outer and outer[v] in self.specs]
+        wish = None if like is None else [*self.specs.values()][like]
+        return accumulator_spec(accumulator.state.aval, self.loop.batch_dims[number], wish, known)
 
     def _program_task(self, index: int) -> ProgramTask:
         task = self.part.tasks[index]
@@ -192,12 +200,13 @@ class _LoopUnroller:
         return found
 
 
-def unroll(placed: Placed, num_ranks: int) -> Program:
+def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
     """Turn a placed step into a program.
 
     Each rank runs the equations around the loops in rounds: a round is a program, made of all that no transfer is
-    missing for. A loop has a round of its own.
+    missing for. A loop has a round of its own. `specs` are the partitions of the step's inputs inside a submesh.
     """
+    spec_of: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     builder = ProgramBuilder(num_ranks)
     for edge in placed.inputs:
         builder.argument(edge, sorted(placed.need[edge]))
@@ -210,7 +219,7 @@ def unroll(placed: Placed, num_ranks: int) -> Program:
             builder.run_on(task, graph.inputs, graph.outputs)
             outer += 1
         if (loop := rounds.loops.get(at)) is not None:
-            _LoopUnroller(builder, loop, loops).run()
+            _LoopUnroller(builder, loop, loops, spec_of).run()
             loops += 1
         for (source, target), edges in rounds.moves.get(at, {}).items():
             builder.send(edges, source, target)

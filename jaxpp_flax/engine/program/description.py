@@ -43,7 +43,7 @@ def describe_program(
     for task in program.tasks:
         lines.append(
             f"task {task.name} of rank {task.rank} donates {sorted(task.donate)}, pins {task.pins}, "
-            f"batch_dims {task.batch_dims}, like {task.like}, out_specs {task.out_specs}"
+            f"out_specs {task.out_specs}"
         )
         lines += [f"task {task.name}: {line}" for line in describe_graph(task.graph)]
     lines += [f"instruction {number}: {line}" for number, line in enumerate(program.as_text().splitlines())]

@@ -28,10 +28,8 @@ class ProgramTask:
     """A computation that one rank runs: once (outside loops; `stage` and `kind` are None), or for every microbatch.
 
     `donate` holds the positions of inputs that no later instruction reads. `pins` pairs an output with the input
-    whose sharding it must keep (accumulators and carries, which go round the loop). If a task makes accumulators,
-    `batch_dims` holds for each output its dimension over the shards of the batch and the mesh axes of that dimension,
-    or None; `like` holds the position of the step's argument whose sharding the accumulator takes, or None. `out_specs`
-    holds the specs of the outputs, if the task's author gives them; otherwise XLA chooses.
+    whose sharding it must keep (accumulators and carries, which go round the loop). `out_specs` holds the specs of the
+    outputs, where they are given: of accumulators, and by the author of a task. Otherwise XLA chooses.
     """
 
     name: str
@@ -42,8 +40,6 @@ class ProgramTask:
     fused: bool = False
     donate: frozenset[int] = frozenset()
     pins: tuple[tuple[int, int], ...] = ()
-    batch_dims: tuple[Any, ...] = ()
-    like: tuple[int | None, ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
 
     def scheduled(self, microbatch: int) -> Task | FusedTask | None:

@@ -15,7 +15,6 @@ from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
 
 __all__ = [
     "accumulator_spec",
-    "initial_spec",
     "specs_wanted",
     "usable_donations",
     "uses_host_memory",
@@ -27,55 +26,28 @@ def accumulator_spec(
     aval: Any,
     batch_dim: tuple[int, Any] | None,
     wish: PartitionSpec | None,
-    inputs: Iterable[tuple[Any, PartitionSpec | None]],
+    inputs: Iterable[tuple[Any, PartitionSpec]],
 ) -> PartitionSpec:
-    """Return the spec of an accumulator: its parameter's, or else the spec of an array of the same type in its task.
+    """Return the spec of an accumulator: its parameter's, or else that of an argument of its type that its task reads.
 
     Args:
       aval: the accumulator's type.
       batch_dim: the dimension along which each shard of the batch has its part, and its mesh axes; or None. The other
         dimensions are the parameter's.
       wish: the parameter's spec, if the parameter is known.
-      inputs: the types and specs of the inputs of the task that reads the accumulator.
+      inputs: the types and specs of the arguments of the step that the task reads.
     """
     dim, axes = batch_dim or (aval.ndim, None)
     shape = (*aval.shape[:dim], *aval.shape[dim + 1 :])
     if wish is None:
         alike = (spec for other, spec in inputs if (other.shape, other.dtype) == (shape, aval.dtype))
-        wish = next((spec for spec in alike if spec is not None and any(spec.partitions)), PartitionSpec())
+        wish = next((spec for spec in alike if any(spec.partitions)), PartitionSpec())
     if axes is None:
         return wish
     # What a parameter partitions over the axes of the batch (FSDP) is whole here: the shards take these axes.
     wish = keep_axes(wish, lambda name: name not in axes_in((axes,)))
     entries = (*wish, *[None] * (dim - len(wish)))
     return canonical(PartitionSpec(*entries[:dim], axes, *entries[dim:]))
-
-
-def initial_spec(
-    program: Program,
-    value: int,
-    spec_of: Callable[[int], PartitionSpec | None],
-    wish: PartitionSpec | None,
-) -> PartitionSpec:
-    """Return the spec with which an accumulator is made; see `accumulator_spec`.
-
-    Args:
-      program: the program.
-      value: the accumulator, a result of a task that has `batch_dims`.
-      spec_of: returns the spec of a value; None if the value is made later.
-      wish: the parameter's spec, if the parameter is known.
-    """
-    initial, position = program.maker(value)
-    if not isinstance(initial, Run):
-        return PartitionSpec()
-    task = program.tasks[initial.task]
-    readers = (program.instructions[reader] for reader in program.readers.get(value, ()))
-    reader = next((run for run in readers if isinstance(run, Run)), None)
-    inputs: list[tuple[Any, PartitionSpec | None]] = []
-    if reader is not None:
-        avals = [edge.aval for edge in program.tasks[reader.task].graph.inputs]
-        inputs = list(zip(avals, map(spec_of, reader.inputs), strict=True))
-    return accumulator_spec(task.graph.outputs[position].aval, task.batch_dims[position], wish, inputs)
 
 
 def specs_wanted(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
-from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, uses_host_memory, with_own_results
+from jaxpp_flax.engine.program.specs import specs_wanted, uses_host_memory, with_own_results
 from jaxpp_flax.engine.runtime.held_values import (
     AllHeld,
     Held,
@@ -155,12 +155,6 @@ class _Walk:
         task = self.program.tasks[run.task]
         in_specs = [self.held[value].spec for value in run.inputs]
         out_specs = list(task.out_specs or fixed) or [self.wanted.get(value) for value in run.outputs]
-        if task.batch_dims and not fixed:
-            wishes = [None if a is None else self.argument_specs[a] for a in task.like]
-            out_specs = [
-                s or initial_spec(self.program, value, self._spec_held, wish)
-                for s, value, wish in zip(out_specs, run.outputs, wishes, strict=True)
-            ]
         if not fixed:
             for output, source in task.pins:
                 out_specs[output] = in_specs[source]
@@ -182,9 +176,6 @@ class _Walk:
                 out_specs = [PartitionSpec() if spec is None else spec for spec in out_specs]
                 waiting = self.compiler.start(task, in_specs, out_specs)
         return waiting, held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
-
-    def _spec_held(self, value: int) -> PartitionSpec | None:
-        return self.held[value].spec if value in self.held else None
 
     def transfer(self, transfer: Transfer) -> None:
         for value, received in zip(transfer.sent, transfer.received, strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.liveness import donate_and_free
@@ -24,11 +26,12 @@ __all__ = ["Built", "build"]
 
 @dataclass(frozen=True)
 class Built:
-    """The program, with the placed step and the fragments from which it was made."""
+    """The program, with the placed step and the fragments from which it was made, and the specs of its arguments."""
 
     program: Program
     placed: Placed
     fragments: tuple[Fragment, ...]
+    in_specs: tuple[PartitionSpec, ...]
 
 
 def build(
@@ -39,9 +42,12 @@ def build(
     result_ranks: Sequence[int | None],
     donated: Sequence[bool],
     *,
+    specs_on: Callable[[Sequence[int]], Sequence[PartitionSpec]],
     keep_unused: bool,
 ) -> Built:
     """Turn a traced step, whose first `num_constants` inputs are captured arrays, into a program for named meshes.
+
+    `specs_on` returns the partition of each argument but these, from their ranks.
 
     Raises:
       ValueError: if a name is not assigned, nested names are assigned to different meshes or stages, or a `scan`,
@@ -62,14 +68,16 @@ def build(
     placed = infer(step, fixed, constants, given, result_ranks)
     fragments = fragments_of(placed.nodes, stages, order)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
-    unrolled = unroll(placed, fragments, rewrites, keep_unused=keep_unused)
+    in_specs = tuple(specs_on([ranks[0] for ranks in placed.arguments[num_constants:]]))
+    specs = (*[PartitionSpec()] * num_constants, *in_specs)
+    unrolled = unroll(placed, fragments, rewrites, specs, keep_unused=keep_unused)
     # Between processes, the runtime watches a received value to see its arrival.
     several = len(meshes.processes) > 1
     program = donate_and_free(unrolled, [False] * num_constants + list(donated), keep_received=several)
     if wants_verification():
         unrolled.verify()
         program.verify()
-    return Built(program, placed, tuple(fragments))
+    return Built(program, placed, tuple(fragments), in_specs)
 
 
 def _check_names(nodes: Sequence[Node], config: MpmdConfig) -> None:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
+from jax.sharding import PartitionSpec
+
 from jaxpp_flax.engine.passes.updated_arguments import arguments_of_sums
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
@@ -18,11 +20,17 @@ __all__ = ["unroll"]
 
 
 def unroll(
-    placed: Placed, fragments: Sequence[Fragment], rewrite: Sequence[Callable[[Graph], Graph]], *, keep_unused: bool
+    placed: Placed,
+    fragments: Sequence[Fragment],
+    rewrite: Sequence[Callable[[Graph], Graph]],
+    specs: Sequence[PartitionSpec],
+    *,
+    keep_unused: bool,
 ) -> Program:
     """Turn fragments into a program.
 
     The fragments are in an order in which they can run; `rewrite` moves a graph's shardings onto the mesh of a rank.
+    `specs` are the partitions of the arguments.
     With `keep_unused`, an argument that nothing reads lies on its ranks too.
     """
     builder = ProgramBuilder(len(rewrite))
@@ -30,7 +38,7 @@ def unroll(
     homes = {value: ranks[0] for value, ranks in zip(placed.inputs, placed.arguments, strict=True) if ranks}
     for value, ranks in zip(placed.inputs, placed.arguments, strict=True):
         builder.argument(value, ranks if keep_unused or value in readers else ())
-    like = _like(placed)
+    updated = _updated(placed)
     fingerprints = Fingerprinter()
     known: dict[Hashable, int] = {}
     for fragment in fragments:
@@ -41,7 +49,7 @@ def unroll(
         _bring(builder, whole.inputs, homes, rank)
         key = rank, fragment.label, fingerprints.graph(graph)
         if key not in known:
-            known[key] = builder.task(_task(fragment, graph, [like.get(v) for v in values(whole.outputs)]))
+            known[key] = builder.task(_task(fragment, graph, [updated.get(v) for v in values(whole.outputs)], specs))
         call = -1 if fragment.key.call is None else fragment.key.call
         builder.run_on(known[key], whole.inputs, whole.outputs, call)
         for target in sorted({reader for value in made for reader in readers[value].values()} - {rank}):
@@ -76,7 +84,7 @@ def _bring(builder: ProgramBuilder, edges: Sequence[Value], homes: Mapping[Value
         builder.send([edge for edge in edges if homes.get(edge) == source], source, rank)
 
 
-def _like(placed: Placed) -> Mapping[Value, int]:
+def _updated(placed: Placed) -> Mapping[Value, int]:
     """Return, for constants that start a sum, the arguments whose shardings they get: those that the sums update."""
     starts = [v for node in placed.nodes if not node.inputs for v in node.outputs if v.aval.ndim]
     unnamed = [equation for node in placed.nodes if node.origin is None for equation in node.equations]
@@ -84,11 +92,14 @@ def _like(placed: Placed) -> Mapping[Value, int]:
     return arguments_of_sums(Graph(placed.inputs, placed.outputs, tuple(unnamed)), starts, named)
 
 
-def _task(fragment: Fragment, graph: Graph, like: Sequence[int | None]) -> ProgramTask:
-    """Make a fragment's task; accumulators get the shardings of the arguments in `like`."""
+def _task(
+    fragment: Fragment, graph: Graph, updated: Sequence[int | None], specs: Sequence[PartitionSpec]
+) -> ProgramTask:
+    """Make a fragment's task; what sums start with is partitioned as the arguments that they update."""
     key = fragment.key
     task = ProgramTask(fragment.label, key.rank, graph, stage=key.stage, kind=key.kind)
-    return task if graph.inputs else replace(task, batch_dims=(None,) * len(like), like=tuple(like))
+    given = tuple(PartitionSpec() if k is None else specs[k] for k in updated)
+    return task if graph.inputs else replace(task, out_specs=given)
 
 
 def _pins(runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:

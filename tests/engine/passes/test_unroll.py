@@ -66,7 +66,7 @@ def test_a_program_computes_what_the_step_does(schedule: Schedule, donate: bool)
     step = sgd_step(schedule)
     made = built(step, schedule.num_ranks, chain(schedule.num_stages), batch_of(MICROBATCHES), donated=given)
     expected = jax.tree.leaves(jax.jit(step)(chain(schedule.num_stages), batch_of(MICROBATCHES)))
-    for program in (made.program, unroll(made.placed, schedule.num_ranks)):
+    for program in (made.program, unroll(made.placed, schedule.num_ranks, made.settings.specs)):
         program.verify()
         # float32, with operations fused in one and not in the other
         tree_allclose(list(map(np.asarray, interpret(program, values))), list(map(np.asarray, expected)), rtol=1e-5)

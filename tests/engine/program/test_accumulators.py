@@ -7,18 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.pipeline import build
-from jaxpp_flax.engine.program.program import ProgramTask, Run
-from jaxpp_flax.engine.program.specs import initial_spec
-from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
+from jaxpp_flax.engine.program.specs import accumulator_spec
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
-from tests.engine.toys import by_hand, chain, gradients, identity, made
+from tests.engine.toys import chain, gradients
 from tests.helpers import DIM, batch_of, tree_allclose
 from tests.matrix.harness import mesh_of
 
@@ -46,52 +44,43 @@ def test_the_numbers_are_those_of_plain_jit():
     tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
 
 
-INIT = ProgramTask("init", 0, Graph((), made((4,), (4,)).outputs, ()), batch_dims=(None, None))
-BODY = ProgramTask("body", 0, identity((4,), (4,), (4,)))
+def aval(*shape: int, dtype: str = "float32") -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize(
-    ("read", "found"),
-    [
-        pytest.param((0, 1, 2), P("fsdp"), id="an_argument"),
-        pytest.param((2, 1, 2), P(), id="another_accumulator"),
-        pytest.param((3, 1, 2), P(), id="what_another_task_makes_in_between"),
-    ],
-)
-def test_the_array_whose_spec_is_taken(read: tuple[int, ...], found: P):
-    """What is made later has no spec yet."""
-    between = Run(2, -1, 0, (0,), (3,))
-    other = ProgramTask("other", 0, identity((4,)))
-    program = by_hand([Run(0, -1, 0, (), (1, 2)), between, Run(1, 0, 0, read, (4, 5, 6))], [INIT, BODY, other], [], 7)
-    assert initial_spec(program, 1, {0: P("fsdp")}.get, None) == found
+def test_the_argument_whose_spec_is_taken():
+    """Where a step updates nothing, an argument of the accumulator's type that is partitioned gives the spec."""
+    whole, other, sharded = (aval(4), P()), (aval(4, dtype="bfloat16"), P("data")), (aval(4), P("fsdp"))
+    assert accumulator_spec(aval(4), None, None, [whole, other, sharded]) == P("fsdp")
+    assert accumulator_spec(aval(4), None, None, [whole, other]) == P()
+    assert accumulator_spec(aval(4), None, P("tensor"), [sharded]) == P("tensor")
 
 
-def test_an_accumulator_that_no_task_reads_is_whole():
-    program = by_hand([Run(0, -1, 0, (), (1, 2)), Run(1, 0, 0, (2, 0, 0), (4, 5, 6))], [INIT, BODY], [], 7)
-    assert initial_spec(program, 1, {0: P("fsdp")}.get, None) == P()
-    assert initial_spec(program, 2, {0: P("fsdp")}.get, None) == P("fsdp")
+def test_an_activation_of_the_type_of_a_weight_gives_no_spec():
+    """The step updates nothing: its weights say how their gradients are partitioned."""
+    specs = ([{"w": P(None, "tensor"), "b": P()}] * 2, P(None, "data"))
+    program = mpmd_jit_with_loop(lambda p, b: square(Std1F1B(2), p, b), mesh_of(2, data=2, tensor=2), in_specs=specs)
+    compiled = program.compile(chain(2), batch_of(4, rows=DIM))
+    made = {spec for task in compiled.program.tasks if task.name.startswith("init") for spec in task.out_specs}
+    assert P("data", None, "tensor") in made
 
 
 def test_shards_lead_once():
     """Whatever is partitioned over the axis of the shards is not taken as well."""
-    init = ProgramTask("init", 0, Graph((), made((2, 4)).outputs, ()), batch_dims=((0, "data"),))
-    program = by_hand([Run(0, -1, 0, (), (1,))], [init], [], 2)
     both = P("data", "tensor"), P("data", None, "tensor")  # as ZeRO partitions an optimizer's state
     for wish, found in (*{P(None, "tensor"): P("data", None, "tensor"), P("data"): P("data")}.items(), both):
-        assert initial_spec(program, 1, {}.get, wish) == found
+        assert accumulator_spec(aval(2, 4), (0, "data"), wish, ()) == found
 
 
 def test_shards_keep_their_dimension():
     """A body that maps its work over the shards may return them in any dimension; a wish is for all others."""
-    init = ProgramTask("init", 0, Graph((), made((4, 2, 6)).outputs, ()), batch_dims=((1, "data"),))
-    program = by_hand([Run(0, -1, 0, (), (1,))], [init], [], 2)
     wishes = {
         P("tensor"): P("tensor", "data"),
         P(None, "tensor"): P(None, "data", "tensor"),
         P("data"): P(None, "data"),
     }
     for wish, found in wishes.items():
-        assert initial_spec(program, 1, {}.get, wish) == found
+        assert accumulator_spec(aval(4, 2, 6), (1, "data"), wish, ()) == found
 
 
 def test_the_estimate_before_the_cut_follows_the_same_rule():

@@ -24,5 +24,5 @@ def test_sums_over_microbatches_are_partitioned_as_the_weights_that_they_update(
     specs = [P(None, "data"), P("data", None), P("data", None), P(None, "data")]
     cfg = config(topology(2, 2), in_runs(4, 2), "ONE_FWD_ONE_BWD")
     lowered = mpmd.jit(step, cfg, in_shardings=(specs, None, None)).lower(ws, optimizer.init(ws), xs)
-    made = [task.like for task in lowered.built.program.tasks if task.batch_dims]
-    assert made == [(0, 1), (2, 3)]
+    made = [task.out_specs for task in lowered.built.program.tasks if task.out_specs]
+    assert made == [tuple(specs[:2]), tuple(specs[2:])]
