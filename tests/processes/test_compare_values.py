@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 # What each case says: "ran", or the values that differ.
 EXPECTED = {
-    "weights": "the initial state, where all are to have the same: .params['layers'][0]['kernel']",
+    "weights": "the initial state, where all are to have the same: params/layers/0/kernel",
     "first batch": "the batches for training, batches 1 to 1, where all are to have the same: batch['y']",
     "third batch": "the batches for training, steps 3 to 4, where all are to have the same: batch['y']",
     "last batch": "the batches for training, steps 5 to 7, where all are to have the same: batch['x']",
