@@ -91,7 +91,7 @@ class Evaluation:
     clock: Clock
 
     @timed("evaluation")
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None) -> dict[str, Any]:
         """As `PipelineTrainer.evaluate`."""
         check_batches("data", data)
         self.meet("trainer.evaluate")
@@ -113,7 +113,7 @@ class Evaluation:
         alike.end()
         return average.result()
 
-    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+    def predict(self, batch: Any, *, global_batch_size: int | None) -> Any:
         """As `PipelineTrainer.predict`."""
         if isinstance(batch, Mapping) and self.predict_fn is call_model:
             raise TypeError(

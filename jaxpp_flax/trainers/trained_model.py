@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import PathFilter
 from jaxpp_flax.pretrained import IDENTITY, NameMap
+from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind
 from jaxpp_flax.trainers.parts import Core, Parts
-from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["TrainedModel"]

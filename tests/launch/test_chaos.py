@@ -286,7 +286,7 @@ def trial(folder: Path, seed: int, kind: str | None = None) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("kind", ["kill", "full disk", "changed byte"])
+@pytest.mark.parametrize("kind", ["kill", "full disk", "truncated file"])
 def test_a_fault_loses_nothing(tmp_path: Path, kind: str):
     trial(tmp_path / "job", 1, kind)
 

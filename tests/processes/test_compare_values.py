@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 # What each case says: "ran", or the values that differ.
 EXPECTED = {
-    "weights": "the initial state, where all are to have the same: .params['layers'][0]['kernel']",
+    "weights": "the initial state, where all are to have the same: params/layers/0/kernel",
     "first batch": "the batches for training, batches 1 to 1, where all are to have the same: batch['y']",
     "third batch": "the batches for training, steps 3 to 4, where all are to have the same: batch['y']",
     "last batch": "the batches for training, steps 5 to 7, where all are to have the same: batch['x']",
@@ -56,7 +56,7 @@ def test_every_case_is_expected(outputs: list[str]):
 # The same for arguments and settings, which differ by less than a value.
 DIFFERING = {
     "setting": "process 0: the setting jax_threefry_partitionable is True |   process 1: the setting",
-    "hyperparameter": "['learning_rate']. It is one of 2 that differ. |   process 0: 0.1 |   process 1: 0.2 | ",
+    "hyperparameter": "/learning_rate. It is one of 2 that differ. |   process 0: 0.1 |   process 1: 0.2",
     "noise": "of the initial state, where all are to have the same: what the optimizer begins with",
     "equal": "ran",
     "steps": "the arguments of fit. The first difference: |   process 0: steps=2, ",

@@ -83,10 +83,9 @@ class MpmdArray:
         shape: Sequence[int] | None = None,
         dtype: Any = None,
     ) -> None:
-        sharding = mpmd_sharding
-        self._sharding = sharding if sharding.mesh_ids else sharding.on_ranks(sharding.ranks)
-        self._parts = replicas.replicas_by_rank(partially_addressable_arrays, sharding)
-        self.aval = replicas.checked_type(self._parts, sharding, shape, dtype)
+        self._sharding = mpmd_sharding if mpmd_sharding.mesh_ids else mpmd_sharding.on_ranks(mpmd_sharding.ranks)
+        self._parts = replicas.replicas_by_rank(partially_addressable_arrays, mpmd_sharding)
+        self.aval = replicas.checked_type(self._parts, mpmd_sharding, shape, dtype)
 
     def __init_subclass__(cls) -> None:
         _register(cls)

@@ -219,7 +219,7 @@ class ProcessInputs:
         # A step without a mesh has no `read_here`.
         return jax.tree.map(lambda _: True, batch) if read is None else read[0][1]
 
-    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
+    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind) -> Any:
         """As `PipelineTrainer.rows_read`."""
         if call not in ("train", "evaluate", "predict"):
             raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")

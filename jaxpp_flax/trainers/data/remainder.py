@@ -29,9 +29,8 @@ class RemainderRule:
     """
 
     how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
-    display: Display = field(
-        default_factory=lambda: Display(False)
-    )  # prints a message about the first batch that is left out
+    # Prints a message about the first batch that is left out.
+    display: Display = field(default_factory=lambda: Display(False))
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

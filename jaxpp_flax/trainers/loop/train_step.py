@@ -87,7 +87,7 @@ class TrainStep:
             self.under_way.add(self.held.step, metrics)
         return metrics
 
-    def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
+    def profile_step(self, batch: Any, *, global_batch_size: int | None) -> StepProfile:
         """As `PipelineTrainer.profile_step`."""
         scheduling = self.scheduling
         if scheduling.mesh is None or scheduling.schedule is None:

@@ -12,8 +12,7 @@ from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.lora import find_adapters
-from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
-from jaxpp_flax.pretrained.exporting import SHARD_BYTES
+from jaxpp_flax.pretrained import NameMap, export_pretrained
 from jaxpp_flax.pretrained.loading import plan_load
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
@@ -45,10 +44,10 @@ class PretrainedWeights:
         self,
         source: str | os.PathLike[str],
         *,
-        map: NameMap = IDENTITY,
-        cast: bool = False,
-        untie: bool = False,
-        keep: PathFilter = (),
+        map: NameMap,
+        cast: bool,
+        untie: bool,
+        keep: PathFilter,
     ) -> None:
         """As `PipelineTrainer.load_pretrained`."""
         self.meet("trainer.load_pretrained")
@@ -74,12 +73,12 @@ class PretrainedWeights:
         self,
         directory: str | os.PathLike[str],
         *,
-        map: NameMap = IDENTITY,
-        only: PathFilter | None = None,
-        config: Mapping[str, Any] | None = None,
-        max_shard_bytes: int = SHARD_BYTES,
-        ema: bool = False,
-        merge_adapters: bool = True,
+        map: NameMap,
+        only: PathFilter | None,
+        config: Mapping[str, Any] | None,
+        max_shard_bytes: int,
+        ema: bool,
+        merge_adapters: bool,
     ) -> Path:
         """As `PipelineTrainer.export_pretrained`."""
         self.meet("trainer.export_pretrained")
