@@ -209,7 +209,7 @@ def test_both_passes_have_the_stages_that_training_has():
     assert all(block.backward for block in trainer.plan.blocks)
     loops = compiled._built.loops
     assert [loop.cuts for loop in loops] == [(1,)] * 2
-    assert [mark.name for mark in loops[0].marks] == ["image_0", "image_1", "text_0", "text_1"]
+    assert [mark.name for mark in loops[0].body.marks] == ["image_0", "image_1", "text_0", "text_1"]
     assert [type(loop.schedule).__name__ for loop in loops] == ["ForwardOnly", "Std1F1B"]
     assert compiled.stages[0].blocks == ("image_0", "image_1")
     assert compiled.stages[0].activation_bytes > 0
