@@ -58,8 +58,8 @@ def tasks_in_trace() -> list[str]:
     """The tasks of the trace of this process: each `process_N` folder must have one file."""
     (file,) = (DIRECTORY / "profile" / f"process_{ME}").rglob("*.trace.json.gz")
     with gzip.open(file) as opened:
-        names = {event.get("name", "") for event in json.load(opened)["traceEvents"]}
-    return sorted(name.removesuffix(" microbatch 0") for name in names if name.endswith(" microbatch 0"))
+        found = {event.get("args", {}).get("hlo_module", "") for event in json.load(opened)["traceEvents"]}
+    return sorted(name.removeprefix("jit_") for name in found if name.startswith(("jit_fwd", "jit_bwd")))
 
 
 calls, kept, predicted = Calls(), DictTracker(), []
