@@ -48,7 +48,7 @@ def default_axes() -> Any:
 @pytest.fixture
 def all_devices(default_axes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `mesh=`, a trainer takes all devices, as it does for users."""
-    monkeypatch.setattr("jaxpp_flax.trainers.setup.default_axes", default_axes)
+    monkeypatch.setattr("jaxpp_flax.trainers.stages.scheduling.default_axes", default_axes)
 
 
 _RULE: list[Any] = []
@@ -59,10 +59,10 @@ def pytest_configure() -> None:
 
     A test that says nothing of devices is then as small as its stages, however many devices there are.
     """
-    from jaxpp_flax.trainers import setup
+    from jaxpp_flax.trainers.stages import scheduling
 
-    _RULE.append(setup.default_axes)
-    setup.default_axes = lambda num_ranks: {}
+    _RULE.append(scheduling.default_axes)
+    scheduling.default_axes = lambda num_ranks: {}
 
 
 def pytest_unconfigure() -> None:

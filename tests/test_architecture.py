@@ -35,10 +35,16 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
     (
         imports.arrows_point_down_inside_the_trainer,
         {
-            "trainers/data/batch.py": "from jaxpp_flax.trainers import errors\nimport jaxpp_flax.trainers.state.holder",
+            "trainers/mesh.py": "from jaxpp_flax.trainers import errors\nimport jaxpp_flax.trainers.data.batch",
+            "trainers/data/batch.py": "def f():\n    from ..state import holder\n    from ..mesh import batch_spec",
             "trainers/state/holder.py": "from jaxpp_flax.trainers import data",
+            "trainers/cellar.py": "",
         },
-        ["trainers/data/batch.py:2: trainers/data may import ['data', 'errors', 'progress'] of"],
+        [
+            "trainers/mesh.py:2: trainers/mesh may import ('errors', 'mesh') of trainers",
+            "trainers/data/batch.py:2: trainers/data may import ('errors', 'mesh', 'progress', 'data') of",
+            "trainers/cellar.py has no place in the order of trainers",
+        ],
     ),
     (
         imports.no_file_imports_itself_in_a_circle,

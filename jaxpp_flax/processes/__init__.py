@@ -8,7 +8,7 @@ The names exported here suffice for code that computes. Transports, checkpoints,
 import the files.
 """
 
-from jaxpp_flax.processes.comparison import exchange_values, value_hash, value_text
+from jaxpp_flax.processes.comparison import compare_hashes, exchange_values, value_hash, value_text
 from jaxpp_flax.processes.group import ProcessGroup, errors_naming_failed_process, process_group
 from jaxpp_flax.processes.store import BarrierTimeoutError, CoordinationError, ProcessFailedError
 
@@ -17,6 +17,7 @@ __all__ = [
     "CoordinationError",
     "ProcessFailedError",
     "ProcessGroup",
+    "compare_hashes",
     "errors_naming_failed_process",
     "exchange_values",
     "process_group",

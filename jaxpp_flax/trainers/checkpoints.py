@@ -24,20 +24,19 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
-from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
-from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import with_copies
 from jaxpp_flax.trainers.state.sources import Checkpoint
 from jaxpp_flax.trainers.state.train_state import WIDENED
+from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay, check_parameters
 
-__all__ = ["Checkpointing", "Resume", "check_resume", "open_store"]
+__all__ = ["Checkpointing", "Resume", "check_resume"]
 
 Resume = bool | Literal["latest_valid"]
 
@@ -48,19 +47,6 @@ def check_resume(value: object) -> None:
     """Refuse a value that `fit(resume=)` does not know."""
     if not isinstance(value, bool) and value != "latest_valid":
         raise ValueError(f'resume={value!r}: it must be True, False or "latest_valid".')
-
-
-def open_store(options: Checkpoints | None) -> CheckpointStore | None:
-    """Open the trainer's directory of checkpoints; return None without options."""
-    if options is None:
-        return None
-    return CheckpointStore(
-        options.directory,
-        every=options.every,
-        keep=options.keep,
-        best=options.ranking,
-        asynchronous=options.asynchronous,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +63,6 @@ class Checkpointing:
       init: makes the optimizer's state from parameters.
       measured: the metrics of the latest step, which a checkpoint keeps for Orbax's policies.
       saves_nonfinite: True if parameters that are not finite may be saved.
-      is_across: True if the ranks belong to several processes.
-      meet: a function of the name of a call that every process must make after the same step.
     """
 
     store: CheckpointStore | None
@@ -92,8 +76,6 @@ class Checkpointing:
     init: Callable[[Any], Any]
     model_name: str
     saves_nonfinite: bool
-    is_across: bool
-    meet: Callable[[str], None]
     clock: Clock
 
     @timed("save")
@@ -105,7 +87,7 @@ class Checkpointing:
         wait: bool = True,
     ) -> Path:
         """As `PipelineTrainer.save`."""
-        self.meet("trainer.save")
+        self.held.meet("trainer.save")
         self.trained_on.check(self.held.step)
         if only is not None:
             return self._save_part(where, only)
@@ -154,14 +136,14 @@ class Checkpointing:
         low_memory: bool = False,
     ) -> None:
         """As `PipelineTrainer.restore`."""
-        self.meet("trainer.restore")
+        self.held.meet("trainer.restore")
         path: Any = where
         if isinstance(where, int) or where in ("latest", "best"):
             store = self.need_store("restore")
             store.wait()  # the checkpoint to restore may still be written
             found: Any = where if isinstance(where, int) else _latest(store) if where == "latest" else _best(store)
             path = store.path("latest" if found is None else found)
-        if self.is_across:
+        if self.held.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
 from jaxpp_flax.trainers.data.stream import awaited, check_batches
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
@@ -75,10 +75,7 @@ class Average:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Runs the calls that do not change the state; batches are loaded as in training.
-
-    `meet` is called with the name of a call that every process must make after the same step.
-    """
+    """Runs the calls that do not change the state; batches are loaded as in training."""
 
     scheduling: Scheduling
     rows: BatchSharding
@@ -87,14 +84,13 @@ class Evaluation:
     weights: InferenceWeights
     eval_loss_fn: Callable[..., Any]
     predict_fn: Callable[..., Any]
-    meet: Callable[[str], None]
     clock: Clock
 
     @timed("evaluation")
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None) -> dict[str, Any]:
         """As `PipelineTrainer.evaluate`."""
         check_batches("data", data)
-        self.meet("trainer.evaluate")
+        self.weights.held.meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
         state_for = self._state_for_step()
         for batch in awaited(data, "the next batch to evaluate"):
@@ -124,7 +120,7 @@ class Evaluation:
         whole = self.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
         parts = self.rows.inference_parts(whole, rows_only=own is not None)
-        self.meet("trainer.predict")
+        self.weights.held.meet("trainer.predict")
         alike, outputs, state_for = BatchComparison(self.scheduling.mesh, "prediction"), [], self._state_for_step()
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)

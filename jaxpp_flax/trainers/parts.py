@@ -8,23 +8,24 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
-from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
+from jaxpp_flax.trainers.checkpoints import Checkpointing
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.generation.generator import Generator
 from jaxpp_flax.trainers.inference import Evaluation
-from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.model.calling import call_model, check_functions
+from jaxpp_flax.trainers.model.chosen_model import check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
 from jaxpp_flax.trainers.options import (
     Checkpoints,
@@ -34,21 +35,21 @@ from jaxpp_flax.trainers.options import (
     MeshOptions,
     Training,
 )
+from jaxpp_flax.trainers.options.planned import Planned
+from jaxpp_flax.trainers.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.progress import Display
-from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.stages.assigner import Assigner
-from jaxpp_flax.trainers.stages.planned import Planned
 from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
-from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
-from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
+from jaxpp_flax.trainers.step.nonfinite import OnNonFinite, StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import Update
+from jaxpp_flax.trainers.weights import Weights
 
 __all__ = ["Core", "Parts", "make_core", "make_parts", "make_scheduling"]
 
@@ -69,10 +70,6 @@ class Core:
     executables: CompiledSteps
     rows: BatchSharding
     measures: RunMetrics
-
-    def meet(self, call: str) -> None:
-        """Wait until every process has made this call after the same step."""
-        await_same_call(self.scheduling.mesh, self.held.memory, call)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +156,7 @@ def make_core(
             state_specs=specs,
             rules=rules,
             fsdp=devices.fsdp,
-            memory=memory,
+            residuals=memory.residuals,
             clock=measures.clock,
         ),
         rows=rows,
@@ -205,12 +202,15 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
     core.measures.skipped = lambda: under_way.skipped
     trained_on, clock = BatchComparison(mesh, "training"), core.measures.clock
-    store = open_store(options)
+    store = None if options is None else CheckpointStore(
+        options.directory, every=options.every, keep=options.keep, best=options.ranking,
+        asynchronous=options.asynchronous,
+    )  # fmt: skip
     checkpoints = Checkpointing(
         store=store, held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
-        measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore", is_across=rows.is_across,
-        meet=core.meet, clock=clock,
+        measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore",
+        clock=clock,
     )  # fmt: skip
     train_step = TrainStep(
         scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
@@ -221,23 +221,20 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     evaluation = Evaluation(
         scheduling=core.scheduling, rows=rows, builders=core.builders, executables=core.executables,
         weights=inference_weights, eval_loss_fn=inference.eval_loss_fn or core.loss_fn,
-        predict_fn=inference.predict_fn or call_model, meet=core.meet, clock=clock,
+        predict_fn=inference.predict_fn or call_model, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
         rows=rows, held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
         saves=options is not None and options.every is not None,
         deadline=None if options is None else options.preemption_deadline,
-        await_same_end=train_step.end,
     )  # fmt: skip
-    weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
+    weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init)
     return Parts(
         weights=weights,
-        pretrained=PretrainedWeights(
-            held, inference_weights, core.update.tx.init, mesh, core.meet, weights.abstract_model
-        ),
+        pretrained=PretrainedWeights(held, inference_weights, core.update.tx.init, mesh, weights.abstract_model),
         display=display,
         evaluation=evaluation,
-        generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, core.meet),
+        generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, held.meet),
         checkpoints=checkpoints,
         train_step=train_step,
         loop=loop,

@@ -29,9 +29,9 @@ from jaxpp_flax.trainers.options import (
     MeshOptions,
     Training,
 )
-from jaxpp_flax.trainers.options.assignment import AssignmentLike
+from jaxpp_flax.trainers.options.planned import Planned, take_plan
 from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
-from jaxpp_flax.trainers.stages.planned import Planned, take_plan
+from jaxpp_flax.trainers.stages.assignment import AssignmentLike
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.trained_model import TrainedModel

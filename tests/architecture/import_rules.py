@@ -47,8 +47,12 @@ MAY_IMPORT = {
 }
 # The folders of the engine, from the lowest up: each may import those before it.
 ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
-# Parts of the trainer that are in no circle, with what each may import of the trainer.
-TRAINERS_MAY_IMPORT = {"errors": set(), "mesh": {"errors"}, "data": {"errors", "progress"}}
+# The folders and files of the trainer, from the lowest up: each may import those before it.
+TRAINER_PARTS = (
+    "errors", "mesh", "progress", "data", "metrics", "state", "model", "stages", "step", "callbacks", "trackers",
+    "checkpoints", "loop", "inference", "weights", "pretrained", "generation", "options", "parts", "trained_model",
+    "trainer", "__init__",
+)  # fmt: skip
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
 ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers", "memory"}
 FORBIDDEN_LIBRARIES = {
@@ -89,26 +93,25 @@ def arrows_point_down(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def arrows_point_down_inside_the_engine(sources: Sequence[Source]) -> Iterator[str]:
-    for source in sources:
-        part, *rest = source.name.split("/")
-        if part != "engine" or rest[0] not in ENGINE_FOLDERS:
-            continue
-        allowed = ENGINE_FOLDERS[: ENGINE_FOLDERS.index(rest[0]) + 1]
-        for name, line in source.imports:
-            if name.startswith(f"{NAME}.engine.") and name.split(".")[2] not in allowed:
-                yield f"{source.at(line)}: engine/{rest[0]} may import {allowed} of the engine, not {name}"
+    folders = [source for source in sources if source.name.startswith("engine/") and source.folder != "engine"]
+    return _in_order("engine", ENGINE_FOLDERS, folders)
 
 
 def arrows_point_down_inside_the_trainer(sources: Sequence[Source]) -> Iterator[str]:
+    return _in_order("trainers", TRAINER_PARTS, [source for source in sources if source.part == "trainers"])
+
+
+def _in_order(part: str, order: Sequence[str], sources: Sequence[Source]) -> Iterator[str]:
+    """What the folders and files of a part import of it against their order; and those that have no place in it."""
     for source in sources:
-        part = source.module.removeprefix(f"{NAME}.trainers.").split(".")[0]
-        if source.part != "trainers" or part not in TRAINERS_MAY_IMPORT:
+        own = source.name.split("/")[1].removesuffix(".py")
+        if own not in order:
+            yield f"{source.name} has no place in the order of {part}: {order}"
             continue
-        allowed = {part, *TRAINERS_MAY_IMPORT[part]}
+        allowed = order[: order.index(own) + 1]
         for name, line in source.imports:
-            below = name.removeprefix(f"{NAME}.trainers.")
-            if below != name and not any(matches(below, one) for one in allowed):
-                yield f"{source.at(line)}: trainers/{part} may import {sorted(allowed)} of the trainer, not {name}"
+            if name.startswith(f"{NAME}.{part}.") and name.split(".")[2] not in allowed:
+                yield f"{source.at(line)}: {part}/{own} may import {allowed} of {part}, not {name}"
 
 
 def no_file_imports_itself_in_a_circle(sources: Sequence[Source]) -> Iterator[str]:

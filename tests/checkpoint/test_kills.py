@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.trainers.state.weights import to_ordinary
+from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
 from tests.helpers import steps_in, tree_allclose
 from tests.processes.running import Processes, start_processes

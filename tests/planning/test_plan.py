@@ -13,7 +13,7 @@ from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.planning import AssignmentError, Plan, PlannedBlock
 from jaxpp_flax.schedules import CustomSchedule, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
-from jaxpp_flax.trainers.options.assignment import resolve
+from jaxpp_flax.trainers.stages.assignment import resolve
 
 MARKS = [Mark(name, True, "m.py:1") for name in ("embed", "block_0", "block_1", "block_2", "head")]
 

@@ -25,7 +25,7 @@ from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.progress import Display
-from jaxpp_flax.trainers.state.weights import to_ordinary
+from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss, squared_error

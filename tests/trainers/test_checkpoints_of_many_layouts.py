@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, Training
-from jaxpp_flax.trainers.state.weights import to_ordinary
+from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.helpers import tree_allclose
 from tests.trainers.models import Chain
 

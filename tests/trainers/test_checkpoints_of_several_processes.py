@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
-from jaxpp_flax.trainers.state.weights import to_ordinary
+from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint.processes import make_trainer, run, start
 from tests.checkpoint.program import batches
 from tests.helpers import steps_in, tree_allclose

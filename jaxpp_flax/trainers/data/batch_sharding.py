@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jaxpp_flax.trainers.data.batch import (
     split_batch,
     split_for_inference,
 )
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.errors import BatchError
 
 InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
@@ -156,14 +157,7 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
 
 
-class RowComparison(Protocol):
-    """Compares rows with the processes that read the same ones, before a step or after some."""
-
-    def before_these(self, leaves: Mapping[str, Any]) -> None:
-        """Take the leaves that this process has, by names that are equal for equal rows alone."""
-
-
-def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: RowComparison) -> Any:
+def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: BatchComparison) -> Any:
     """Return `own_rows`, after a comparison with the processes that read the same rows."""
     taken = own_rows(compiled, batch, microbatches)
     comparison.before_these(_named_rows(compiled, batch, microbatches))

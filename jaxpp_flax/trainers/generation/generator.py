@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.generation.linen_decoding import decode_linen
 from jaxpp_flax.trainers.generation.nnx_decoding import decode_nnx
@@ -20,7 +21,6 @@ from jaxpp_flax.trainers.generation.prompts import Group, Prompts
 from jaxpp_flax.trainers.generation.rounds import run_in_turn
 from jaxpp_flax.trainers.generation.sampling import Sampling, read_end_tokens
 from jaxpp_flax.trainers.generation.steps import DecodingStep, fixed_values
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from jaxpp_flax.planning.profile import StepProfile, profile_of
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
-from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.progress import Display
@@ -19,6 +18,7 @@ from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
+from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 
 __all__ = ["TrainStep"]
 
@@ -97,7 +97,3 @@ class TrainStep:
         results, timings = compiled.profile(self.held.memory, microbatches)
         metrics = self.finish(results)
         return profile_of(metrics, timings, compiled.stages, scheduling.schedule, scheduling.num_microbatches)
-
-    def end(self) -> None:
-        """After the last step of a loop, wait until every process has trained the same steps, on the same batches."""
-        await_same_end(self.scheduling.mesh, self.held.memory, self.held.step, self.trained_on)

@@ -5,10 +5,12 @@ The trainer's own callbacks and the user's stand in one list, `_in_order`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import compare_lines
@@ -18,14 +20,15 @@ from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.interruption import Interruption
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
 from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS, Preemption
-from jaxpp_flax.trainers.callbacks.save import Save
 from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
 from jaxpp_flax.trainers.data.stream import Batches, DataTracking
+from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
+from jaxpp_flax.trainers.loop.save import Save
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 
@@ -53,7 +56,6 @@ class TrainingLoop:
       callbacks: the states of the callbacks, for checkpoints.
       saves: True if a loop saves by itself: when a save is due, and after its last step.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
-      await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
 
     rows: BatchSharding
@@ -64,7 +66,6 @@ class TrainingLoop:
     display: Display
     saves: bool
     deadline: float | None
-    await_same_end: Callable[[], None]
 
     def run(
         self,
@@ -112,7 +113,7 @@ class TrainingLoop:
                 said = "stopped after step" if has_stepped else "nothing to do after step"
                 self.display.message(f"{said} {trainer.step}: {trainer.stopping}")
             if trainer.step != begins_at:
-                self.await_same_end()
+                self._await_same_end()
         except BaseException as error:  # `break` in the user's loop comes here too
             ended = error
         try:
@@ -254,7 +255,7 @@ class TrainingLoop:
         if not self.rows.is_across:
             return
         store = self.checkpoints.store
-        self.checkpoints.meet("trainer.fit")
+        self.held.meet("trainer.fit")
         lines = [
             ", ".join(f"{name}={value}" for name, value in arguments.items()),
             f"{'with' if evaluates else 'no'} eval_data",
@@ -263,6 +264,28 @@ class TrainingLoop:
         compare_lines(process_group(), "the arguments of fit", lines, None)
         if store is not None:
             check_shared(store.directory)
+
+    def _await_same_end(self) -> None:
+        """After the last step, wait until every process has trained the same steps, on the same batches.
+
+        Raises:
+          ValuesMismatchError: if the batches differ.
+          BatchError: if the numbers of steps differ; a process that others wait for ends the run instead.
+        """
+        if not self.held.is_across:
+            return
+        # Once the state is ready, this process has sent all values of its last step.
+        jax.block_until_ready(jax.tree.leaves(self.held.memory))
+        step = self.held.step
+        why = f"its data ended, or it was stopped, after step {step}. Give every process batches for the same steps"
+        answers = process_group().exchange("the end of fit", str(step).encode(), idle_reason=why)
+        if len(set(answers)) > 1:
+            listing = ", ".join(f"process {index}: {int(text)}" for index, text in enumerate(answers))
+            raise BatchError(
+                f"the processes trained different numbers of steps ({listing}): data ended earlier on some of them. "
+                "Give every process batches for the same steps, or pass `steps=`."
+            )
+        self.checkpoints.trained_on.end(step)
 
     def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
         return RemainderRule.of(remainder, global_batch_size, self.display)

@@ -105,6 +105,27 @@ def asked_for(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset({"training", "rngs"} & taken.keys() - filled)
 
 
+def check_functions(**functions: Any) -> None:
+    """Refuse values that are not functions of (model, batch, `training`, `rngs`); all but `loss_fn` may be None."""
+    for name, function in functions.items():
+        if function is None and name != "loss_fn":
+            continue
+        if not callable(function):
+            raise TypeError(f"{name} must be a function of (model, batch), got {type(function).__name__}.")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # a function that is not written in Python
+            continue
+        try:
+            signature.bind(None, None, **dict.fromkeys(asked_for(function)))
+        except TypeError as error:
+            raise TypeError(
+                f"{name} is called as {name}(model, batch), but the one that was given takes {signature}. Give it two "
+                "arguments; bind others beforehand (`functools.partial`), or put them into the batch: a scalar there "
+                "is a constant of the step."
+            ) from error
+
+
 def call_model(model: Any, batch: Any) -> Any:
     """Return the model's outputs for `batch`, without training: the default function of `predict`.
 

@@ -13,11 +13,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpp_flax.globs import NameFilter
-from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite
+from jaxpp_flax.trainers.model.calling import check_functions
 from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.options.base import Options, misfit
-from jaxpp_flax.trainers.setup import check_functions
 from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused
 

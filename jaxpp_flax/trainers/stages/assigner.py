@@ -18,7 +18,7 @@ from jaxpp_flax.planning.stages.step_time import MARGIN, MOST_TASKS, StepTime, i
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.mesh import layout_of
-from jaxpp_flax.trainers.options.assignment import resolve
+from jaxpp_flax.trainers.stages.assignment import resolve
 
 __all__ = ["Assigner", "Pipeline"]
 
@@ -45,7 +45,7 @@ class Assigner:
     """Turns `assignment=` into cuts, one choice for each schedule, made when a training step is compiled.
 
     Args:
-      assignment: see `jaxpp_flax.trainers.options.assignment.resolve`.
+      assignment: see `jaxpp_flax.trainers.stages.assignment.resolve`.
 
     Raises:
       AssignmentError, TypeError: for an assignment that `resolve` refuses.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpp_flax.schedules import ResidualPlan, Schedule, ScheduleError
-from jaxpp_flax.trainers.mesh import num_batch_shards
-from jaxpp_flax.trainers.setup import choose_ranks
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.schedules import ResidualPlan, Schedule, ScheduleError, by_name
+from jaxpp_flax.trainers.mesh import build_mesh, default_axes, num_batch_shards, wrap_mesh
 
 
 class Scheduling:
@@ -54,6 +54,48 @@ class Scheduling:
                 ) from error
         made, _ = choose_ranks(schedule, num_stages, self.num_microbatches, self.mesh.mpmd_dim, self.mesh, None)
         self.schedule, self.num_stages = made, num_stages
+
+
+def choose_ranks(
+    schedule: Any,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int | None,
+    mesh: Any,
+    mesh_axes: Mapping[str, int] | None,
+) -> tuple[Schedule | None, MpmdMesh | None]:
+    """Return the schedule and the mesh; both None if one stage on one device runs under plain `jax.jit`.
+
+    Raises:
+      ValueError: if the schedule is unknown, or does not fit stages, ranks or microbatches.
+      MeshError: if devices, mesh and ranks do not fit.
+    """
+    if isinstance(schedule, Schedule):
+        made = schedule
+        if made.num_stages != num_stages:
+            raise ValueError(
+                f"the schedule {made!r} is for {made.num_stages} stages, but num_stages={num_stages}. Make them equal."
+            )
+        if num_ranks is not None and made.num_ranks != num_ranks:
+            raise ValueError(
+                f"the schedule {made!r} is for {made.num_ranks} ranks, but num_ranks={num_ranks}. Make them equal."
+            )
+    elif isinstance(schedule, str):
+        wrapped = wrap_mesh(mesh, None) if mesh is not None else None
+        ranks = num_ranks if num_ranks is not None else (wrapped.mpmd_dim if wrapped is not None else None)
+        made = by_name(schedule, num_stages, ranks)
+    else:
+        raise TypeError(
+            f"schedule must be a name such as '1f1b' or a Schedule object, got {type(schedule).__name__}: "
+            f"{schedule!r}. The names: jaxpp_flax.schedules.names()."
+        )
+    made.check(num_microbatches)
+    if mesh is not None:
+        return made, wrap_mesh(mesh, made.num_ranks)
+    axes = default_axes(made.num_ranks) if mesh_axes is None else mesh_axes
+    if num_stages == 1 and not axes:
+        return None, None
+    return made, build_mesh(made.num_ranks, axes)
 
 
 def no_pipeline(what: str) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place
 from jaxpp_flax.trainers.state.optimizer_state import trace_init
 from jaxpp_flax.trainers.state.placement import Ranks, fitting, put_on_ranks
-from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, Source
+from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, Source, compare_values
 from jaxpp_flax.trainers.state.train_state import (
     OF_MODEL,
     TrainState,
@@ -82,6 +82,26 @@ class StateHolder:
         others = {path: leaf for path, leaf in given.items() if path not in weights}
         for source in (Arrays(weights), Arrays(others), *([] if initializer is None else [Factory(initializer)])):
             self._sources |= dict.fromkeys(source.paths, source)
+
+    # ------------------------------------------------------------------ several processes
+
+    @property
+    def is_across(self) -> bool:
+        """True if the ranks belong to several processes."""
+        return self._ranks is not None and self._ranks.mesh.jax_mesh.is_multi_process
+
+    def meet(self, call: str, detail: str = "") -> None:
+        """Wait until every process has made the same call; if a process makes another call, the run fails.
+
+        Args:
+          call: the name of the call, such as "trainer.save", for errors.
+          detail: more about the call; it may differ between processes.
+        """
+        if self.is_across:
+            # Once the state is ready, no other process waits for a value of this process.
+            jax.block_until_ready(jax.tree.leaves(self.memory))
+            why = f"it waits in {call}{detail}, which every process must call after the same step"
+            process_group().barrier(call, idle_reason=why)
 
     # ------------------------------------------------------------------ what there is
 
@@ -207,7 +227,7 @@ class StateHolder:
             raise ModelError(abstract_text(lacking, sum(path.startswith(OF_MODEL) for path in leaves)))
         if self._ranks is not None:
             fitting({path: leaves[path] for path in places}, dict(places))
-            self._compare(self._ranks)
+            self._compare()
             leaves |= put_on_ranks(self._ranks.mesh, there, {path: places[path] for path in there})
             self.memory = jax.tree.unflatten(structure, leaves.values())
         for source in dict.fromkeys(map(self._sources.get, to_read)):
@@ -221,9 +241,9 @@ class StateHolder:
         self._sources = {path: source for path, source in self._sources.items() if path not in to_read}
         self.memory = jax.tree.unflatten(structure, leaves.values())
 
-    def _compare(self, ranks: Ranks) -> None:
+    def _compare(self) -> None:
         """Compare the sources of all processes, once."""
-        if self._compared or not ranks.mesh.jax_mesh.is_multi_process:
+        if self._compared or not self.is_across:
             return
         self._compared, hashes = True, dict[str, str | None]()
         for source in dict.fromkeys(self._sources.values()):
@@ -233,7 +253,7 @@ class StateHolder:
             numbers = {f"opt_state/{path}": text for path, text in programs.single_numbers().items()}
             begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
             hashes |= {**numbers, begins: programs.hash()}
-        compare_initial_states(hashes)
+        compare_values("the initial state", hashes)
 
 
 def _under(name: str, leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import optax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.messages import listed
-from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import fetched
@@ -40,7 +39,7 @@ class InferenceWeights:
     def __init__(
         self, held: StateHolder, function: Callable[[TrainState], Any] | None, tell: Callable[[str], None]
     ) -> None:
-        self._held, self._function, self._tell = held, function, tell
+        self.held, self._function, self._tell = held, function, tell
         self._has_told = False
         self._programs: dict[Callable[[TrainState], Any], LeafPrograms] = {}
         if function is not None:
@@ -62,11 +61,11 @@ class InferenceWeights:
     def of(self, function: Callable[[TrainState], Any] | None) -> TrainState:
         """Return the state with the weights that `function` makes of it, in the types and places of the parameters."""
         if function is None:
-            return self._held.weights()
-        state = self._held.whole()
+            return self.held.weights()
+        state = self.held.whole()
         if function not in self._programs:
             made = lambda state: weights_of(replace(state, opt_state=fetched(state.opt_state)), function)  # noqa: E731
-            self._programs[function] = LeafPrograms.trace(made, self._held.kept.traced(shapes_of(state)))
+            self._programs[function] = LeafPrograms.trace(made, self.held.kept.traced(shapes_of(state)))
         params, structure = flatten(state.params)
         found = self._programs[function].compute(state, {path: leaf.sharding for path, leaf in params.items()})
         return replace(state, params=jax.tree.unflatten(structure, [found[path] for path in params]))
@@ -75,7 +74,7 @@ class InferenceWeights:
         """Say which weights are used, if there are others."""
         if self._has_told:
             return
-        self._has_told, state = True, self._held.memory
+        self._has_told, state = True, self.held.memory
         if self._function is not None:
             name = getattr(self._function, "__name__", "").replace("<lambda>", "") or "..."
             self._tell(f"inference and export use the weights of Inference(params={name})")
@@ -106,8 +105,8 @@ def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:
     if made is None:
         without = "" if state.ema is not None else " state.ema is None without training=Training(ema_decay=0.999)."
         raise ValueError(f"Inference(params=) returned None. Return a tree like state.params.{without}")
-    wanted = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(state.params)}
-    found = {path_text(path): jnp.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(made)}
+    wanted, structure = flatten(state.params)
+    found = {path: jnp.asarray(leaf) for path, leaf in flatten(made)[0].items()}
     shapes, found_shapes = ({path: leaf.shape for path, leaf in tree.items()} for tree in (wanted, found))
     wrong = sorted(path for path in wanted.keys() | found.keys() if shapes.get(path) != found_shapes.get(path))
     if wrong:
@@ -115,8 +114,7 @@ def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:
             "Inference(params=) must return a tree like state.params, and these leaves differ: "
             f"{listed(wrong, 3, str)}. Return the same paths with the same shapes; types are converted."
         )
-    leaves = [found[path].astype(leaf.dtype) for path, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+    return jax.tree.unflatten(structure, [found[path].astype(leaf.dtype) for path, leaf in wanted.items()])
 
 
 def _is_schedule_free(node: Any) -> bool:

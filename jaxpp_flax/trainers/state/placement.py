@@ -1,4 +1,4 @@
-"""The place of each leaf of a state before a step is compiled, and the check that a state fits where it goes."""
+"""The places of a state's leaves: before a step is compiled, on their ranks, and copied to one device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place_on_ranks
-from jaxpp_flax.engine.runtime.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.engine.runtime.reshard import on_every_process, spmd_to_mpmd_reshard
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Ranks", "balanced_order", "fitting", "on_parts", "put_on_ranks"]
+__all__ = ["Ranks", "balanced_order", "fitting", "on_parts", "put_on_ranks", "to_ordinary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,23 @@ def on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> Mpm
     result = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
     return MpmdArray(parts, leaf.sharding, shape=result.shape, dtype=result.dtype)
+
+
+def to_ordinary(tree: Any) -> Any:
+    """Copy every leaf to a new `jax.Array` on the default device.
+
+    If the ranks belong to several processes, all of them must call this function.
+    """
+    # Without the name, an array of an Explicit mesh would keep the mesh in its type.
+    there = SingleDeviceSharding(jax.local_devices()[0])
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, MpmdArray):
+            several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
+            leaf = jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), there)
+        return jnp.array(leaf, copy=True)
+
+    return jax.tree.map(one, tree)
 
 
 def _narrowed(leaf: MpmdArray, target: MpmdSharding) -> MpmdArray | None:

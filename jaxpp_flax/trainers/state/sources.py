@@ -16,12 +16,27 @@ from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.pretrained.loading import LoadPlan
-from jaxpp_flax.processes import value_text
+from jaxpp_flax.processes import compare_hashes, process_group, value_text
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.train_state import own_path
 
-__all__ = ["Arrays", "Checkpoint", "Factory", "Files", "Source"]
+__all__ = ["Arrays", "Checkpoint", "Factory", "Files", "Source", "compare_values"]
+
+_REMEDY = (
+    "Every process makes model and optimizer by itself, so all must make the same ones: give each the same seed and "
+    "hyperparameters, which depend neither on the process nor on the time. Values made in one process alone can be "
+    "sent to the others by `jax.experimental.multihost_utils.broadcast_one_to_all`."
+)
+
+
+def compare_values(name: str, hashes: Mapping[str, str | None]) -> None:
+    """Make sure that every process has the same values, or programs of them; `name` is all of them in words.
+
+    Raises:
+      ValuesMismatchError: the message names the first one that differs, and the processes.
+    """
+    compare_hashes(process_group(), name, hashes, _REMEDY)
 
 
 class Source(Protocol):

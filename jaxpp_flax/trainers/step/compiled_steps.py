@@ -21,12 +21,10 @@ from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe, even
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.trainers.data.batch import signature
-from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
+from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
-from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.stages.assigner import Assigner, Pipeline
 from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.state.holder import StateHolder
@@ -39,7 +37,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` and `memory` are for
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` and `residuals` are for
     training steps.
     """
 
@@ -53,12 +51,12 @@ class CompiledSteps:
         state_specs: TrainState | None,
         rules: AxisRules,
         fsdp: Fsdp = "microbatch",
-        memory: Memory | None = None,
+        residuals: ResidualPlan | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules, self._memory = state_specs, rules, Memory.of(memory)
+        self.state_specs, self._rules, self._residuals = state_specs, rules, residuals
         self._fsdp: Fsdp = fsdp
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
@@ -103,7 +101,7 @@ class CompiledSteps:
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
             place=place,
             cuts=self._assigner.fixed_cuts,
-            residuals=self._memory.residuals,
+            residuals=self._residuals,
         )
 
     def has_training(self, microbatches: Any) -> bool:
@@ -155,11 +153,11 @@ class CompiledSteps:
         return compiled
 
     def _ready_to_compile(self, kind: str, batch: Any) -> CutPolicy:
-        """Compare with the other processes, and return the policy of the cuts."""
+        """Return the policy of the cuts, once every process compiles a step; the engine compares these steps."""
         scheduling = self._scheduling
         if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
             refuse_disabled_jit("a pipelined step")
-        compare_compilations(scheduling.mesh, self._held.memory, kind, scheduling.schedule, batch)
+        self._held.meet("the compilation of a step", f" (a step to {kind} for {describe_batch(batch)})")
         return self._cut_policy(kind, batch)
 
     def _key(self, kind: str, microbatches: Any) -> Any:
@@ -173,7 +171,7 @@ class CompiledSteps:
             schedule=schedule,
             num_microbatches=self._scheduling.num_microbatches,
             mesh=mesh,
-            residuals=self._memory.residuals,
+            residuals=self._residuals,
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 
@@ -200,7 +198,7 @@ class CompiledSteps:
             donated=(0,) if donate else (),
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
-            residuals=self._memory.residuals if donate else None,  # inference has no backward
+            residuals=self._residuals if donate else None,  # inference has no backward
         )
 
     def _compile_form(

@@ -27,7 +27,7 @@ from jaxpp_flax.planning import (
     segment_names,
     sizes,
 )
-from jaxpp_flax.trainers.options.assignment import resolve
+from jaxpp_flax.trainers.stages.assignment import resolve
 
 
 def blocks(count):

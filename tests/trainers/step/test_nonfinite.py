@@ -11,8 +11,8 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Training
-from jaxpp_flax.trainers.loop import nonfinite
-from jaxpp_flax.trainers.loop.nonfinite import nonfinite_leaf
+from jaxpp_flax.trainers.step import nonfinite
+from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from tests.trainers.models import Layers, squared_error
 
 

@@ -11,24 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.messages import amount, listed
+from jaxpp_flax.processes import value_text
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.loop.process_synchronization import compare_weights
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights, average_of
 from jaxpp_flax.trainers.state.optimizer_state import copies_of
-from jaxpp_flax.trainers.state.placement import on_parts
-from jaxpp_flax.trainers.state.sources import Arrays
+from jaxpp_flax.trainers.state.placement import on_parts, to_ordinary
+from jaxpp_flax.trainers.state.sources import Arrays, compare_values
 from jaxpp_flax.trainers.state.train_state import (
     OF_MODEL,
     TrainState,
@@ -52,13 +50,12 @@ class Weights:
     inference: InferenceWeights
     mesh: MpmdMesh | None
     init: Callable[[Any], Any]
-    meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
         """As `PipelineTrainer.gather_model`."""
         self._check("trainer.gather_model")
         state = self.held.weights()
-        self.meet("trainer.gather_model")
+        self.held.meet("trainer.gather_model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def abstract_model(self) -> Any:
@@ -74,7 +71,7 @@ class Weights:
             )
         self._check("trainer.gather_model")
         state = self.inference.of(average_of)
-        self.meet("trainer.gather_model")
+        self.held.meet("trainer.gather_model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
@@ -82,15 +79,17 @@ class Weights:
             raise TypeError("gather_variables() is for Linen models; an NNX model's are in `gather_model()`.")
         self._check("trainer.gather_variables")
         state = self.held.weights()
-        self.meet("trainer.gather_variables")
+        self.held.meet("trainer.gather_variables")
         return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def set(self, weights: Any) -> None:
         """As `PipelineTrainer.set_weights`."""
-        self.meet("trainer.set_weights")
+        self.held.meet("trainer.set_weights")
         state = self.held.weights()
         new = checked_weights(weights, leaves_of_model(state))
-        compare_weights(self.mesh, new)
+        if self.held.is_across:  # arrays on ranks are not compared: no process has all of one
+            hashes = {path: None if isinstance(of, MpmdArray) else value_text(of) for path, of in new.items()}
+            compare_values("the weights of set_weights", hashes)
         leaves = flatten(state)[0]
         values = {path: new[own_path(path)] for path in leaves if path.startswith(OF_MODEL) and own_path(path) in new}
         given = {path.removeprefix("params/"): value for path, value in values.items() if path.startswith("params/")}
@@ -157,20 +156,3 @@ def checked_weights(weights: Any, known: Mapping[str, Any]) -> dict[str, Any]:
             f"{listed(faults, 8, str)}. Paths are those of the model: {listed(list(known), 4, str)}."
         )
     return found
-
-
-def to_ordinary(tree: Any) -> Any:
-    """Copy every leaf to a new `jax.Array` on the default device.
-
-    If the ranks belong to several processes, all of them must call this function.
-    """
-    # Without the name, an array of an Explicit mesh would keep the mesh in its type.
-    there = SingleDeviceSharding(jax.local_devices()[0])
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, MpmdArray):
-            several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
-            leaf = jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), there)
-        return jnp.array(leaf, copy=True)
-
-    return jax.tree.map(one, tree)

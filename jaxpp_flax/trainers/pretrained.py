@@ -18,9 +18,9 @@ from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
 from jaxpp_flax.trainers.state.optimizer_state import trace_init
+from jaxpp_flax.trainers.state.placement import to_ordinary
 from jaxpp_flax.trainers.state.sources import Arrays, Files
 from jaxpp_flax.trainers.state.train_state import leaves_of_model, model_part, own_path
-from jaxpp_flax.trainers.state.weights import to_ordinary
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class PretrainedWeights:
 
     Args:
       init: makes the optimizer's state from parameters.
-      meet: waits until every process has made the call of this name.
       abstract_model: returns the model as shapes.
     """
 
@@ -37,7 +36,6 @@ class PretrainedWeights:
     weights: InferenceWeights
     init: Callable[[Any], Any]
     mesh: MpmdMesh | None
-    meet: Callable[[str], None]
     abstract_model: Callable[[], Any]
 
     def load(
@@ -50,7 +48,7 @@ class PretrainedWeights:
         keep: PathFilter,
     ) -> None:
         """As `PipelineTrainer.load_pretrained`."""
-        self.meet("trainer.load_pretrained")
+        self.held.meet("trainer.load_pretrained")
         if self.held.step:
             raise ValueError(
                 f"load_pretrained gives the first weights, but this trainer has done {self.held.step} steps: their "
@@ -81,7 +79,7 @@ class PretrainedWeights:
         merge_adapters: bool,
     ) -> Path:
         """As `PipelineTrainer.export_pretrained`."""
-        self.meet("trainer.export_pretrained")
+        self.held.meet("trainer.export_pretrained")
         if ema and self.held.memory.ema is None:
             raise ValueError("export_pretrained(ema=True) needs an average: training=Training(ema_decay=0.999).")
         leaves = leaves_of_model(self.weights.for_export(average=ema))

@@ -1,8 +1,7 @@
-"""Convert the trainer's arguments to the model's adapter, the schedule and the mesh, with checks before any work."""
+"""The user's model in parts: its adapter, parameters and annotations, with checks before any work."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +11,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
-from jaxpp_flax.schedules import Schedule, by_name
+from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.mesh import build_mesh, default_axes, wrap_mesh
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.calling import asked_for
 from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_variables, trace_factory
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
@@ -25,28 +21,7 @@ from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import model_part
 
-__all__ = ["check_functions", "check_parameters", "choose_model", "choose_ranks"]
-
-
-def check_functions(**functions: Any) -> None:
-    """Refuse values that are not functions of (model, batch, `training`, `rngs`); all but `loss_fn` may be None."""
-    for name, function in functions.items():
-        if function is None and name != "loss_fn":
-            continue
-        if not callable(function):
-            raise TypeError(f"{name} must be a function of (model, batch), got {type(function).__name__}.")
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # a function that is not written in Python
-            continue
-        try:
-            signature.bind(None, None, **dict.fromkeys(asked_for(function)))
-        except TypeError as error:
-            raise TypeError(
-                f"{name} is called as {name}(model, batch), but the one that was given takes {signature}. Give it two "
-                "arguments; bind others beforehand (`functools.partial`), or put them into the batch: a scalar there "
-                "is a constant of the step."
-            ) from error
+__all__ = ["ChosenModel", "check_memory", "check_parameters", "choose_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,45 +168,3 @@ def check_memory(params: Any, rest: Any, name: str) -> None:
                 "`jax.device_put(state, jax.devices()[0])`. What may lie on the host is the optimizer's state: "
                 'memory=Memory(optimizer_state="pinned_host").'
             )
-
-
-def choose_ranks(
-    schedule: Any,
-    num_stages: int,
-    num_microbatches: int,
-    num_ranks: int | None,
-    mesh: Any,
-    mesh_axes: Mapping[str, int] | None,
-) -> tuple[Schedule | None, MpmdMesh | None]:
-    """Return the schedule and the mesh; both None if one stage on one device runs under plain `jax.jit`.
-
-    Raises:
-      ValueError: if the schedule is unknown, or does not fit stages, ranks or microbatches.
-      MeshError: if devices, mesh and ranks do not fit.
-    """
-    if isinstance(schedule, Schedule):
-        made = schedule
-        if made.num_stages != num_stages:
-            raise ValueError(
-                f"the schedule {made!r} is for {made.num_stages} stages, but num_stages={num_stages}. Make them equal."
-            )
-        if num_ranks is not None and made.num_ranks != num_ranks:
-            raise ValueError(
-                f"the schedule {made!r} is for {made.num_ranks} ranks, but num_ranks={num_ranks}. Make them equal."
-            )
-    elif isinstance(schedule, str):
-        wrapped = wrap_mesh(mesh, None) if mesh is not None else None
-        ranks = num_ranks if num_ranks is not None else (wrapped.mpmd_dim if wrapped is not None else None)
-        made = by_name(schedule, num_stages, ranks)
-    else:
-        raise TypeError(
-            f"schedule must be a name such as '1f1b' or a Schedule object, got {type(schedule).__name__}: "
-            f"{schedule!r}. The names: jaxpp_flax.schedules.names()."
-        )
-    made.check(num_microbatches)
-    if mesh is not None:
-        return made, wrap_mesh(mesh, made.num_ranks)
-    axes = default_axes(made.num_ranks) if mesh_axes is None else mesh_axes
-    if num_stages == 1 and not axes:
-        return None, None
-    return made, build_mesh(made.num_ranks, axes)

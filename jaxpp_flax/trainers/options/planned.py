@@ -9,7 +9,8 @@ from typing import Any
 from jaxpp_flax.planning.plan import Plan
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.trainers.mesh import STAGE_AXIS, layout_of, wrap_mesh
-from jaxpp_flax.trainers.options import Memory, MeshOptions
+from jaxpp_flax.trainers.options.memory import Memory
+from jaxpp_flax.trainers.options.mesh import MeshOptions
 
 __all__ = ["Planned", "take_plan"]
 

@@ -5,15 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpp_flax.trainers.loop import process_synchronization
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
+from jaxpp_flax.trainers.data import batch_comparison
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 
 
 @pytest.fixture
 def compared(monkeypatch):
     """The ranges of every comparison."""
     found = []
-    monkeypatch.setattr(process_synchronization, "compare_hashes", lambda *arguments: found.append(arguments[-1]))
+    monkeypatch.setattr(batch_comparison, "compare_hashes", lambda *arguments: found.append(arguments[-1]))
     return found
 
 
