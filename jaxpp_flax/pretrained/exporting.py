@@ -23,9 +23,9 @@ from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
-from jaxpp_flax.pretrained.safetensors_file import Tensor, create_file, dtype_name, lay_out
-from jaxpp_flax.pretrained.slices import Index, full_index, tensor_parts, to_tensor
-from jaxpp_flax.pretrained.sources import INDEX, StoredTensor, open_source
+from jaxpp_flax.pretrained.safetensors_file import create_file, dtype_name, lay_out, write_part
+from jaxpp_flax.pretrained.slices import Index, StoredTensor, full_index, tensor_parts, to_tensor
+from jaxpp_flax.pretrained.sources import INDEX, open_source
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 
@@ -168,17 +168,16 @@ class ExportPlan:
 
     def write(self, directory: Path, leaves: Mapping[str, Leaf]) -> None:
         """Write this process's parts."""
-        tensors: dict[str, Tensor] = {}
-        for file, of in self.files.items():
-            tensors |= lay_out(directory / file, of)[0]
+        places = {name: (file, at) for file, of in self.files.items() for name, at in lay_out(of)[1].items()}
         descriptors = {file: os.open(directory / file, os.O_WRONLY) for file in self.files}
         try:
             for fill in self.fills:
                 leaf = leaves[fill.leaf]
+                shape = fill.rule.split_shape(leaf.shape)
                 for index, values in leaf.parts():
                     for part in tensor_parts(fill.rule, leaf.shape, index):
-                        tensor = tensors[fill.tensors[part.number]]
-                        tensor.write(descriptors[tensor.file.name], part.runs, to_tensor(fill.rule, part, values))
+                        file, at = places[fill.tensors[part.number]]
+                        write_part(descriptors[file], at, shape, part.index, to_tensor(fill.rule, part, values))
             for descriptor in descriptors.values():
                 os.fsync(descriptor)
         finally:
@@ -207,9 +206,9 @@ def _stored_leaf(tensor: StoredTensor) -> Leaf:
     def parts() -> Iterator[tuple[Index, np.ndarray]]:
         if process_group().process_index == 0:
             whole = full_index((slice(None),) * len(tensor.shape), tensor.shape)
-            yield whole, tensor.read(tuple((slice(of.start, of.stop),) for of in whole))
+            yield whole, tensor.read(whole)
 
-    return Leaf(tensor.shape, tensor.numpy_dtype, parts)
+    return Leaf(tensor.shape, tensor.dtype, parts)
 
 
 def _array_leaf(leaf: Any) -> Leaf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
-from jaxpp_flax.pretrained.slices import tensor_parts, to_leaf
-from jaxpp_flax.pretrained.sources import StoredTensor, WeightSource, open_source
+from jaxpp_flax.pretrained.slices import StoredTensor, full_index, read_part, tensor_parts
+from jaxpp_flax.pretrained.sources import WeightSource, open_source
 from jaxpp_flax.processes.comparison import compare_lines
 from jaxpp_flax.processes.group import process_group
 
@@ -41,8 +41,8 @@ def load_pretrained(
     holds one slice at a time. With several processes, all of them make this call.
 
     Args:
-      source: a safetensors file, an index of shards, a directory with either (as Hugging Face writes it), or an Orbax
-        checkpoint.
+      source: a safetensors file, an index of shards, a directory with either (as Hugging Face writes it), an Orbax
+        checkpoint, or "organization/name" of the Hugging Face Hub.
       target: a tree of arrays or `jax.ShapeDtypeStruct`s: shapes, dtypes and shardings (without one: the default
         device), such as `nnx.state(model, nnx.Param)`. NumPy arrays stand for NumPy arrays. `target` does not change.
       map: which tensor fills which leaf.
@@ -53,6 +53,7 @@ def load_pretrained(
     Raises:
       CheckpointMismatchError: the message lists the leaves that do not fit, and tensors that no leaf takes.
       CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, cut off, or no weights.
+      ModuleNotFoundError: for safetensors without the extra `huggingface`.
 
     Example:
       >>> import tempfile
@@ -87,13 +88,13 @@ class FilledLeaf:
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Read `leaf[index]`."""
         rule = self.fill.rule
-        parts = list(tensor_parts(rule, self.shape, index))
+        parts = tensor_parts(rule, self.shape, index)
+        read = ((part, read_part(rule, self.shape, part, self.tensors[part.number])) for part in parts)
         if rule.stack is None:
-            return to_leaf(rule, parts[0], self.tensors[0].read(parts[0].runs)).astype(self.dtype, copy=False)
-        shape = [len(range(*of.indices(size))) for of, size in zip(index, self.shape, strict=True)]
-        whole = np.empty(shape, self.dtype)
-        for part in parts:
-            whole[part.place] = to_leaf(rule, part, self.tensors[part.number].read(part.runs))
+            return next(read)[1].astype(self.dtype, copy=False)
+        whole = np.empty([of.stop - of.start for of in full_index(index, self.shape)], self.dtype)
+        for part, values in read:
+            whole[part.place] = values
         return whole
 
 
@@ -170,7 +171,7 @@ def _find(fill: Fill, source: WeightSource, map: NameMap, untie: bool) -> tuple[
 def _differences(fill: Fill, tensors: Sequence[StoredTensor], leaf: Any, cast: bool) -> list[str]:
     wanted, wrong = fill.rule.tensor_shape(np.shape(leaf)), []
     for tensor in tensors:
-        where, dtype = f"{tensor.name} in {tensor.file.name}", tensor.numpy_dtype
+        where, dtype = f"{tensor.name} in {tensor.file.name}", tensor.dtype
         if tensor.shape != wanted:
             text = f"{where} has shape {tensor.shape}, wanted {wanted} for the leaf's {tuple(np.shape(leaf))}"
             wrong.append(text + _transposed(fill, tensor.shape, wanted))
@@ -223,26 +224,25 @@ def _place(leaf: FilledLeaf, sharding: Any) -> Any:
     if sharding is None:
         return np.ascontiguousarray(leaf.read((slice(None),) * len(leaf.shape)))
     if not isinstance(sharding, MpmdSharding):
-        return _on_devices(leaf.read, leaf.shape, leaf.dtype, sharding)
+        return _on_devices(leaf, sharding)
     local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
-    parts = {rank: _on_devices(leaf.read, leaf.shape, leaf.dtype, sharding.local_sharding(rank)) for rank in local}
+    parts = {rank: _on_devices(leaf, sharding.local_sharding(rank)) for rank in local}
     return MpmdArray(parts, sharding, shape=leaf.shape, dtype=leaf.dtype)
 
 
-def _on_devices(
-    read: Callable[[Sequence[slice]], np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: Any
-) -> jax.Array:
+def _on_devices(leaf: FilledLeaf, sharding: Any) -> jax.Array:
     """Read each slice once, and put it on its devices before the next one is read."""
     devices: dict[Any, list[Any]] = {}
-    index_of = sharding.addressable_devices_indices_map(shape)
+    index_of = sharding.addressable_devices_indices_map(leaf.shape)
     for device, index in index_of.items():
         devices.setdefault(tuple((of.start, of.stop) for of in index), []).append(device)
     pieces: dict[Any, jax.Array] = {}
     for same in devices.values():
-        piece = read(index_of[same[0]])
+        piece = leaf.read(index_of[same[0]])
         for device in same:
             own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             # On CPU this may be the memory of `piece`, which nothing changes: XLA copies it where a step donates it.
             pieces[device] = jax.device_put(piece, own)
         jax.block_until_ready([pieces[device] for device in same])
-    return jax.make_array_from_single_device_arrays(shape, sharding, [pieces[d] for d in index_of], dtype=dtype)
+    found = [pieces[device] for device in index_of]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, found, dtype=leaf.dtype)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,13 @@ import tensorstore
 from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree, read_metadata
 from jaxpp_flax.checkpoint.reading import stored_leaves
-from jaxpp_flax.pretrained.slices import Runs
+from jaxpp_flax.pretrained.slices import Index, StoredTensor
 
 # The items of a trainer's checkpoint whose leaves are the model's; the others are the optimizer's, and counters.
 _OF_THE_MODEL = ("params", "model_state")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OrbaxTensor:
-    """A leaf of a checkpoint; `spec` tells TensorStore where it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    numpy_dtype: np.dtype[Any] | None
-    file: Path
-    spec: dict[str, Any]
-
-    def read(self, runs: Runs) -> np.ndarray:
-        """Read some positions of each dimension, and nothing else.
-
-        Raises:
-          CorruptCheckpointError: if TensorStore cannot read them.
-        """
-        try:
-            array = tensorstore.open(self.spec, open=True, read=True).result()  # pyright: ignore[reportAttributeAccessIssue]
-            boxes = list(itertools.product(*runs))
-            if len(boxes) == 1:
-                return np.asarray(array[boxes[0]].read().result())
-            part = np.empty([sum(run.stop - run.start for run in of) for of in runs], self.numpy_dtype)
-            for box, place in zip(boxes, itertools.product(*map(_places, runs)), strict=True):
-                part[place] = array[box].read().result()
-        except ValueError as error:
-            raise damaged(self.file, error) from error
-        return part
-
-
-def _places(runs: tuple[slice, ...]) -> list[slice]:
-    """Return where the runs of one dimension lie, one after the other."""
-    ends = list(itertools.accumulate(run.stop - run.start for run in runs))
-    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def read_orbax(path: Path) -> tuple[dict[str, OrbaxTensor], frozenset[str]]:
+def read_orbax(path: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
     """Return the leaves of a checkpoint by name, with "." in names, and those that a model may leave unread.
 
     Of a trainer's checkpoint, these are the model's leaves, named as in the model; it may leave unread those that are
@@ -70,7 +34,7 @@ def read_orbax(path: Path) -> tuple[dict[str, OrbaxTensor], frozenset[str]]:
     leaves = stored_leaves(read_metadata(directory))
     settings = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
     is_state = {"params", "step"} <= {name.partition("/")[0] for name in leaves}
-    tensors: dict[str, OrbaxTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     optional: set[str] = set()
     for stored, leaf in leaves.items():
         item, _, rest = stored.partition("/")
@@ -80,14 +44,22 @@ def read_orbax(path: Path) -> tuple[dict[str, OrbaxTensor], frozenset[str]]:
         name = name.removeprefix("collections/").removesuffix("/value").replace("/", ".")
         if is_state and item != "params":
             optional.add(name)
-        tensors[name] = OrbaxTensor(
+        tensors[name] = StoredTensor(
             name=name,
             shape=leaf.shape or (),
-            numpy_dtype=np.dtype(leaf.dtype),
+            dtype=np.dtype(leaf.dtype),
             file=directory,
-            spec=_spec(directory, stored.replace("/", "."), settings),
+            read_values=partial(_read, directory, _spec(directory, stored.replace("/", "."), settings)),
         )
     return tensors, frozenset(optional)
+
+
+def _read(directory: Path, spec: dict[str, Any], index: Index) -> np.ndarray:
+    try:
+        array = tensorstore.open(spec, open=True, read=True).result()  # pyright: ignore[reportAttributeAccessIssue]
+        return np.asarray(array[index].read().result())
+    except ValueError as error:
+        raise damaged(directory, error) from error
 
 
 def _spec(directory: Path, key: str, settings: dict[str, Any]) -> dict[str, Any]:

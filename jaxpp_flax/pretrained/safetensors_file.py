@@ -1,8 +1,7 @@
-"""One safetensors file: its header, and reading or writing a part of a tensor without holding more than that part.
+"""One safetensors file: its tensors, read in parts by the package `safetensors`, and a file that is written in parts.
 
-The format: 8 bytes with the length of the header, the header in JSON, then the tensors in C order. The package
-`safetensors` writes a file from arrays that are all in memory; here each part goes to its place by itself, from any
-process.
+The package writes a file from arrays that are all in memory; here each part goes to its place by itself, from any
+process. The format: 8 bytes with the length of the header, the header in JSON, then the tensors in C order.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
-from jaxpp_flax.pretrained.slices import Runs
+from jaxpp_flax.pretrained.slices import Index, StoredTensor
 
 DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
@@ -29,129 +28,64 @@ DTYPES: Mapping[str, Any] = {
 }  # fmt: skip
 """The format's names of dtypes."""
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # the limit of the package `safetensors`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """A tensor in a file. `dtype` is the format's name for it; `offset` counts the bytes from the file's beginning."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-    offset: int
-
-    @property
-    def numpy_dtype(self) -> np.dtype[Any] | None:
-        """The dtype of NumPy; None for a dtype that JAX does not have."""
-        return np.dtype(DTYPES[self.dtype]) if self.dtype in DTYPES else None
-
-    def read(self, runs: Runs) -> np.ndarray:
-        """Read some positions of each dimension, and nothing else.
-
-        Raises:
-          CorruptCheckpointError: if the file ends before.
-        """
-        part = np.empty([sum(run.stop - run.start for run in of) for of in runs], self.numpy_dtype)
-        memory = part.reshape(-1).view(np.uint8).data
-        place = 0
-        with self.file.open("rb", buffering=0) as file:
-            for offset, size in self._extents(runs):
-                file.seek(offset)
-                _read_into(file, memory[place : place + size], self)
-                place += size
-        return part
-
-    def write(self, descriptor: int, runs: Runs, part: np.ndarray) -> None:
-        """Write some positions of each dimension into an open file; other positions are not touched."""
-        memory = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
-        place = 0
-        for offset, size in self._extents(runs):
-            done = 0
-            while done < size:
-                done += os.pwrite(descriptor, memory[place + done : place + size], offset + done)
-            place += size
-
-    def _extents(self, runs: Runs) -> Iterator[tuple[int, int]]:
-        """Yield offset and length of the extents of the file that hold these positions, in C order."""
-        itemsize = np.dtype(DTYPES[self.dtype]).itemsize
-        if not runs:
-            yield self.offset, itemsize
-            return
-        # The dimensions after `last` are whole: the runs of `last` are extents.
-        last = len(runs) - 1
-        while last and runs[last] == (slice(0, self.shape[last]),):
-            last -= 1
-        strides = [math.prod(self.shape[dim + 1 :]) * itemsize for dim in range(len(self.shape))]
-        outer = [[p for run in of for p in range(run.start, run.stop)] for of in runs[:last]]
-        for positions in itertools.product(*outer):
-            begin = self.offset + sum(p * stride for p, stride in zip(positions, strides, strict=False))
-            for run in runs[last]:
-                yield begin + run.start * strides[last], (run.stop - run.start) * strides[last]
-
-
-def _read_into(file: Any, memory: memoryview, tensor: Tensor) -> None:
-    done = 0
-    while done < len(memory):
-        count = file.readinto(memory[done:])
-        if not count:
-            raise CorruptCheckpointError(
-                f"the shard {tensor.file} ended while {tensor.name} was read: it was cut off or is being written. Copy "
-                "it again."
-            )
-        done += count
-
-
-def read_header(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, by name, without their values.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, by name, without their values.
 
     Raises:
+      ModuleNotFoundError: if the package `safetensors` is not installed.
       CheckpointNotFoundError: if there is no such file.
       CorruptCheckpointError: if it is no safetensors file, or was cut off.
     """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            begin = file.read(8)
-            length = int.from_bytes(begin, "little")
-            if len(begin) < 8 or length > min(_LONGEST_HEADER, max(size - 8, 0)):
-                raise _damaged(path, _cause(begin, size))
-            header = json.loads(file.read(length))
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"there is no file {path}. Copy the missing shard, or check the path.") from error
-    except ValueError as error:
-        raise _damaged(path, f"its header is no JSON ({error})") from error
-    tensors: dict[str, Tensor] = {}
-    end = 8 + length
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            first, last = (8 + length + int(offset) for offset in entry["data_offsets"])
-            shape = tuple(int(dim) for dim in entry["shape"])
-            tensors[name] = Tensor(name=name, shape=shape, dtype=str(entry["dtype"]), file=path, offset=first)
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(path, f"its header has a wrong entry for {name}: {entry}") from error
-        dtype = tensors[name].numpy_dtype
-        if dtype is not None and last - first != math.prod(shape) * dtype.itemsize:
-            raise _damaged(path, f"its header gives {name} {last - first} bytes, which is not its shape {shape}")
-        end = max(end, last)
-    if end > size:
-        raise _damaged(path, f"it was cut off: it has {size} of {end} bytes")
+    with _open(path) as file:
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+        types = {name: (tuple(of.get_shape()), str(of.get_dtype())) for name, of in found.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for name, (shape, dtype) in types.items():
+        of = np.dtype(DTYPES[dtype]) if dtype in DTYPES else None
+        read = partial(_read, path, name)
+        if of is not None and dtype.startswith("F8"):
+            read = partial(_read_bytes, path, name, shape, of)
+        tensors[name] = StoredTensor(name=name, shape=shape, dtype=of, file=path, read_values=read)
     return tensors
 
 
-def _cause(begin: bytes, size: int) -> str:
-    if begin.startswith(b"version "):
-        return "it is a pointer of Git LFS, and the file itself was not fetched (`git lfs pull`)"
-    if size < 8:
-        return f"it was cut off: it has {size} bytes"
-    return "it is cut off, or no safetensors file: its first 8 bytes are not the length of a header"
+def _open(path: Path) -> Any:
+    try:
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"reading {path} needs the package 'safetensors', which is not installed: "
+            "`pip install 'jaxpp-flax[huggingface]'`."
+        ) from error
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}. Copy the missing shard, or check the path.") from error
+    except safetensors.SafetensorError as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(8) == b"version "
+        cause = "it was cut off, or is no safetensors file"
+        if is_pointer:
+            cause = "it is a pointer of Git LFS, and the file itself was not fetched (`git lfs pull`)"
+        raise CorruptCheckpointError(
+            f"the shard {path} cannot be read: {cause} ({error}). Copy or download that file again."
+        ) from error
 
 
-def _damaged(path: Path, cause: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"the shard {path} cannot be read: {cause}. Copy or download that file again.")
+def _read(path: Path, name: str, index: Index) -> np.ndarray:
+    # The file is opened for each part: its pages count as memory of this process while it is open.
+    with _open(path) as file:
+        return file.get_slice(name)[index]
+
+
+def _read_bytes(path: Path, name: str, shape: tuple[int, ...], dtype: Any, index: Index) -> np.ndarray:
+    """Read a part of a tensor of 8-bit floating numbers, which the package gives to PyTorch alone."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin = 8 + length + json.loads(file.read(length))[name]["data_offsets"][0]
+    return np.array(np.memmap(path, np.uint8, "r", begin, shape)[index]).view(dtype)
 
 
 def dtype_name(dtype: Any) -> str | None:
@@ -164,43 +98,52 @@ def dtype_name(dtype: Any) -> str | None:
     return _NAMES.get(np.dtype(dtype))
 
 
-def create_file(path: Path, tensors: Sequence[tuple[str, tuple[int, ...], Any]]) -> dict[str, Tensor]:
-    """Create a file of its final length, with its header and without values; return the tensors to write.
-
-    Args:
-      path: of the new file.
-      tensors: the name, shape and dtype of each.
-    """
-    with path.open("xb") as file:
-        laid_out, header = lay_out(path, tensors)
-        file.write(header)
-        file.truncate(len(header) + sum(math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in tensors))
-    return laid_out
-
-
-def lay_out(path: Path, tensors: Sequence[tuple[str, tuple[int, ...], Any]]) -> tuple[dict[str, Tensor], bytes]:
-    """Return where each tensor of a file lies, and the file's beginning.
+def lay_out(tensors: Sequence[tuple[str, tuple[int, ...], Any]]) -> tuple[bytes, dict[str, int], int]:
+    """Return the beginning of a file with tensors of this name, shape and dtype; the place of each; and its length.
 
     Example:
-      >>> tensors, header = lay_out(Path("x"), [("a", (2,), np.float32), ("b", (3,), np.int8)])
-      >>> tensors["b"].offset - tensors["a"].offset, len(header) % 8
-      (8, 0)
+      >>> header, offsets, length = lay_out([("a", (2,), np.float32), ("b", (3,), np.int8)])
+      >>> offsets["b"] - offsets["a"], len(header) % 8, length - len(header)
+      (8, 0, 11)
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no other format
-    end = 0
+    begins, end = dict[str, int](), 0
     for name, shape, dtype in tensors:
-        begin, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-        entries[name] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
+        begins[name], end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        entries[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begins[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return {
-        name: Tensor(
-            name=name,
-            shape=tuple(shape),
-            dtype=entries[name]["dtype"],
-            file=path,
-            offset=len(header) + entries[name]["data_offsets"][0],
-        )
-        for name, shape, _ in tensors
-    }, header
+    return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
+
+
+def create_file(path: Path, tensors: Sequence[tuple[str, tuple[int, ...], Any]]) -> None:
+    """Create a file of its final length, with its header and without values."""
+    header, _, length = lay_out(tensors)
+    with path.open("xb") as file:
+        file.write(header)
+        file.truncate(length)
+
+
+def write_part(descriptor: int, offset: int, shape: Sequence[int], index: Index, part: np.ndarray) -> None:
+    """Write `tensor[index]` of a tensor of this shape into an open file; other positions are not touched.
+
+    Other processes write other parts of one file at the same time, also over a network: not by mapped memory, which is
+    written in whole pages.
+    """
+    memory, itemsize = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data, part.dtype.itemsize
+    shape, index = (1, *shape), (slice(0, 1), *index)
+    # The dimensions after `last` are whole: a run of `last` lies in one piece.
+    last = len(shape) - 1
+    while last and (index[last].start, index[last].stop) == (0, shape[last]):
+        last -= 1
+    stride = math.prod(shape[last + 1 :]) * itemsize
+    done, size = 0, (index[last].stop - index[last].start) * stride
+    for positions in itertools.product(*(range(of.start, of.stop) for of in index[:last])):
+        row = 0
+        for position, count in zip(positions, shape, strict=False):
+            row = row * count + position
+        end, place = done + size, offset + (row * shape[last] + index[last].start) * stride
+        while done < end:
+            written = os.pwrite(descriptor, memory[done:end], place)
+            done, place = done + written, place + written

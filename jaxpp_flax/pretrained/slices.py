@@ -1,19 +1,35 @@
-"""The part of a tensor that a part of a leaf needs, and the arrangement of its values, in both directions."""
+"""Tensors on disk, and the part of a tensor that a part of a leaf needs, in both directions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxpp_flax.pretrained.name_map import Rule
 
-Runs: TypeAlias = tuple[tuple[slice, ...], ...]
-"""For each dimension of a tensor, the runs of neighbouring positions."""
 Index: TypeAlias = tuple[slice, ...]
+"""A slice with start and stop for each dimension."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredTensor:
+    """A tensor on disk: its type is known, its values are read in parts. `dtype` None: JAX does not have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    file: Path
+    read_values: Callable[[Index], np.ndarray]
+
+    def read(self, index: Index) -> np.ndarray:
+        """Read a part, and nothing else."""
+        shape = [of.stop - of.start for of in index]
+        return self.read_values(index) if all(shape) else np.empty(shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -21,9 +37,8 @@ class TensorPart:
     """The part of one tensor that a part of a leaf consists of."""
 
     number: int  # of the tensor among the leaf's tensors
-    runs: Runs  # the positions in the tensor
     place: tuple[Any, ...]  # where its values lie in the part of the leaf
-    split: tuple[int, ...]  # the shape of its values before the rule's `transpose`
+    index: Index  # in the tensor, with its dimensions split as in `Rule.split_shape`
 
 
 def full_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
@@ -42,69 +57,50 @@ def tensor_parts(rule: Rule, leaf_shape: Sequence[int], index: Sequence[slice]) 
     Example:
       >>> rule = Rule("q", "q.weight", merge=(2, 1), transpose=(2, 0, 1))  # (4 * 16, 64) to (64, 4, 16)
       >>> (part,) = tensor_parts(rule, (64, 4, 16), (slice(0, 64), slice(2, 4), slice(0, 16)))
-      >>> part.runs
-      ((slice(32, 64, None),), (slice(0, 64, None),))
+      >>> part.index
+      (slice(2, 4, 1), slice(0, 16, 1), slice(0, 64, 1))
     """
     index = full_index(index, leaf_shape)
     inner = [of for dim, of in enumerate(index) if dim != rule.stack]
-    split_shape = rule.split_shape(leaf_shape)
-    split_index = list(inner)
+    split = list(inner)
     for dim, of in enumerate(rule.transpose or ()):
-        split_index[of] = inner[dim]
-    runs: list[tuple[slice, ...]] = []
-    end = 0
-    for count in rule.merge or (1,) * len(split_shape):
-        runs.append(_runs(split_shape[end : end + count], split_index[end : end + count]))
-        end += count
-    split = tuple(of.stop - of.start for of in split_index)
+        split[of] = inner[dim]
     if rule.stack is None:
-        yield TensorPart(0, tuple(runs), (), split)
+        yield TensorPart(0, (), tuple(split))
         return
     for place, layer in enumerate(range(index[rule.stack].start, index[rule.stack].stop)):
-        yield TensorPart(layer, tuple(runs), (slice(None),) * rule.stack + (place,), split)
+        yield TensorPart(layer, (slice(None),) * rule.stack + (place,), tuple(split))
 
 
-def _runs(shape: Sequence[int], index: Sequence[slice]) -> tuple[slice, ...]:
-    """Return the runs of positions of `index` in the flattened array of this shape."""
-    if not shape:
-        return (slice(0, 1),)
-    if any(of.start >= of.stop for of in index):
-        return ()
-    inner = math.prod(shape[1:])
-    if all(of == slice(0, size, 1) for of, size in zip(index[1:], shape[1:], strict=True)):
-        return (slice(index[0].start * inner, index[0].stop * inner),)
-    below = _runs(shape[1:], index[1:])
-    return tuple(
-        slice(row * inner + run.start, row * inner + run.stop)
-        for row in range(index[0].start, index[0].stop)
-        for run in below
-    )
+def read_part(rule: Rule, leaf_shape: Sequence[int], part: TensorPart, tensor: StoredTensor) -> np.ndarray:
+    """Read a part of a tensor, arranged as in the leaf.
 
-
-def to_leaf(rule: Rule, part: TensorPart, values: np.ndarray) -> np.ndarray:
-    """Arrange the values of a part of a tensor as in the leaf.
-
-    Example:
-      >>> rule = Rule("kernel", "weight", transpose=(1, 0))
-      >>> (part,) = tensor_parts(rule, (2, 3), (slice(None), slice(1, 2)))
-      >>> part.runs, to_leaf(rule, part, np.array([[7, 8]])).tolist()
-      (((slice(1, 2, None),), (slice(0, 2, None),)), [[7], [8]])
+    Of dimensions that are one of the tensor's, the first one's positions are read, with all of the other ones.
     """
-    values = values.reshape(part.split)
+    split_shape, end = rule.split_shape(leaf_shape), 0
+    stored, shape, cut = list[slice](), list[int](), list[slice]()
+    for count in rule.merge or (1,) * len(split_shape):
+        sizes, wanted = split_shape[end : end + count], part.index[end : end + count]
+        end += count
+        if not count:
+            stored.append(slice(0, 1))
+            continue
+        rest = math.prod(sizes[1:])
+        stored.append(slice(wanted[0].start * rest, wanted[0].stop * rest))
+        shape += [wanted[0].stop - wanted[0].start, *sizes[1:]]
+        cut += [slice(None), *wanted[1:]]
+    values = tensor.read(tuple(stored)).reshape(shape)[tuple(cut)]
     return values if rule.transpose is None else values.transpose(rule.transpose)
 
 
 def to_tensor(rule: Rule, part: TensorPart, piece: np.ndarray) -> np.ndarray:
-    """Arrange a part of a leaf as in the tensor, in C order: the inverse of `to_leaf`.
+    """Arrange a part of a leaf as in the tensor, whose dimensions are split.
 
     Example:
       >>> rule = Rule("kernel", "weight", transpose=(1, 0))
       >>> (part,) = tensor_parts(rule, (2, 3), (slice(None), slice(1, 2)))
-      >>> to_tensor(rule, part, np.array([[7], [8]])).tolist()
-      [[7, 8]]
+      >>> part.index, to_tensor(rule, part, np.array([[7], [8]])).tolist()
+      ((slice(1, 2, 1), slice(0, 2, 1)), [[7, 8]])
     """
     piece = piece[part.place]
-    if rule.transpose is not None:
-        piece = piece.transpose(np.argsort(rule.transpose))
-    shape = [sum(run.stop - run.start for run in runs) for runs in part.runs]
-    return np.ascontiguousarray(piece).reshape(shape)
+    return piece if rule.transpose is None else piece.transpose(np.argsort(rule.transpose))

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
 
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.orbax_io import absolute
 from jaxpp_flax.pretrained.orbax_tensors import read_orbax
-from jaxpp_flax.pretrained.safetensors_file import Tensor, read_header
-from jaxpp_flax.pretrained.slices import Runs
+from jaxpp_flax.pretrained.safetensors_file import read_header
+from jaxpp_flax.pretrained.slices import StoredTensor
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 INDEX = "model.safetensors.index.json"
 """The file that tells the shard of each tensor."""
-
-
-class StoredTensor(Protocol):
-    """A tensor on disk: its type is known, its values are read in parts."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def numpy_dtype(self) -> np.dtype[Any] | None: ...
-    @property
-    def file(self) -> Path: ...
-    def read(self, runs: Runs) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +35,16 @@ class WeightSource:
 
     def describe(self) -> list[str]:
         """Return the tensors' names and types as lines, the same for copies of the same files."""
-        return [f"{name}: {of.numpy_dtype} {of.shape}" for name, of in sorted(self.tensors.items())]
+        return [f"{name}: {of.dtype} {of.shape}" for name, of in sorted(self.tensors.items())]
 
 
 def open_source(path: str | os.PathLike[str]) -> WeightSource:
     """Read what is in a source of weights, without the values; every shard is compared with its header.
 
     Args:
-      path: a safetensors file; an index of shards; a directory with either, as Hugging Face writes it; or an Orbax
-        checkpoint, such as a step that a trainer saved.
+      path: a safetensors file; an index of shards; a directory with either, as Hugging Face writes it; an Orbax
+        checkpoint, such as a step that a trainer saved; or "organization/name" of the Hugging Face Hub, whose files
+        are downloaded where the cache does not have them.
 
     Raises:
       CheckpointNotFoundError: if there is nothing of that kind, or a shard is missing.
@@ -72,7 +58,9 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
     """
     place = absolute(path)
     if not place.exists():
-        raise CheckpointNotFoundError(f"no weights at {place}: there is no such file or directory. Check the path.")
+        if not _HUB_NAME.fullmatch(os.fspath(path)):
+            raise CheckpointNotFoundError(f"no weights at {place}: there is no such file or directory. Check the path.")
+        place = _from_hub(os.fspath(path))
     if place.is_file():
         return _open_file(place)
     single = place / "model.safetensors"
@@ -92,6 +80,25 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
     raise CheckpointNotFoundError(f"no weights in {place}: {_without_weights(place)}")
 
 
+def _from_hub(name: str) -> Path:
+    """Return the directory with the files of a repository of the Hugging Face Hub."""
+    none = f"no weights at {name}: there is no such file or directory here"
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
+        from huggingface_hub.errors import HfHubHTTPError  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{none}. Check the path. To read a repository of the Hugging Face Hub, install the package "
+            "'huggingface_hub': `pip install 'jaxpp-flax[huggingface]'`."
+        ) from error
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json"])
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointNotFoundError(f"{none}, and the Hugging Face Hub does not give them: {error}") from error
+
+
 def _without_weights(place: Path) -> str:
     pickled = sorted(of.name for of in [*place.glob("*.bin"), *place.glob("*.pt"), *place.glob("*.pth")])
     if pickled:
@@ -107,7 +114,7 @@ def _open_file(path: Path) -> WeightSource:
     return WeightSource(path=path, tensors=tensors, architecture=_architecture(path.parent / "config.json"))
 
 
-def _read_index(path: Path) -> dict[str, Tensor]:
+def _read_index(path: Path) -> dict[str, StoredTensor]:
     try:
         named = {str(name): str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -270,7 +270,8 @@ class TrainedModel:
         their devices. The optimizer's state and the average of the weights begin anew from the new weights.
 
         Args:
-          source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
+          source: a safetensors file, an index of shards, a directory with either, an Orbax checkpoint, or
+            "organization/name" of the Hugging Face Hub.
           map: which tensor fills which leaf; see `docs/guides/pretrained.md`.
           cast: convert floating numbers to the dtypes of the model's leaves.
           untie: fill leaves that the files tie to another tensor with a copy of that tensor.
@@ -279,6 +280,7 @@ class TrainedModel:
         Raises:
           CheckpointMismatchError: the message lists all leaves that do not fit. Nothing has changed then.
           CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, or was cut off.
+          ModuleNotFoundError: for safetensors without the extra `huggingface`.
           ValueError: after the first step.
         """
         self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)

@@ -26,8 +26,7 @@ def test_a_trainers_checkpoint_has_the_names_of_the_model(tmp_path: Path):
     tensors, optional = read_orbax(save(tmp_path / "run", TREE))
     assert {name: of.shape for name, of in tensors.items()} == {"w": (4, 6), "b.0": (2,), "mean": (2,), "key": (2,)}
     assert optional == {"mean", "key"}
-    part = tensors["w"].read(((slice(0, 1), slice(2, 4)), (slice(1, 3), slice(5, 6))))
-    np.testing.assert_array_equal(part, np.asarray(TREE["params"]["w"])[[0, 2, 3]][:, [1, 2, 5]])
+    np.testing.assert_array_equal(tensors["w"].read((slice(2, 4), slice(1, 3))), TREE["params"]["w"][2:4, 1:3])
     loaded = load_pretrained(tmp_path / "run", {"w": np.zeros((4, 6), np.float32), "b": [jnp.zeros(2, jnp.bfloat16)]})
     np.testing.assert_array_equal(loaded["w"], TREE["params"]["w"])
     np.testing.assert_array_equal(loaded["b"][0], TREE["params"]["b"][0])
@@ -40,7 +39,7 @@ def test_stock_orbax(tmp_path: Path, options: dict[str, bool]):
         checkpointer.save(tmp_path / "stock", args=ocp.args.PyTreeSave({"params": {"w": TREE["params"]["w"]}}))
     tensors, optional = read_orbax(tmp_path / "stock")
     assert not optional
-    np.testing.assert_array_equal(tensors["w"].read(((slice(1, 3),), (slice(0, 6),))), TREE["params"]["w"][1:3])
+    np.testing.assert_array_equal(tensors["w"].read((slice(1, 3), slice(0, 6))), TREE["params"]["w"][1:3])
 
 
 def test_damage_is_found_before_anything_is_read(tmp_path: Path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp_flax.pretrained import Rule
-from jaxpp_flax.pretrained.slices import full_index, tensor_parts, to_leaf, to_tensor
+from jaxpp_flax.pretrained.slices import StoredTensor, full_index, read_part, tensor_parts, to_tensor
 
 
 @st.composite
@@ -40,9 +40,9 @@ def tensors_of(rule: Rule, leaf: np.ndarray) -> list[np.ndarray]:
     ]
 
 
-def at(tensor: np.ndarray, runs: Sequence[Sequence[slice]]) -> tuple[np.ndarray, ...]:
-    positions = [[p for run in of for p in range(run.start, run.stop)] for of in runs]
-    return np.ix_(*positions) if positions else ()
+def stored(tensor: np.ndarray) -> StoredTensor:
+    file = Path("x")
+    return StoredTensor(name="x", shape=tensor.shape, dtype=tensor.dtype, file=file, read_values=tensor.__getitem__)
 
 
 @given(cases())
@@ -53,9 +53,9 @@ def test_a_part_is_that_of_the_whole_in_both_directions(case: tuple[Rule, tuple[
     written = [np.full_like(tensor, -1) for tensor in tensors]
     read = np.full_like(leaf[index], -1)
     for part in tensor_parts(rule, shape, index):
-        read[part.place] = to_leaf(rule, part, tensors[part.number][at(tensors[part.number], part.runs)])
+        read[part.place] = read_part(rule, shape, part, stored(tensors[part.number]))
         block = to_tensor(rule, part, leaf[index])
-        written[part.number][at(written[part.number], part.runs)] = block
+        written[part.number].reshape(rule.split_shape(shape))[part.index] = block  # a view
     np.testing.assert_array_equal(read, leaf[index])
     # Exactly the values of this part are written, each to its place.
     marked = np.full_like(leaf, -1)

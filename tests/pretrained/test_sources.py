@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,3 +56,38 @@ def test_a_damaged_index_and_one_of_other_shards(tmp_path: Path):
         (path / INDEX).write_text(text)
         with pytest.raises(CorruptCheckpointError, match=r"the index .* cannot be read"):
             open_source(path)
+
+
+def make_hub_cache(folder: Path) -> None:
+    """A cache of the Hub with one repository, as `huggingface_hub` makes it."""
+    repository = folder / "models--tiny--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(write(folder / "weights", config={"model_type": "tiny"}), repository / "snapshots" / ("0" * 40))
+
+
+@pytest.mark.extras
+def test_a_name_of_the_hub_is_read_from_the_cache_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    make_hub_cache(tmp_path)
+    opened = open_source("tiny/model")
+    assert opened.architecture == "tiny"
+    assert opened.tensors.keys() == open_source(tmp_path / "weights").tensors.keys()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no weights at tiny/other: .* the Hugging Face Hub does not give"
+    ):
+        open_source("tiny/other")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "weights").rename(tmp_path / "tiny" / "model")
+    monkeypatch.chdir(tmp_path)
+    assert open_source("tiny/model").path == tmp_path / "tiny" / "model" / INDEX  # a directory goes first
+
+
+def test_without_the_package_a_name_of_the_hub_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointNotFoundError, match=r"no weights at tiny/model: .*jaxpp-flax\[huggingface\]"):
+        open_source("tiny/model")
+    with pytest.raises(CheckpointNotFoundError, match=r"no such file or directory. Check the path"):
+        open_source(os.sep.join(["", "tiny", "model"]))

@@ -23,7 +23,8 @@ from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.checkpoint import CheckpointSaveError  # noqa: E402
-from jaxpp_flax.pretrained.safetensors_file import Tensor  # noqa: E402
+from jaxpp_flax.pretrained import exporting  # noqa: E402
+from jaxpp_flax.pretrained.slices import StoredTensor  # noqa: E402
 from jaxpp_flax.trainers import MeshOptions  # noqa: E402
 from tests.trainers.models import Model, make_batch, mean_loss  # noqa: E402
 
@@ -32,14 +33,14 @@ def main() -> None:
     faulthandler.dump_traceback_later(200, exit=True)
     folder, ranks, case = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     read: dict[str, int] = {}
-    original = Tensor.read
+    original = StoredTensor.read
 
-    def noted(self: Tensor, runs: Any) -> np.ndarray:
-        part = original(self, runs)
+    def noted(self: StoredTensor, index: Any) -> np.ndarray:
+        part = original(self, index)
         read[self.name] = read.get(self.name, 0) + part.nbytes
         return part
 
-    Tensor.read = noted  # type: ignore[method-assign]
+    StoredTensor.read = noted  # type: ignore[method-assign]
     trainer = PipelineTrainer(
         Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), mean_loss, num_stages=4, num_microbatches=4, logging=False,
         mesh=MeshOptions(num_ranks=ranks, axes={"data": -1}), schedule="1f1b" if ranks == 4 else "interleaved_1f1b",
@@ -51,7 +52,7 @@ def main() -> None:
         trainer.export_pretrained(folder / "out", max_shard_bytes=1000)
     elif case == "full":
         if jax.process_index() == 1:
-            Tensor.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore
+            exporting.write_part = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         with pytest.raises(CheckpointSaveError, match=r"failed: in process 1: OSError: \[Errno 28\] No space left"):
             trainer.export_pretrained(folder / "out", max_shard_bytes=1000)
     print("found " + json.dumps({"read": read, "loss": float(trainer.train_step(batch)["loss"])}), flush=True)

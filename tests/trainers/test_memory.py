@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.pretrained.safetensors_file import Tensor
+from jaxpp_flax.pretrained import exporting
 from jaxpp_flax.trainers.state import leaf_programs
 from tests.trainers.lives import LAYERS, LIVES, RANKS, data, live, live_bytes, num_bytes
 
@@ -29,7 +29,7 @@ class Peak:
             (MpmdArray, "__init__"),
             (MpmdArray, "delete"),
             (leaf_programs._Program, "__call__"),
-            (Tensor, "write"),
+            (exporting, "write_part"),
         ):
             monkeypatch.setattr(owner, name, self._sampled(getattr(owner, name)))
 

@@ -1,30 +1,194 @@
-"""A model in decoding form: a function of the next tokens and a cache of the earlier ones."""
+"""A model in decoding form, by Flax's own convention: a function of the next tokens and a cache of the earlier ones."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["DecodingModel"]
+import jax
+import jax.numpy as jnp
+from flax import core, nnx
+
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.messages import listed
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.model.calling import call_model, inference_arguments
+from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
+from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.model.linen_model import STREAMS, LinenModel
+from jaxpp_flax.trainers.model.nnx_model import NnxModel
+from jaxpp_flax.trainers.model.sharding import unboxed
+from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, shapes_of
+
+__all__ = ["Decode", "MakeCache", "check_calls", "decode_linen", "decode_nnx"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DecodingModel:
-    """A model that continues sequences. `decode_nnx` and `decode_linen` make it.
+MakeCache: TypeAlias = Callable[[int], Any]
+"""Makes the cache of no tokens for a number of sequences; it reads no parameter."""
+Decode: TypeAlias = Callable[[TrainState, Any, Any], tuple[Any, Any]]
+"""From `(state, cache, tokens)` to the logits (batch, tokens, vocabulary), and the cache with these tokens added."""
 
-    Args:
-      call: returns the logits of tokens (batch, tokens, vocabulary), and the cache with these tokens added, from
-        `(parameters, rest of the state, cache, tokens)`.
-      make_cache: makes the cache of no tokens; it reads no parameter.
-      cache: the shapes of that cache.
 
-    Example:
-      >>> import jax
-      >>> DecodingModel(call=print, make_cache=dict, cache={"key": jax.ShapeDtypeStruct((2, 8, 1, 4), "float32")}).cache
-      {'key': ShapeDtypeStruct(shape=(2, 8, 1, 4), dtype=float32)}
+def decode_nnx(adapter: NnxModel, state: TrainState, length: int, dtype: Any = None) -> tuple[MakeCache, Decode]:
+    """Bring an NNX model into decoding form.
+
+    The module is in `eval()` mode, and the attribute `decode` is True wherever a module has it. Each module with a
+    method `init_cache(input_shape, dtype=...)` makes its `nnx.Cache` variables there, for inputs of the shape
+    (batch, length, features). `dtype` None leaves the dtype to the modules: that of their computation.
+
+    Raises:
+      ModelError: if no module makes a cache, or a module refuses this length.
     """
+    state = shapes_of(state)
 
-    call: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-    make_cache: Callable[[], Any]
-    cache: Any
+    def prepared(state: TrainState, rows: int) -> Any:
+        module = adapter.rebuild(state.params, state.model_state)
+        module.eval()
+        module.set_attributes(decode=True, raise_if_not_found=False)
+        _init_caches(module, (rows, length), dtype)
+        return module
+
+    def call(state: TrainState, cache: Any, tokens: Any) -> tuple[Any, Any]:
+        module = prepared(state, tokens.shape[0])
+        nnx.update(module, cache)
+        return call_model(module, tokens), nnx.state(module, nnx.Cache)
+
+    jax.eval_shape(lambda: _check_cache(prepared(state, 1)))
+    return lambda rows: nnx.state(prepared(state, rows), nnx.Cache), call
+
+
+def _init_caches(module: Any, shape: tuple[int, int], dtype: Any) -> None:
+    parts: list[tuple[Any, Any]] = list(nnx.iter_modules(module))
+    for path, part in parts:
+        if not callable(getattr(part, "init_cache", None)):
+            continue
+        own = getattr(part, "dtype", None) if dtype is None else dtype
+        try:
+            part.init_cache((*shape, getattr(part, "in_features", 1)), **({} if own is None else {"dtype": own}))
+        except ValueError as error:
+            name = "/".join(map(str, path)) or type(part).__name__
+            raise ModelError(
+                f"{name}.init_cache refuses sequences of {shape[1]} tokens, the longest prompt with max_new_tokens: "
+                f"{error}"
+            ) from error
+
+
+def _check_cache(module: Any) -> None:
+    name, leaves = type(module).__name__, nnx.to_flat_state(nnx.state(module, nnx.Cache))
+    if not leaves:
+        mixing = [
+            "/".join(map(str, path)) + f" ({type(part).__name__})"
+            for path, part in nnx.iter_modules(module)
+            if path and "attention" in type(part).__name__.lower()
+        ]
+        where = f" Its attention: {listed(mixing, 3, str)}." if mixing else ""
+        raise ModelError(
+            f"the model {name} has no cache to generate with: no module in it has a method "
+            f"`init_cache(input_shape, dtype=...)` that makes `nnx.Cache` variables.{where} Each module that looks at "
+            "other positions needs one, as nnx.MultiHeadAttention has: keys and values for attention, and the next "
+            "position for learned positions. See docs/guides/generation.md."
+        )
+    # The state is given by its shapes: only what `init_cache` makes has values.
+    old = ["/".join(map(str, path)) for path, variable in leaves if is_abstract(variable)]
+    if old:
+        raise ModelError(
+            f"the model {name} makes cache variables in its constructor ({listed(old, 3, str)}), which would belong to "
+            "one batch and one length. Make them in a method `init_cache(input_shape, dtype=...)` of their module."
+        )
+
+
+def decode_linen(adapter: LinenModel, length: int, dtype: Any = None) -> tuple[MakeCache, Decode]:
+    """Bring a Linen model into decoding form.
+
+    The module's field `decode` becomes True, or its `__call__` gets `decode=True`. Its `init` with tokens
+    (batch, length) makes the collection `cache`, which each call writes.
+
+    Raises:
+      ModelError: if the module has no `decode`, or makes no cache.
+      ValueError: if a dtype is given: Linen modules choose that of their caches.
+    """
+    module, name = adapter.module, type(adapter.module).__name__
+    if dtype is not None:
+        raise ValueError(f"cache_dtype={dtype!r}: the Linen module {name} makes its cache in its own dtype.")
+    arguments: dict[str, Any] = {**inference_arguments(module)}
+    if "decode" in inspect.signature(type(module).__call__).parameters:
+        arguments["decode"] = True
+    elif "decode" in {field.name for field in dataclasses.fields(module)}:
+        module = module.clone(decode=True)  # type: ignore[call-arg]
+    else:
+        raise ModelError(
+            f"the Linen model {name} has neither a field `decode` nor an argument `decode` of its `__call__`. Add one, "
+            "hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep the next position "
+            "of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
+        )
+
+    def make_cache(rows: int) -> Any:
+        keys = {stream: jax.random.key(0) for stream in STREAMS}
+        made = module.init(keys, jnp.zeros((rows, length), jnp.int32), **arguments)
+        return unboxed(core.unfreeze(made.get("cache", {})))  # type: ignore[union-attr]
+
+    def call(state: TrainState, cache: Any, tokens: Any) -> tuple[Any, Any]:
+        variables = {**adapter.variables_of(state.params, state.model_state), "cache": cache}
+        with checked_without_annotations():
+            logits, written = module.apply(variables, tokens, mutable=["cache"], **arguments)
+        return logits, core.unfreeze(written["cache"])  # type: ignore[index]
+
+    if not jax.tree.leaves(jax.eval_shape(lambda: make_cache(1))):
+        raise ModelError(
+            f"the Linen model {name} makes no collection 'cache' with decode=True. Its modules that look at other "
+            "positions need one, as nn.MultiHeadDotProductAttention(decode=True) has. See docs/guides/generation.md."
+        )
+    return make_cache, call
+
+
+def check_calls(decode: Decode, state: TrainState, cache: Any, tokens: jax.ShapeDtypeStruct) -> int:
+    """Trace the model alone for such tokens, and return the size of its vocabulary; nothing is computed.
+
+    Raises:
+      ModelError: if the model does not take so many tokens in one call, returns no logits, or does not write its
+        cache, or gives it another type.
+    """
+    leaves, tree = jax.tree.flatten(cache)
+
+    def call(leaves: Any, state: TrainState, tokens: Any) -> Any:
+        logits, after = decode(state, jax.tree.unflatten(tree, leaves), tokens)
+        return jax.tree.leaves(after), logits
+
+    try:
+        jaxpr, (after, logits) = jax.make_jaxpr(call, return_shape=True)(leaves, shapes_of(state), tokens)
+    except (ValueError, TypeError) as error:
+        if tokens.shape[1] == 1:
+            raise ModelError(
+                f"the model fails for the next token with its cache: {error} If it is the dtype of the cache that "
+                "differs, pass cache_dtype=, the dtype of the model's computation."
+            ) from error
+        raise ModelError(
+            f"prefill asks the model for {tokens.shape[1]} tokens in one call, which it refuses: {error} "
+            "Attention such as nnx.MultiHeadAttention takes one token with a cache: use prefill=1."
+        ) from error
+    wanted = (*tokens.shape, "vocabulary")
+    if getattr(logits, "ndim", None) != 3 or logits.shape[:2] != tokens.shape:
+        raise ModelError(f"the model returns {_type_text(logits)} in decoding; generate needs logits {wanted}.")
+    names = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)]
+    graph, consts = from_jaxpr(jaxpr)
+    before = graph.inputs[len(consts) :]
+    for name, old, new, value, result in zip(names, leaves, after, before, graph.outputs, strict=False):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise ModelError(
+                f"the cache variable {name} is {_type_text(old)} before a call and {_type_text(new)} after it. "
+                "Make it with the type of what is written, or pass cache_dtype=."
+            )
+        if value is result:
+            raise ModelError(
+                f"the model does not write its cache variable {name} when it decodes, so it would forget earlier "
+                "tokens. Its module must use the cache if its attribute `decode` is True."
+            )
+    return logits.shape[-1]
+
+
+def _type_text(value: Any) -> str:
+    if not hasattr(value, "shape"):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype}{list(value.shape)}"

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.generation.decoding import DecodingModel
-from jaxpp_flax.trainers.generation.linen_decoding import decode_linen
-from jaxpp_flax.trainers.generation.nnx_decoding import decode_nnx
-from jaxpp_flax.trainers.generation.program import DecodingProgram
-from jaxpp_flax.trainers.generation.prompts import Group, Prompts
-from jaxpp_flax.trainers.generation.rounds import run_in_turn
-from jaxpp_flax.trainers.generation.sampling import Sampling, read_end_tokens
-from jaxpp_flax.trainers.generation.steps import DecodingStep, fixed_values
+from jaxpp_flax.trainers.generation.decoding import Decode, MakeCache, check_calls, decode_linen, decode_nnx
+from jaxpp_flax.trainers.generation.layout import check_fits, make_carried, rank_specs
+from jaxpp_flax.trainers.generation.prompts import check_vocabulary, make_groups, read_prompts, tokens_of_calls
+from jaxpp_flax.trainers.generation.sampling import Sampling
+from jaxpp_flax.trainers.generation.steps import first_progress, make_step, take_turns
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
+from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 
@@ -36,12 +37,33 @@ __all__ = ["Generator"]
 _MOST_UNDER_WAY = 16
 
 
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """What was traced for groups of `rows` sequences and one length of the cache."""
+
+    make_cache: MakeCache
+    decode: Decode
+    step: Callable[..., Any]
+    rows: int
+    cache: LeafPrograms
+    vocabularies: dict[int, int] = field(default_factory=dict)  # by the tokens of a call for which it was checked
+
+    def tokens(self, taken: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, taken), jnp.int32)
+
+    def vocabulary(self, state: Any, taken: int) -> int:
+        """Check the model for calls of so many tokens, once, and return the size of its vocabulary."""
+        if taken not in self.vocabularies:
+            self.vocabularies[taken] = check_calls(self.decode, state, self.cache.shapes, self.tokens(taken))
+        return self.vocabularies[taken]
+
+
 @dataclass(frozen=True)
 class Generator:
     """Continues sequences with the current weights; the state does not change.
 
     `meet` is called with the name of a call that every process must make after the same step. `programs` keeps what
-    is compiled.
+    was traced.
     """
 
     adapter: ModelAdapter
@@ -50,65 +72,75 @@ class Generator:
     held: StateHolder
     weights: InferenceWeights
     meet: Callable[[str], None]
-    programs: dict[Any, DecodingProgram] = field(default_factory=dict)
+    programs: dict[Any, _Program] = field(default_factory=dict)
 
     def generate(
-        self,
-        prompts: Any,
-        *,
-        max_new_tokens: int,
-        lengths: Any,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        eos_token_id: int | Sequence[int] | None,
-        seed: int,
-        prefill: int,
-        groups: int | None,
-        cache_length: int | None,
-        cache_dtype: DTypeLike | None,
-    ) -> list[np.ndarray]:
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any, prefill: int, groups: int | None,
+        cache_length: int | None, cache_dtype: DTypeLike | None, **sampling_options: Any,
+    ) -> list[np.ndarray]:  # fmt: skip
         """As `PipelineTrainer.generate`."""
-        sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, end_tokens=read_end_tokens(eos_token_id)
-        )  # fmt: skip
-        count = self.scheduling.num_stages if groups is None else check_count("groups", groups)
+        sampling, scheduling = Sampling(**sampling_options), self.scheduling
+        count = scheduling.num_stages if groups is None else check_count("groups", groups)
         new, prefill = check_count("max_new_tokens", max_new_tokens), check_count("prefill", prefill)
-        given = Prompts.of(prompts, lengths)
+        rows = read_prompts(prompts, lengths)
         cache_length = cache_length if cache_length is None else check_count("cache_length", cache_length)
-        shards = self.scheduling.batch_shards
-        work = given.groups(count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
+        shards = scheduling.batch_shards
+        work = make_groups(rows, count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
         self.meet("trainer.generate")
-        compared = BatchComparison(self.scheduling.mesh, "generation")
-        compared.before([(group.tokens, fixed_values(group, sampling)) for group in work])
-        program, calls = self._program(work[0], sampling, cache_dtype), [group.calls(prefill) for group in work]
-        counts = sorted({taken for each in calls for taken in each})
-        program.check(self.held.memory.for_inference(), counts, given, sampling)
-        program.compile(counts)
-        runs = program.runs(work, calls, sampling)
-        run_in_turn(runs, program.steps, self.weights.for_inference(), self._most_under_way(len(runs)))
-        found = {number: row for run in runs for number, row in run.sequences(sampling.end_tokens).items()}
+        BatchComparison(scheduling.mesh, "generation").before([first_progress(group, sampling) for group in work])
+        program, calls = self._program(work[0], sampling, cache_dtype), [tokens_of_calls(of, prefill) for of in work]
+        counts = sorted({taken for of_group in calls for taken in of_group})
+        for taken in counts:
+            vocabulary = program.vocabulary(self.held.memory.for_inference(), taken)
+            check_vocabulary(rows, vocabulary)
+            sampling.check_vocabulary(vocabulary)
+        progress = [first_progress(group, sampling) for group in work]
+        steps, places = self._compile(program, sampling, progress[0], counts)
+        check_fits(program.cache.shapes, places[0], len(work))
+        carried = [make_carried(program.cache, of_group, places) for of_group in progress]
+        # Two calls of each group are under way, and the stages of a rank are computations of their own.
+        schedule = scheduling.schedule
+        tasks = 1 if schedule is None else -(-schedule.num_stages // schedule.num_ranks)
+        most = max(1, min(2 * len(work), _MOST_UNDER_WAY // tasks))
+        take_turns(work, calls, steps, self.weights.for_inference(), carried, most)
+        found: dict[int, np.ndarray] = {}
+        for group, (_, ended) in zip(work, carried, strict=True):
+            found |= _new_tokens(group, ended["tokens"], sampling.end_tokens)
         return [found[i] for i in range(len(found))]
 
-    def _program(self, group: Group, sampling: Sampling, dtype: Any) -> DecodingProgram:
+    def _program(self, group: Mapping[str, np.ndarray], sampling: Sampling, dtype: Any) -> _Program:
         """Return the program for groups like this one; it is made once."""
-        (size, width), schedule = group.tokens.shape, self.scheduling.schedule
+        (size, width), schedule = group["tokens"].shape, self.scheduling.schedule
         key = (size, width, None if dtype is None else jnp.dtype(dtype), sampling.compiled, schedule, trace_settings())
         if key not in self.programs:
-            model, doubled = (self._decoding_model(rows, width - 1, dtype) for rows in (size, 2 * size))
-            forward = ForwardOnly(schedule) if schedule is not None else None
-            step = DecodingStep(model=model, sampling=sampling, schedule=forward)
-            mesh = self.scheduling.mesh
-            self.programs[key] = DecodingProgram(step, doubled.cache, group, self.executables, mesh)
+            if isinstance(self.adapter, LinenModel):
+                make_cache, decode = decode_linen(self.adapter, width - 1, dtype)
+            else:
+                make_cache, decode = decode_nnx(cast(NnxModel, self.adapter), self.held.memory, width - 1, dtype)
+            step = make_step(decode, sampling, ForwardOnly(schedule) if schedule is not None else None)
+            self.programs[key] = _Program(make_cache, decode, step, size, LeafPrograms.trace(lambda: make_cache(size)))
         return self.programs[key]
 
-    def _decoding_model(self, batch_size: int, length: int, dtype: Any) -> DecodingModel:
-        sizes, state = {"batch_size": batch_size, "length": length}, self.held.memory
-        if isinstance(self.adapter, LinenModel):
-            return decode_linen(self.adapter, **sizes, dtype=dtype)
-        return decode_nnx(cast(NnxModel, self.adapter), state.params, state.model_state, **sizes, dtype=dtype)
+    def _compile(
+        self, program: _Program, sampling: Sampling, progress: Any, counts: Sequence[int]
+    ) -> tuple[dict[int, Any], Any]:
+        """Return the step for each number of tokens, and the places of `carried`; place the weights."""
+        mesh, carried, steps = self.scheduling.mesh, (program.cache.shapes, progress), dict[int, Any]()
+        specs = (None, None) if mesh is None else rank_specs(mesh, program.make_cache, progress)
+        for taken in counts:
+            arguments = (carried, program.tokens(taken))
+            steps[taken] = self.executables.for_decoding(program.step, sampling.compiled, arguments, specs)
+        if mesh is not None:
+            return steps, steps[counts[0]].in_shardings[0][1]
+        default = jnp.zeros(()).sharding
+        return steps, jax.tree.map(lambda _: default, carried)
 
-    def _most_under_way(self, num_groups: int) -> int:
-        schedule = self.scheduling.schedule
-        tasks = 1 if schedule is None else -(-schedule.num_stages // schedule.num_ranks)
-        return max(1, min(2 * num_groups, _MOST_UNDER_WAY // tasks))
+
+def _new_tokens(group: Mapping[str, np.ndarray], known: Any, end_tokens: Sequence[int]) -> dict[int, np.ndarray]:
+    """Return the new tokens of each sequence, by its number; every process must call this."""
+    several = isinstance(known, MpmdArray) and known.sharding.mpmd_mesh.jax_mesh.is_multi_process
+    rows, found = np.asarray(on_every_process(known) if several else known), dict[int, np.ndarray]()
+    for number, row, begin, limit in zip(group["sequences"], rows, group["lengths"], group["limits"], strict=True):
+        ends = np.flatnonzero(np.isin(row[begin:limit], end_tokens))
+        found[int(number)] = row[begin : begin + ends[0] + 1 if ends.size else limit].copy()
+    return found

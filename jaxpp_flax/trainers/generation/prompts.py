@@ -2,138 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Group", "Prompts"]
+__all__ = ["check_vocabulary", "make_groups", "read_prompts", "tokens_of_calls"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
-    """Sequences that one call of the model continues together; unused rows pad the group.
+def make_groups(
+    prompts: Sequence[np.ndarray],
+    count: int,
+    *,
+    max_new_tokens: int,
+    multiple: int = 1,
+    cache_length: int | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """Divide prompts into at most `count` groups of one size, a multiple of `multiple`, by length.
 
-    Args:
-      tokens: (rows, positions of the cache + 1) int32: the prompts from the left, then zeros.
-      lengths: (rows,) int32: of the prompts; an unused row has 1.
-      limits: (rows,) int32: the largest length with the new tokens; an unused row has 1.
-      sequences: (rows,) int32: the number of the sequence among all prompts; an unused row has -1.
-    """
+    The last sequence stands in several rows, if it needs more to fill its group. The arrays of a group, int32:
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    limits: np.ndarray
-    sequences: np.ndarray
+    - `tokens` (rows, positions of the cache + 1): the prompts from the left, then zeros.
+    - `lengths` (rows,): of the prompts. `limits` (rows,): the largest length with the new tokens.
+    - `sequences` (rows,): the number of the sequence among all prompts.
 
-    def calls(self, prefill: int) -> list[int]:
-        """Return the number of tokens that each call of the model takes, until the longest sequence is complete.
-
-        Every sequence of the group starts at position 0. While all are inside their prompts, a call takes a power of
-        two of tokens, at most `prefill`; then each call takes one: of the prompt, or the token chosen before.
-
-        Example:
-          >>> Prompts.of([[1] * 7, [1] * 9]).groups(1, max_new_tokens=3)[0].calls(prefill=4)
-          [4, 2, 1, 1, 1, 1, 1]
-        """
-        used = self.sequences >= 0
-        left, found = int(self.lengths[used].min()), list[int]()
-        while left:
-            found.append(1 << (min(left, prefill).bit_length() - 1))
-            left -= found[-1]
-        return found + [1] * (int(self.limits.max()) - 1 - sum(found))
-
-
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """The checked prompts.
+    Raises:
+      ValueError: if the longest sequence does not fit into a cache of `cache_length` positions.
 
     Example:
-      >>> prompts = Prompts.of([[5, 6, 7], [8]])
-      >>> prompts.longest, [group.tokens.tolist() for group in prompts.groups(2, max_new_tokens=1)]
-      (3, [[[8, 0, 0, 0]], [[5, 6, 7, 0]]])
+      >>> groups = make_groups(read_prompts([[5, 6, 7], [8]]), 2, max_new_tokens=1)
+      >>> [group["tokens"].tolist() for group in groups]
+      [[[8, 0, 0, 0]], [[5, 6, 7, 0]]]
     """
+    sizes = np.array([prompt.size for prompt in prompts], np.int32)
+    longest = int(sizes.max())
+    needed = longest + max_new_tokens - 1  # the last token is not put in
+    if cache_length is not None and cache_length < needed:
+        raise ValueError(
+            f"cache_length={cache_length}: the longest prompt, {longest} tokens, with "
+            f"max_new_tokens={max_new_tokens} needs {needed} positions. Pass at least as many, or leave it out."
+        )
+    order = np.argsort(sizes, kind="stable").astype(np.int32)
+    rows = -(-len(order) // (count * multiple)) * multiple
+    groups: list[dict[str, np.ndarray]] = []
+    for start in range(0, len(order), rows):
+        members = order[np.minimum(np.arange(start, start + rows), len(order) - 1)]
+        tokens = np.zeros((rows, 1 + (cache_length or needed)), np.int32)
+        for row, member in zip(tokens, members, strict=True):
+            row[: sizes[member]] = prompts[member]
+        limits = sizes[members] + np.int32(max_new_tokens)
+        groups.append({"tokens": tokens, "lengths": sizes[members], "limits": limits, "sequences": members})
+    return groups
 
-    rows: tuple[np.ndarray, ...]  # one-dimensional, int32
 
-    @classmethod
-    def of(cls, prompts: Any, lengths: Any = None) -> Prompts:
-        """Read prompts: a sequence of sequences of tokens; or an array (batch, length), with `lengths` if padded.
+def tokens_of_calls(group: Mapping[str, np.ndarray], prefill: int) -> list[int]:
+    """Return the number of tokens that each call of the model takes, until the longest sequence is complete.
 
-        Raises:
-          TypeError: if the tokens are no whole numbers.
-          ValueError: if there is no prompt, a prompt is empty, or `lengths` do not fit.
-        """
-        if isinstance(prompts, (str, bytes)):
-            raise TypeError(f"prompts={prompts!r} is text. Pass lists of tokens: those of your tokenizer.")
-        shape = getattr(prompts, "shape", None)
-        if shape is not None and len(shape) != 2:
+    Every sequence of the group starts at position 0. While all are inside their prompts, a call takes a power of two
+    of tokens, at most `prefill`; then each call takes one: of the prompt, or the token chosen before.
+
+    Example:
+      >>> tokens_of_calls(make_groups(read_prompts([[1] * 7, [1] * 9]), 1, max_new_tokens=3)[0], prefill=4)
+      [4, 2, 1, 1, 1, 1, 1]
+    """
+    left, found = int(group["lengths"].min()), list[int]()
+    while left:
+        found.append(1 << (min(left, prefill).bit_length() - 1))
+        left -= found[-1]
+    return found + [1] * (int(group["limits"].max()) - 1 - sum(found))
+
+
+def read_prompts(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
+    """Read prompts: a sequence of sequences of tokens; or an array (batch, length), with `lengths` if padded.
+
+    Raises:
+      TypeError: if the tokens are no whole numbers.
+      ValueError: if there is no prompt, a prompt is empty, or `lengths` do not fit.
+    """
+    if isinstance(prompts, (str, bytes)):
+        raise TypeError(f"prompts={prompts!r} is text. Pass lists of tokens: those of your tokenizer.")
+    shape = getattr(prompts, "shape", None)
+    if shape is not None and len(shape) != 2:
+        raise ValueError(
+            f"prompts has shape {tuple(shape)}: an array of prompts is (batch, length). Pass prompts[None] for a "
+            "single one, or a list of lists."
+        )
+    rows = [_row(i, prompt) for i, prompt in enumerate(prompts if shape is None else np.asarray(prompts))]
+    if not rows:
+        raise ValueError("prompts is empty: pass at least one list of tokens.")
+    if lengths is not None:
+        rows = _cut(rows, lengths, shape)
+    for i, row in enumerate(rows):
+        if not row.size:
+            raise ValueError(f"prompts[{i}] is empty. Begin it with a token, such as the tokenizer's first one.")
+    return rows
+
+
+def check_vocabulary(prompts: Sequence[np.ndarray], size: int) -> None:
+    """Refuse tokens that the model does not have.
+
+    Raises:
+      ValueError: the message names the prompt, the place and the token.
+    """
+    for i, row in enumerate(prompts):
+        wrong = np.flatnonzero((row < 0) | (row >= size))
+        if wrong.size:
             raise ValueError(
-                f"prompts has shape {tuple(shape)}: an array of prompts is (batch, length). Pass prompts[None] for a "
-                "single one, or a list of lists."
+                f"prompts[{i}] has the token {int(row[wrong[0]])} at position {int(wrong[0])}, but the model has "
+                f"tokens from 0 to {size - 1}. Use the tokenizer of this model; pad with lengths=."
             )
-        given = np.asarray(prompts) if shape is not None else prompts
-        rows = [_row(i, prompt) for i, prompt in enumerate(given)]
-        if not rows:
-            raise ValueError("prompts is empty: pass at least one list of tokens.")
-        if lengths is not None:
-            rows = _cut(rows, lengths, shape)
-        for i, row in enumerate(rows):
-            if not row.size:
-                raise ValueError(f"prompts[{i}] is empty. Begin it with a token, such as the tokenizer's first one.")
-        return cls(tuple(rows))
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest prompt."""
-        return max(row.size for row in self.rows)
-
-    def check_vocabulary(self, size: int) -> None:
-        """Refuse tokens that the model does not have.
-
-        Raises:
-          ValueError: the message names the prompt, the place and the token.
-        """
-        for i, row in enumerate(self.rows):
-            wrong = np.flatnonzero((row < 0) | (row >= size))
-            if wrong.size:
-                raise ValueError(
-                    f"prompts[{i}] has the token {int(row[wrong[0]])} at position {int(wrong[0])}, but the model has "
-                    f"tokens from 0 to {size - 1}. Use the tokenizer of this model; pad with lengths=."
-                )
-
-    def groups(
-        self, count: int, *, max_new_tokens: int, multiple: int = 1, cache_length: int | None = None
-    ) -> list[Group]:
-        """Divide the prompts into at most `count` groups of one size, a multiple of `multiple`, by length.
-
-        Raises:
-          ValueError: if the longest sequence does not fit into a cache of `cache_length` positions.
-        """
-        needed = self.longest + max_new_tokens - 1  # the last token is not put in
-        if cache_length is not None and cache_length < needed:
-            raise ValueError(
-                f"cache_length={cache_length}: the longest prompt, {self.longest} tokens, with "
-                f"max_new_tokens={max_new_tokens} needs {needed} positions. Pass at least as many, or leave it out."
-            )
-        width = 1 + (needed if cache_length is None else cache_length)
-        order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].size)
-        size = -(-len(order) // (count * multiple)) * multiple
-        return [
-            self._group(order[start : start + size], (size, width), max_new_tokens)
-            for start in range(0, len(order), size)
-        ]
-
-    def _group(self, members: Sequence[int], shape: tuple[int, int], max_new_tokens: int) -> Group:
-        tokens, size = np.zeros(shape, np.int32), shape[0]
-        lengths, limits = np.ones(size, np.int32), np.ones(size, np.int32)
-        sequences = np.full(size, -1, np.int32)
-        for row, member in enumerate(members):
-            prompt = self.rows[member]
-            tokens[row, : prompt.size] = prompt
-            lengths[row], limits[row], sequences[row] = prompt.size, prompt.size + max_new_tokens, member
-        return Group(tokens=tokens, lengths=lengths, limits=limits, sequences=sequences)
 
 
 def _row(number: int, prompt: Any) -> np.ndarray:

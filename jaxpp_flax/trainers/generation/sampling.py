@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxpp_flax.counts import check_count, is_whole
 
-__all__ = ["Sampling", "read_end_tokens"]
+__all__ = ["Sampling"]
 
 # Devices compute in float32, and take smaller numbers for 0.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -35,7 +36,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    end_tokens: tuple[int, ...] = ()
+    eos_token_id: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not (self.temperature == 0 or _is_normal(self.temperature)):
@@ -55,11 +56,21 @@ class Sampling:
                     f"{name}={value!r} and temperature=0.0: greedy decoding takes the most likely token, so {name} "
                     "would have no effect. Pass a temperature above 0, such as 1.0, or leave it out."
                 )
+        if not all(map(is_whole, self.end_tokens)):
+            raise TypeError(
+                f"eos_token_id={self.eos_token_id!r}: it must be a token (a whole number), several tokens, or None."
+            )
 
     @property
     def is_greedy(self) -> bool:
         """True if no random number is drawn."""
         return self.temperature == 0
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a sequence."""
+        given = () if self.eos_token_id is None else self.eos_token_id
+        return tuple(given) if isinstance(given, (list, tuple, np.ndarray)) else (given,)  # type: ignore[return-value]
 
     @property
     def compiled(self) -> tuple[Any, ...]:
@@ -109,22 +120,6 @@ class Sampling:
         key = jax.random.key(numbers["seed"])
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(key, number), position))(sequences)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-
-def read_end_tokens(value: Any) -> tuple[int, ...]:
-    """Read `eos_token_id`: None, a token or several.
-
-    Raises:
-      TypeError: if it is anything else.
-
-    Example:
-      >>> read_end_tokens(None), read_end_tokens(2), read_end_tokens([2, 5])
-      ((), (2,), (2, 5))
-    """
-    tokens = () if value is None else tuple(value) if isinstance(value, (list, tuple, np.ndarray)) else (value,)
-    if not all(map(is_whole, tokens)):
-        raise TypeError(f"eos_token_id={value!r}: it must be a token (a whole number), several tokens, or None.")
-    return tuple(map(int, tokens))
 
 
 def _at_least(logits: Any, least: Any) -> Any:

@@ -215,7 +215,8 @@ class _Program:
             return jnp.array(operands[0], copy=True)
         key = self.key, sharding
         if key not in self.jitted:
-            self.jitted[key] = jax.jit(lambda *of: self.graph.run(*of)[0], out_shardings=sharding)
+            graph = self.graph  # alone: what is compiled is kept, and `known` with it otherwise
+            self.jitted[key] = jax.jit(lambda *of: graph.run(*of)[0], out_shardings=sharding)
         return self.jitted[key](*operands)
 
 

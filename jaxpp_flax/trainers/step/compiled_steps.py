@@ -128,21 +128,24 @@ class CompiledSteps:
             held.place_weights(lambda: compiled.in_shardings[0][0])
         return compiled
 
-    def for_decoding(self, step: Any, arguments: tuple[Any, ...], specs: tuple[Any, ...]) -> Any:
-        """Return the compiled `DecodingStep` for such arguments, and place the weights for it.
+    def for_decoding(
+        self, step: Callable[..., Any], kind: Any, arguments: tuple[Any, ...], specs: tuple[Any, ...]
+    ) -> Any:
+        """Return the compiled step of a generation for such arguments, and place the weights for it.
 
         Args:
-          step: the step; its `key` holds what its arguments do not tell.
-          arguments: `(carried, tokens, fixed)`, arrays or shapes; the step reuses the memory of `carried`.
+          step: the step of `make_step`.
+          kind: what is compiled into the step beside the types of its arguments.
+          arguments: `(carried, tokens)`, arrays or shapes; the step reuses the memory of `carried`.
           specs: the specs of these arguments on a rank.
         """
         held, state_specs = self._held, self.state_specs
-        key = (*self._key("generate", arguments), step.key)
+        key = (*self._key("generate", arguments), kind)
         if key not in self.compiled:
             policy = self._ready_to_compile("generate", {"tokens": arguments[1]})
             form = _Form(
                 in_specs=(None if state_specs is None else state_specs.for_inference(), *specs),
-                out_specs=(*specs[:2], None),
+                out_specs=(*specs, None),
                 donated=(1,),
                 everywhere=False,
             )

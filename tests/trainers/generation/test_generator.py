@@ -16,8 +16,8 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.engine.arrays import device_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError
-from jaxpp_flax.trainers.generation import rounds
 from jaxpp_flax.trainers.state.train_state import is_abstract
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from tests.examples.running import load_example
 from tests.trainers import models as plain
 from tests.trainers.generation import models as m
@@ -109,20 +109,27 @@ def test_each_cache_lies_on_its_own_rank(monkeypatch: pytest.MonkeyPatch):
     trainer, seen = make(m.GPT(nnx.Rngs(0)), num_stages=4), list[dict[int, int]]()
     groups, rows, length = 2, 3, 5 + NEW - 1
     shape = (rows, length, 2, m.WIDTH // 2)
-    advance = rounds.GroupRun.advance
+    for_decoding = CompiledSteps.for_decoding
 
-    def counted(self: Any, *arguments: Any) -> Any:
-        result = advance(self, *arguments)
-        jax.block_until_ready(result)
-        live: dict[int, int] = {}
-        for array in jax.live_arrays():
-            if array.shape == shape and not array.is_deleted():
-                for shard in array.addressable_shards:
-                    live[shard.device.id] = live.get(shard.device.id, 0) + shard.data.nbytes
-        seen.append(live)
-        return result
+    def counting(self: Any, *arguments: Any) -> Any:
+        step = for_decoding(self, *arguments)
 
-    monkeypatch.setattr(rounds.GroupRun, "advance", counted)
+        def counted(*of: Any) -> Any:
+            result = step(*of)
+            del of
+            jax.block_until_ready(result)
+            live: dict[int, int] = {}
+            for array in jax.live_arrays():
+                if array.shape == shape and not array.is_deleted():
+                    for shard in array.addressable_shards:
+                        live[shard.device.id] = live.get(shard.device.id, 0) + shard.data.nbytes
+            seen.append(live)
+            return result
+
+        counted.in_shardings = step.in_shardings  # type: ignore[attr-defined]
+        return counted
+
+    monkeypatch.setattr(CompiledSteps, "for_decoding", counting)
     gc.collect()
     trainer.generate(PROMPTS, max_new_tokens=NEW, groups=groups)
     each = 2 * groups * int(np.prod(shape)) * 4  # keys and values, float32
