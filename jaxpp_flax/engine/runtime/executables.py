@@ -39,6 +39,7 @@ class Executables:
 
     `program` is the given program, with tasks added at its end for results that need another partition. `held` has the
     spec and the type of each value, and `nbytes` the bytes of each device's part; 0 for an argument, wherever it goes.
+    `in_specs` and `in_avals` stand for the program's arguments, `out_specs` for its results.
     `variants` maps an instruction to its executable, for runs whose inputs have another partition than in the task's
     first run. `distributed` is None if all ranks of `mesh` are of this process.
     """
@@ -48,6 +49,7 @@ class Executables:
     distributed: DistributedProgram | None
     tasks: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
+    in_avals: tuple[Any, ...]
     out_specs: tuple[PartitionSpec | None, ...]
     held: dict[int, Held]
     nbytes: dict[int, int]
@@ -225,6 +227,7 @@ class _Walk:
             distributed=self.distributed,
             tasks=tuple(compiled and compiled() for compiled in map(self.compiled.get, range(len(self.program.tasks)))),
             in_specs=tuple(self.argument_specs),
+            in_avals=tuple(self.argument_avals),
             out_specs=tuple(
                 self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
                 for result, spec in results
