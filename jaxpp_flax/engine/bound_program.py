@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jaxpp_flax.engine.arrays.mesh import RankMeshes, lies_alike
+from jaxpp_flax.engine.arrays.mesh import lies_alike
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.runtime.debug_switches import looking_away
@@ -27,7 +27,7 @@ from jaxpp_flax.engine.runtime.startup import compare_values, start
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
 
-__all__ = ["BoundProgram", "array_result", "wanted_inputs"]
+__all__ = ["BoundProgram", "array_result"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class _Argument:
 class BoundProgram:
     """A compiled program that runs on flat arguments whose types fit it; the types are not checked.
 
-    The program's first arguments are `constants`, the arrays that the function closes over. `wanted` is the program's
-    demand for each argument. `results` holds functions that make the results from the environment after a run.
+    The program's first arguments are `constants`, the arrays that the function closes over. `results` holds functions
+    that make the results from the environment after a run.
 
     With several processes, all of them make this object at the same point: they connect, wait until each of them has
     compiled its tasks, and compare the constants.
@@ -73,7 +73,6 @@ class BoundProgram:
         executables: Executables,
         signature: Signature,
         constants: Sequence[Any],
-        wanted: Sequence[Wanted],
         results: Sequence[Callable[[list[Any]], Any]],
     ) -> None:
         program, distributed = executables.program, executables.distributed
@@ -83,15 +82,12 @@ class BoundProgram:
         self._calls = 0
         count = len(constants)
         donated = (False,) * count + signature.donated
-        arguments = [
-            _Argument(
-                position - count,
-                _targets(where, ranks),
-                where,
-                given_away,
-            )
-            for position, (ranks, where, given_away) in enumerate(zip(program.arguments, wanted, donated, strict=True))
-        ]
+        names = [""] * count + [leaf.path for leaf in signature.leaves]
+        types = zip(program.arguments, executables.in_specs, executables.in_avals, names, donated, strict=True)
+        arguments: list[_Argument] = []
+        for position, (ranks, spec, aval, name, given_away) in enumerate(types, -count):
+            wanted = Wanted(executables.mesh, tuple(ranks), spec, name, memory_kind_of(aval))
+            arguments.append(_Argument(position, _targets(wanted, ranks), wanted, given_away))
         self._arguments = tuple(arguments[count:])
         self._constants = [
             (target.value, place(value, target.sharding, may_alias=False if target.own_memory else None))
@@ -194,21 +190,6 @@ def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
         f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
         "process read it. Pass its value: only an argument that no rank of this process reads may be left out."
     )
-
-
-def wanted_inputs(
-    mesh: RankMeshes,
-    ranks: Iterable[Iterable[int]],
-    specs: Sequence[PartitionSpec],
-    signature: Signature,
-    avals: Iterable[Any],
-) -> list[Wanted]:
-    """Return the demand of a program for each of its inputs: the captured constants, then the leaves of a call."""
-    names = [""] * (len(specs) - len(signature.leaves)) + [leaf.path for leaf in signature.leaves]
-    return [
-        Wanted(mesh, tuple(readers), spec, name, memory_kind_of(aval))
-        for readers, spec, name, aval in zip(ranks, specs, names, avals, strict=True)
-    ]
 
 
 def _targets(wanted: Wanted, on_ranks: Mapping[int, int]) -> tuple[_Target, ...]:

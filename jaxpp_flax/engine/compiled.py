@@ -43,7 +43,7 @@ class Compiled:
         if not self._can_run:  # nothing can be put on devices that are only described
             return
         results = [self._result(i) for i in range(len(program.results))]
-        self._bound = BoundProgram(self._executables, signature, consts, plan.wanted, results)
+        self._bound = BoundProgram(self._executables, signature, consts, results)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -122,7 +122,7 @@ class Compiled:
         If it is False, a `jax.ShapeDtypeStruct` may replace the argument's value.
         """
         local = set(self.mpmd_mesh.local_ranks)
-        read = [not local.isdisjoint(wanted.ranks) for wanted in self._plan.wanted[len(self._plan.consts) :]]
+        read = [not local.isdisjoint(ranks) for ranks in self.program.arguments[len(self._plan.consts) :]]
         return jax.tree_util.tree_unflatten(self._signature.tree, read)
 
     @property
@@ -138,8 +138,8 @@ class Compiled:
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:
         """A summary of each stage of the first loop."""
-        return summarise_stages(self._built, self.program, self.mpmd_mesh)
+        return summarise_stages(self._built, self.mpmd_mesh)
 
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
         """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""
-        return analyse_memory(self._built, self.program, self._executables, self.mpmd_mesh)
+        return analyse_memory(self._executables)

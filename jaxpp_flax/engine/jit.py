@@ -145,7 +145,6 @@ class MpmdFunction:
         self._jitted = jax.jit(fun, static_argnums=nums, static_argnames=names)
         self._plans: dict[_Key, Plan] = {}
         self._compiled: dict[Plan, Compiled] = {}
-        self._cache: dict[_Key, Compiled] = {}
         self._latest: Compiled | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,8 +163,7 @@ class MpmdFunction:
 
     def place(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace a step for arguments like these and place it on ranks, and compile nothing; see `compile`."""
-        call = self._parameters.split(self._fun, args, kwargs)
-        return self._plan(call, self._key(call))
+        return self._plan(self._parameters.split(self._fun, args, kwargs))
 
     @property
     def in_shardings(self) -> Any:
@@ -175,12 +173,8 @@ class MpmdFunction:
         return self._latest.in_shardings
 
     def _get(self, call: Call) -> Compiled:
-        key = self._key(call)
-        compiled = self._cache.get(key)
-        if compiled is None:
-            compiled = self._cache[key] = self._compile(self._plan(call, key))
-        self._latest = compiled
-        return compiled
+        self._latest = self._compile(self._plan(call))
+        return self._latest
 
     def _compile(self, plan: Plan) -> Compiled:
         if plan not in self._compiled:
@@ -200,14 +194,18 @@ class MpmdFunction:
             raise
         return _Key(call.tree, types, layouts, call.statics, trace_settings())
 
-    def _plan(self, call: Call, key: _Key) -> Plan:
+    def _plan(self, call: Call) -> Plan:
         """Trace a step and place it on ranks; steps whose arguments end up in the same layouts share a plan."""
+        key = self._key(call)
+        if (known := self._plans.get(key)) is not None:
+            return known
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in key.types]
         # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
         asked = key._replace(layouts=tuple(self._argument_layouts(call.tree, key.layouts, structs)))
         if asked not in self._plans:
             with context_mesh(None):  # no mesh around the call may change what is compiled
                 self._plans[asked] = self._make_plan(call, structs, asked.layouts)
+        self._plans[key] = self._plans[asked]
         return self._plans[asked]
 
     def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:

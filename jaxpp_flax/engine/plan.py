@@ -11,10 +11,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.engine.bound_program import wanted_inputs
 from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.signature import Signature
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
 __all__ = ["Plan"]
 
@@ -51,14 +50,11 @@ class Plan:
         """The type of each constant, then of each leaf of a call."""
         return [value.aval for value in self.built.placed.inputs]
 
-    @cached_property
-    def wanted(self) -> list[Wanted]:
-        """The ranks that read each constant, then those of each leaf, with the partition and the memory there."""
-        return wanted_inputs(self.mesh, self.built.program.arguments, self.in_specs, self.signature, self.avals)
-
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; it has no ranks if nothing reads it."""
-        leaves = zip(self.wanted[len(self.consts) :], self.signature.leaves, strict=True)
-        shardings = [MpmdSharding(self.mesh, w.ranks, leaf.spec, w.memory_kind) for w, leaf in leaves]
-        return jax.tree_util.tree_unflatten(self.signature.tree, shardings)
+        found = [
+            MpmdSharding(self.mesh, ranks, spec, memory_kind_of(aval))
+            for ranks, spec, aval in zip(self.built.program.arguments, self.in_specs, self.avals, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(self.signature.tree, found[len(self.consts) :])

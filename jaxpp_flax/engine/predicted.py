@@ -27,8 +27,8 @@ def predict_memory(plan: Plan) -> tuple[MemoryAnalysis, ...]:
     processes take no part.
     """
     predictor = cast(TaskCompiler[MpmdMesh], _Predictor(plan.mesh))
-    found = compile_program(plan.built.program, predictor, plan.in_specs, plan.result_specs, plan.avals, alone=True)
-    return analyse_memory(plan.built, found.program, found, plan.mesh)
+    program, specs = plan.built.program, (plan.in_specs, plan.result_specs)
+    return analyse_memory(compile_program(program, predictor, *specs, plan.avals, alone=True))
 
 
 @dataclass

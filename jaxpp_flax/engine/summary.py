@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.analyses.work import count_flops
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import residuals_of
 from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
-from jaxpp_flax.engine.program.program import Program, Run
+from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
@@ -28,7 +28,6 @@ __all__ = [
     "analyse_memory",
     "sum_costs",
     "summarise_stages",
-    "walk_memory",
 ]
 
 
@@ -70,7 +69,7 @@ class MemoryAnalysis:
     host_peak_bytes: int = 0
 
 
-def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
+def summarise_stages(built: Built, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
     """Return a row for each stage of the last loop: an earlier one computes what the last one trains on."""
     loop = built.loops[-1]
     part, blocks = loop.partition, _blocks(loop)
@@ -154,20 +153,12 @@ def _bytes_in(stage: int, held: Mapping[Value, Collection[int]]) -> int:
     return sum(value.nbytes for value, stages in held.items() if stage in stages)
 
 
-def analyse_memory(
-    built: Built, program: Program, executables: Executables, mesh: MpmdMesh
-) -> tuple[MemoryAnalysis, ...]:
-    """Walk the program of a step and count what is live on each rank."""
-    return walk_memory(program, executables, mesh, [value.aval for value in built.placed.inputs])
-
-
-def walk_memory(
-    program: Program, executables: Executables, mesh: RankMeshes, avals: Sequence[Any]
-) -> tuple[MemoryAnalysis, ...]:
-    """Walk a program and count what is live on each rank; `avals` are the types of its arguments."""
+def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
+    """Walk a program and count what is live on each rank."""
+    program, mesh = executables.program, executables.mesh
     memory = LiveMemory(program)
     argument = [0] * program.num_ranks
-    for ranks, spec, aval in zip(program.arguments, executables.in_specs, avals, strict=True):
+    for ranks, spec, aval in zip(program.arguments, executables.in_specs, executables.in_avals, strict=True):
         on_device = memory_kind_of(aval) is None
         for rank, value in ranks.items():
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))

@@ -170,6 +170,7 @@ def make_config(
       TypeError: if a name, mesh or stage has a wrong type.
       ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, or an
         option is unknown.
+      NotImplementedError: if a name is assigned to a mesh's host memory.
 
     Example:
       >>> import jax, numpy as np
@@ -189,6 +190,13 @@ def make_config(
         )
     for name, mesh in name_to_mesh_assignment.items():
         _check_mesh(mesh, topology, f"{name!r}")
+        plain, kind = mesh_and_memory(mesh)
+        if kind not in (None, "device"):
+            raise NotImplementedError(
+                f"{name!r} is assigned to {mesh!r}. A name says on which mesh work runs, and it runs on arrays in "
+                f"device memory. Assign it to {plain!r}, and keep an array on the host by "
+                "`jax.device_put(x, jax.memory.Space.Host)`, `in_shardings`, or the assignment of inputs and outputs."
+            )
     stages = dict(name_to_stage_assignment or {})
     for name, stage in stages.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:

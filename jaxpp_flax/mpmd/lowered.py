@@ -11,12 +11,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import Device
-from jaxpp_flax.engine.bound_program import BoundProgram, array_result, wanted_inputs
+from jaxpp_flax.engine.bound_program import BoundProgram, array_result
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
-from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
-from jaxpp_flax.engine.summary import MemoryAnalysis, sum_costs, walk_memory
+from jaxpp_flax.engine.summary import MemoryAnalysis, analyse_memory, sum_costs
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.options import options_of_ranks
@@ -92,8 +91,11 @@ class MpmdLowered:
     @property
     def input_shardings(self) -> Any:
         """See `function_named_shardings`."""
-        places = zip(self._wanted[len(self.constants) :], self._homes, strict=True)
-        return self._like_arguments([wanted.on(home) for wanted, home in places])
+        meshes, values = self.config.meshes.unstack, self.built.placed.inputs[len(self.constants) :]
+        places = zip(self._homes, self.signature.leaves, values, strict=True)
+        return self._like_arguments(
+            [NamedSharding(meshes[home], leaf.spec, memory_kind=memory_kind_of(v.aval)) for home, leaf, v in places]
+        )
 
     @property
     def output_shardings(self) -> Any:
@@ -117,17 +119,6 @@ class MpmdLowered:
     @cached_property
     def _specs(self) -> list[PartitionSpec]:
         return self.signature.specs(len(self.constants))
-
-    @cached_property
-    def input_types(self) -> list[Any]:
-        """The types of the program's constants and arguments."""
-        return [value.aval for value in self.built.placed.inputs]
-
-    @cached_property
-    def _wanted(self) -> list[Wanted]:
-        """The ranks and the shardings with which the program reads its constants and arguments."""
-        ranks = self.built.placed.arguments
-        return wanted_inputs(self.config.meshes, ranks, self._specs, self.signature, self.input_types)
 
     @property
     def _result_shardings(self) -> list[NamedSharding]:
@@ -184,13 +175,13 @@ class MpmdLowered:
                 self.executables.program.results, self._result_shardings, self.built.placed.outputs, strict=True
             )
         ]
-        bound = BoundProgram(self.executables, self.signature, self.constants, self._wanted, results)
-        return MpmdCompiled(self, bound)
+        return MpmdCompiled(self, BoundProgram(self.executables, self.signature, self.constants, results))
 
     @cached_property
     def executables(self) -> Executables:
         """The compiled tasks of the program."""
-        return compile_program(self.built.program, self.compiler, self._specs, self.out_specs, self.input_types)
+        avals = [value.aval for value in self.built.placed.inputs]
+        return compile_program(self.built.program, self.compiler, self._specs, self.out_specs, avals)
 
     def as_text(self, dialect: str | None = None) -> str:
         """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"`.
@@ -241,9 +232,7 @@ class MpmdCompiled:
 
     def memory_analysis(self) -> dict[str, MemoryAnalysis]:
         """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
-        lowered, executables = self._lowered, self._lowered.executables
-        found = walk_memory(executables.program, executables, lowered.config.meshes, lowered.input_types)
-        return dict(zip(lowered.topology, found, strict=True))
+        return dict(zip(self._lowered.topology, analyse_memory(self._lowered.executables), strict=True))
 
     def __call__(self, *args: Any) -> Any:
         """Run the program; host arrays, and arrays that JAX may move (not committed), are copied to their mesh.

@@ -17,34 +17,25 @@ __all__ = [
     "schedule_name",
 ]
 
-# The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
-PIPELINE_SCHEDULES = {
-    "GPIPE": "GPipe",
-    "ONE_FWD_ONE_BWD": "1F1B",
-    "CIRCULAR": "Circular",
-    "CIRCULAR_WITH_REVERSED_BACKWARD": "CircularWithReversedBackward",
-    "GPIPE_BUT_1F1B_FOR_LAST_MESH": "GPipeBut1F1BForLastMesh",
-    "ZERO_BUBBLE_H1": "ZeroBubbleH1",
-    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": "ZeroBubbleH2ZeroTxLatency",
-    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": "ZeroBubbleH2HalfTxLatency",
-    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": "ZeroBubbleH2FullTxLatency",
-    "PARALLEL_PIPELINES_WITH_WRAP_AROUND": "ParallelPipelinesWithWrapAround",
-}
-
 WRAP_AROUND = "PARALLEL_PIPELINES_WITH_WRAP_AROUND"  # of no training, and so of no `jaxpp_flax.schedules`
 
-# The names of `jaxpp_flax.schedules` for these orders: with any number of stages on a mesh, and with one.
-_ANY = {
-    "GPIPE": "interleaved_gpipe", "CIRCULAR": "circular", "CIRCULAR_WITH_REVERSED_BACKWARD": "circular_reversed",
-}  # fmt: skip
-_ONE = {
-    "ONE_FWD_ONE_BWD": "1f1b",
-    "GPIPE_BUT_1F1B_FOR_LAST_MESH": "gpipe_1f1b_last",
-    "ZERO_BUBBLE_H1": "zero_bubble",
-    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": "zero_bubble_h2",
-    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": "zero_bubble_h2_half_latency",
-    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": "zero_bubble_h2_full_latency",
+# For each name of a schedule: its spelling in newer programs, its order's name in `jaxpp_flax.schedules`, and whether
+# that takes several stages on a mesh.
+_SCHEDULES = {
+    "GPIPE": ("GPipe", "interleaved_gpipe", True),
+    "ONE_FWD_ONE_BWD": ("1F1B", "1f1b", False),
+    "CIRCULAR": ("Circular", "circular", True),
+    "CIRCULAR_WITH_REVERSED_BACKWARD": ("CircularWithReversedBackward", "circular_reversed", True),
+    "GPIPE_BUT_1F1B_FOR_LAST_MESH": ("GPipeBut1F1BForLastMesh", "gpipe_1f1b_last", False),
+    "ZERO_BUBBLE_H1": ("ZeroBubbleH1", "zero_bubble", False),
+    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": ("ZeroBubbleH2ZeroTxLatency", "zero_bubble_h2", False),
+    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": ("ZeroBubbleH2HalfTxLatency", "zero_bubble_h2_half_latency", False),
+    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": ("ZeroBubbleH2FullTxLatency", "zero_bubble_h2_full_latency", False),
+    WRAP_AROUND: ("ParallelPipelinesWithWrapAround", None, True),
 }
+
+# The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
+PIPELINE_SCHEDULES = {name: spelling for name, (spelling, _, _) in _SCHEDULES.items()}
 
 _SCHEDULE = "mpmd_pipeline_schedule"
 
@@ -92,10 +83,8 @@ def schedule_name(name: str | None) -> str | None:
     """
     if name is None or name == "None":
         return None
-    if name in PIPELINE_SCHEDULES:
-        return name
     for known, spelt in PIPELINE_SCHEDULES.items():
-        if name == spelt:
+        if name in (known, spelt):
             return known
     raise ValueError(f"unknown schedule {name!r}.{known_names(str(name), PIPELINE_SCHEDULES)}")
 
@@ -107,7 +96,8 @@ def by_stages(name: str, num_stages: int, num_meshes: int) -> Schedule:
       >>> by_stages("ZERO_BUBBLE_H1", 4, 2), by_stages("CIRCULAR", 4, 2)
       (ZeroBubble(num_stages=4, num_ranks=4), Circular(num_stages=4, num_ranks=2))
     """
-    return by_name(_ANY[name], num_stages, num_meshes) if name in _ANY else by_name(_ONE[name], num_stages)
+    _, order, takes_several = _SCHEDULES[name]
+    return by_name(str(order), num_stages, num_meshes if takes_several else None)
 
 
 def options_of_ranks(options: Mapping[str, Any], names: Sequence[str]) -> dict[int, Mapping[str, Any]]:

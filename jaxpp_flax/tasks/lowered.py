@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.bound_program import BoundProgram, array_result, wanted_inputs
+from jaxpp_flax.engine.bound_program import BoundProgram, array_result
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
@@ -105,10 +105,9 @@ class CompiledMpmdFun:
         avals = [value.aval for value in lowered.graph.inputs]
         chosen: list[PartitionSpec | None] = [None] * len(program.results)
         self._executables = compile_program(program, TaskCompiler(mesh), specs, chosen, avals)
-        wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         out_avals = [atom.aval for atom in lowered.graph.outputs]
         results = list(map(array_result, program.results, lowered._out, out_avals))  # pyright: ignore[reportPrivateUsage]
-        self._bound = BoundProgram(self._executables, signature, constants, wanted, results)
+        self._bound = BoundProgram(self._executables, signature, constants, results)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function.

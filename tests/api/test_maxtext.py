@@ -233,7 +233,7 @@ def test_the_step_of_maxtext(scanned: bool, zero: bool, microbatches: int):
         metrics = {}
         for batch in data:
             state, metrics = pipelined(state, batch, steps)
-    (compiled,) = pipelined._cache.values()  # one compilation: the state is as the step wants it
+    (compiled,) = pipelined._compiled.values()  # one compilation: the state is as the step wants it
     assert compiled.in_shardings == placed.in_shardings
 
     plain, expected = made(key), {}

@@ -21,7 +21,7 @@ def test_arguments_and_captured_constants():
     function = MpmdFunction(one_pass(fun, mesh), mesh)
     compiled = function.compile([matrix, matrix], matrix, matrix)
     plan = compiled._plan
-    assert [wanted.ranks for wanted in plan.wanted] == [(1,), (0,), (1,), (0,), ()]
+    assert [tuple(ranks) for ranks in plan.built.program.arguments] == [(1,), (0,), (1,), (0,), ()]
     assert plan.in_specs == [P()] * 5
     assert [aval.shape for aval in plan.avals] == [(3,), *[(3, 3)] * 4]
     (w, x, unread), kwargs = plan.in_shardings

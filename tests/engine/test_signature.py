@@ -56,7 +56,7 @@ def test_every_type_of_a_static_argument_runs_its_own_program(passed: str):
         _, actual = pipelined(x, static=static) if passed == "name" else pipelined(x, static)
         _, expected = plain(x, static)
         assert (actual.dtype, float(actual)) == (expected.dtype, float(expected)), static
-    assert len(pipelined._cache) == len(statics) - 1
+    assert len(pipelined._compiled) == len(statics) - 1
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ class StepFunction(engine.MpmdFunction):
         Raises:
           ValueError: if the step does not fit a pipeline.
         """
-        call = self._parameters.split(self._fun, args, kwargs)
-        return PlacedStep(self, self._plan(call, self._key(call)))
+        return PlacedStep(self, self.place(*args, **kwargs))
 
 
 class PlacedStep:

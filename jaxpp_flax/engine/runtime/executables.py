@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -39,6 +39,7 @@ class Executables:
 
     `program` is the given program, with tasks added at its end for results that need another partition. `held` has the
     spec and the type of each value, and `nbytes` the bytes of each device's part; 0 for an argument, wherever it goes.
+    `in_specs` and `in_avals` stand for the program's arguments, `out_specs` for its results.
     `variants` maps an instruction to its executable, for runs whose inputs have another partition than in the task's
     first run. `distributed` is None if all ranks of `mesh` are of this process.
     """
@@ -48,6 +49,7 @@ class Executables:
     distributed: DistributedProgram | None
     tasks: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
+    in_avals: tuple[Any, ...]
     out_specs: tuple[PartitionSpec | None, ...]
     held: dict[int, Held]
     nbytes: dict[int, int]
@@ -89,10 +91,6 @@ def compile_program(
         return walk.executables()
 
 
-# Of a run: its executable, None on another process's rank; and the contents of its outputs.
-_Result: TypeAlias = "tuple[Callable[[], Any] | None, AllHeld]"
-
-
 @dataclass(eq=False)
 class _Walk:
     """Goes through a program in order and notes what is known of each value."""
@@ -103,8 +101,9 @@ class _Walk:
     result_specs: Sequence[PartitionSpec | None]
     argument_avals: Sequence[Any]
     distributed: DistributedProgram | None
-    results: dict[Hashable, _Result] = field(default_factory=dict)  # by the task and the partitions of its inputs
-    first: dict[int, AllHeld] = field(default_factory=dict)  # the outputs of each task's first run
+    made: dict[int, AllHeld] = field(default_factory=dict)  # the outputs of each task, as its first run makes them
+    compiled: dict[int, Callable[[], Any] | None] = field(default_factory=dict)  # for each task's first run
+    known: dict[Hashable, Callable[[], Any] | None] = field(default_factory=dict)  # by task and its inputs' partitions
     variants: dict[int, Callable[[], Any] | None] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
@@ -117,40 +116,35 @@ class _Walk:
         self.held: dict[int, Held] = dict.fromkeys(program.indices.values(), Held(PartitionSpec()))
         for ranks, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
             self.held.update(dict.fromkeys(ranks.values(), Held(spec, aval)))
-        self.compiled: dict[int, Callable[[], Any] | None] = {}
 
     def run(self, number: int, run: Run) -> None:
+        """Compile a run's task for the partition of its inputs; all runs partition their results as the first does.
+
+        So the result's partition is one fact of a task, which other processes can be told.
+        """
+        task, shared = run.task, self.shared
+        elsewhere = shared is not None and self.program.tasks[task].rank not in self.mesh.local_ranks
         # Within a loop all runs of a task are alike; other programs may read values that were made elsewhere.
-        elsewhere = None if self.program.tasks[run.task].rank in self.mesh.local_ranks else self.shared
-        key = run.task, None if elsewhere else tuple([self.held[value].partition for value in run.inputs])
-        result = self.results.get(key)
-        if result is None:
-            result = self._result(run) if elsewhere is None else self._result_of_other(run, elsewhere)
-            self.results[key] = result
-        compiled, made = result
-        if compiled is not self.compiled.setdefault(run.task, compiled):
-            self.variants[number] = compiled
-        self.held.update(zip(run.outputs, made, strict=True))
+        key = task, None if elsewhere else tuple([self.held[value].partition for value in run.inputs])
+        if key not in self.known:
+            if elsewhere:
+                self.known[key], self.made[task] = None, self._made_elsewhere(task, shared)
+            elif task in self.made:
+                self.known[key], _ = self._compile(run, [held.spec for held in self.made[task]])
+            else:
+                self.known[key], self.made[task] = self._compile(run)
+                if shared is not None and not self.program.tasks[task].out_specs:
+                    shared.publish(self.program, task, [held.spec for held in self.made[task]])
+        if self.known[key] is not self.compiled.setdefault(task, self.known[key]):
+            self.variants[number] = self.known[key]
+        self.held.update(zip(run.outputs, self.made[task], strict=True))
 
-    def _result_of_other(self, run: Run, shared: SharedSpecs) -> _Result:
-        """Return what is known of a run on another process's rank; that process tells it when it has compiled."""
-        task = self.program.tasks[run.task]
-        of_other = partial(_spec_of_other, shared, self.program, run.task)
-        return None, held_after(task, task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))])
+    def _made_elsewhere(self, number: int, shared: SharedSpecs) -> AllHeld:
+        """Return what a task on another process's rank makes; that process tells it when it has compiled."""
+        task, of_other = self.program.tasks[number], partial(_spec_of_other, shared, self.program, number)
+        return held_after(task, task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))])
 
-    def _result(self, run: Run) -> _Result:
-        """Compile a run's task for the partition of its inputs."""
-        task, shared, first = self.program.tasks[run.task], self.shared, self.first.get(run.task)
-        if first is not None:
-            # Other processes know the partition of the first run's results only.
-            return self._compile(run) if shared is None else (self._compile(run, [h.spec for h in first])[0], first)
-        compiled, made = self._compile(run)
-        self.first[run.task] = made
-        if shared is not None and not task.out_specs:
-            shared.publish(self.program, run.task, [held.spec for held in made])
-        return compiled, made
-
-    def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
+    def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> tuple[Callable[[], Any], AllHeld]:
         """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
         task = self.program.tasks[run.task]
         in_specs = [self.held[value].spec for value in run.inputs]
@@ -225,6 +219,7 @@ class _Walk:
             distributed=self.distributed,
             tasks=tuple(compiled and compiled() for compiled in map(self.compiled.get, range(len(self.program.tasks)))),
             in_specs=tuple(self.argument_specs),
+            in_avals=tuple(self.argument_avals),
             out_specs=tuple(
                 self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
                 for result, spec in results

@@ -95,7 +95,7 @@ class Runtime:
         shardings = self._shardings_of(target, self._specs(instruction.received), memories)
         here = {instruction.source, instruction.target} <= local
         if self._distributed is None or (here and not (source.is_multi_process or target.is_multi_process)):
-            return partial(_copy, instruction.sent, instruction.received, shardings)
+            return partial(_copy, copy_arrays, instruction.sent, instruction.received, shardings)
         distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not connection.transport.needs_global_order:
@@ -127,7 +127,7 @@ class Runtime:
         memory = HOST_MEMORY if instruction.memory == HOST_MEMORY else None  # None is the devices' own
         specs = self._specs(instruction.received)
         shardings = self._shardings_of(self._mesh.unstack[instruction.target], specs, (memory,) * len(specs))
-        return partial(_move, instruction.sent, instruction.received, shardings)
+        return partial(_copy, to_memory, instruction.sent, instruction.received, shardings)
 
     def run(self, environment: Environment) -> None:
         """Run one step; `environment` holds the arguments in their places and receives the results in theirs.
@@ -193,16 +193,13 @@ def _after(first: Callable[[], None], step: Step, environment: Environment) -> N
 
 
 def _copy(
-    sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
+    copy_all: Callable[[Sequence[jax.Array], Sequence[NamedSharding]], Sequence[jax.Array]],
+    sent: Sequence[int],
+    received: Sequence[int],
+    shardings: Sequence[NamedSharding],
+    environment: Environment,
 ) -> None:
-    for value, copy in zip(received, copy_arrays([environment[v] for v in sent], shardings), strict=True):
-        environment[value] = copy
-
-
-def _move(
-    sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
-) -> None:
-    for value, copy in zip(received, to_memory([environment[v] for v in sent], shardings), strict=True):
+    for value, copy in zip(received, copy_all([environment[v] for v in sent], shardings), strict=True):
         environment[value] = copy
 
 

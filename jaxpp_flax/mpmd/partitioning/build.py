@@ -14,7 +14,7 @@ from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
-from jaxpp_flax.mpmd.config import MpmdConfig, mesh_and_memory
+from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placed, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Node, nodes_of
@@ -90,7 +90,6 @@ def _check_names(nodes: Sequence[Node], config: MpmdConfig) -> None:
                     f"{name!r} at {node.where} is assigned to no mesh.{known_names(name, meshes)} Add it to "
                     "name_to_mesh_assignment."
                 )
-            _refuse_host_memory(name, meshes[name], node.where)
         if node.origin is not None:
             name = node.origin.name
             for inner in sorted(node.names - {name}):
@@ -108,15 +107,6 @@ def _check_names(nodes: Sequence[Node], config: MpmdConfig) -> None:
                 "it runs as one program on one mesh. Use `mpmd.fori_loop` or `mpmd.enumerated_for`, which are "
                 "unrolled, or assign these names to one mesh."
             )
-
-
-def _refuse_host_memory(name: str, mesh: str, where: str) -> None:
-    if mesh_and_memory(mesh)[1] not in (None, "device"):
-        raise NotImplementedError(
-            f"{name!r} at {where} is assigned to {mesh!r}. A name says on which mesh work runs, and it runs on arrays "
-            f"in device memory. Assign it to {mesh_and_memory(mesh)[0]!r}, and keep an array on the host by "
-            "`jax.device_put(x, jax.memory.Space.Host)`, `in_shardings`, or the assignment of inputs and outputs."
-        )
 
 
 def _assignment(name: str, config: MpmdConfig) -> str:

@@ -92,6 +92,7 @@ def test_with_a_slow_link_the_devices_hold_what_is_predicted_if_the_plan_waits(
             in_use.append(sum(c.nbytes for c in copies if not c.has_ended and c.source not in held))
 
     monkeypatch.setattr(instruction_loop, "to_memory", slow)
+    compiled._bound.runtime = instruction_loop.Runtime(compiled._executables)
     results = observe(compiled, arguments, look)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, results), expected)
     assert copies
