@@ -12,7 +12,6 @@ from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StageUse,
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.planner import PlanningStep, plan
 from jaxpp_flax.planning.profile import StepProfile, measured_costs
-from jaxpp_flax.planning.schedule_search.search import Found, search
 from jaxpp_flax.planning.stages.policies import (
     AssignmentError,
     CutPolicy,
@@ -29,7 +28,6 @@ __all__ = [
     "AssignmentError",
     "Choice",
     "CutPolicy",
-    "Found",
     "Hardware",
     "LimitError",
     "Plan",
@@ -50,7 +48,6 @@ __all__ = [
     "even",
     "measured_costs",
     "plan",
-    "search",
     "segment_names",
     "sizes",
     "why_chosen",

@@ -74,6 +74,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    moved = {"Found", "measured_costs", "planning", "search"}
+    moved = {"measured_costs", "planning"}
     remedies = dict.fromkeys(moved, "what plans stands in `jaxpp_flax.planning`")
     raise AttributeError(missing_name(__name__, name, remedies, __all__))

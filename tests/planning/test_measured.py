@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpp_flax.planning import measured_costs, search
+from jaxpp_flax.planning import measured_costs
 from jaxpp_flax.schedules import Costs, Event, ScheduleError, Std1F1B, ZeroBubble, simulate
 from jaxpp_flax.schedules.task import forward
 
@@ -25,12 +25,6 @@ def test_the_median_is_taken():
     costs = measured_costs(events)
     assert costs.forward == pytest.approx((1.0,))
     assert costs.backward == pytest.approx((2.0,))
-
-
-def test_measure_search_use():
-    step = simulate(Std1F1B(3), Costs(forward=[1, 1.5, 1]), num_microbatches=6)
-    found = search(3, 6, costs=measured_costs(step), evaluations=300)
-    assert found.makespan <= step.makespan
 
 
 def test_what_was_not_measured_is_said():

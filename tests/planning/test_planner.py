@@ -236,7 +236,7 @@ def test_the_best_of_several_schedules():
 
 
 @pytest.mark.slow
-def test_all_schedules_and_one_that_is_searched():
+def test_all_schedules():
     batch = m.make_batch(64)
     found = plan(trainer_of(num_stages=2), batch, schedules="all", hardware=CARD)
     named = plan(trainer_of(num_stages=2), batch, schedules="zero_bubble", hardware=CARD)
