@@ -122,7 +122,6 @@ class BlockLoads:
             backward=sum(backward[start:end]),
             residual_bytes=sum(values),
             weight_bytes=kept,
-            values=values,
             saved_bytes=saved,
             has_effects=any(start <= block < end for block in self.with_effects),
             input_bytes=self.sent[start] if start else 0.0,

@@ -78,7 +78,6 @@ class StageLoad:
       passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
       saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
       has_effects: True if the forward has side effects, so that it may not run twice.
-      values: the bytes of each residual; those that move to the host move whole. Empty: a part of any size moves.
       recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
         forward.
       fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
@@ -103,7 +102,6 @@ class StageLoad:
     passing_bytes: float = 0.0
     saved_bytes: float = 0.0
     has_effects: bool = False
-    values: Sequence[float] = ()
     recomputation: float | None = None
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Mapping[str, float] = field(default_factory=dict)

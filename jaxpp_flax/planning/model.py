@@ -143,7 +143,6 @@ class StepModel:
             passing=[load.passing_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
             stage_input=[load.kept_bytes(StageResiduals(recompute=True)) for load in self.stages],
-            values=[load.values for load in self.stages],
         )
 
     @cached_property

@@ -23,7 +23,6 @@ def plans(draw: st.DrawFn, num_stages: int) -> ResidualPlan:
         StageResiduals,
         recompute=st.booleans(),
         offload=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-        offload_values=st.sampled_from([0.25, 1.0]),
     )
     stages = draw(st.lists(entry, min_size=num_stages, max_size=num_stages))
     return ResidualPlan(stages, fetch_ahead=draw(st.integers(1, 3)))
@@ -74,18 +73,6 @@ def test_recomputation_by_hand():
     step = simulate(GPipe(2), known, num_microbatches=4, residuals=plan)
     assert step.events[0][-1].task == backward(0, 3)
     assert {e.end - e.start for e in step.events[0]} == {1.0, 2.25}
-
-
-def test_a_part_of_the_bytes_moves():
-    """Half of 6 bytes moves."""
-    costs = Costs(forward=1.0, backward=2.0, activation=6.0)
-    part = StageResiduals(offload=1.0, offload_values=0.5)
-    step = simulate(GPipe(2), costs, num_microbatches=4, residuals=ResidualPlan([part, KEEP]))
-    assert {copy.size for copy in step.host_events[0]} == {3.0}
-    # Three bytes of each of four microbatches stay; those of two are back at one time.
-    assert step.peak_memory == (4 * 3.0 + 2 * 3.0, 24.0)
-    assert step.peak_host_memory == (2 * 3.0, 0.0)
-    assert step.memory(0)[-1][1] == 0.0
 
 
 def test_the_input_gradient_recomputes_for_the_weight_gradient():
