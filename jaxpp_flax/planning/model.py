@@ -254,7 +254,7 @@ class StepModel:
         for stage, load in enumerate(self.stages):
             entry, count = residuals.of(stage), self.num_microbatches
             size = load.kept_bytes(entry)
-            moved = table.stages[stage].moved * copied[stage]
+            moved = size * copied[stage]
             again = load.residual_bytes - load.saved_bytes if entry.recompute else 0.0
             uses.append(
                 StageUse(
