@@ -74,6 +74,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    moved = {"measured_costs", "planning"}
-    remedies = dict.fromkeys(moved, "what plans stands in `jaxpp_flax.planning`")
-    raise AttributeError(missing_name(__name__, name, remedies, __all__))
+    raise AttributeError(missing_name(__name__, name, {}, __all__))
