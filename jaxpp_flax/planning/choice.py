@@ -150,7 +150,7 @@ def why_chosen(choice: Choice) -> str:
 
     Example:
       >>> from jaxpp_flax.planning.model import Prediction
-      >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), stages=())
+      >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), moved=0.0, recomputation=0.0)
       >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0, exact=True))
       'all residuals fit within memory_limit: predicted step 1 s'
     """

@@ -15,7 +15,7 @@ from jaxpp_flax.messages import listed
 from jaxpp_flax.planning.block_costs import Costing, block_costs
 from jaxpp_flax.planning.block_loads import BlockLoads
 from jaxpp_flax.planning.choice import Choice, LimitError, best_mixture, nothing_fits, why_chosen
-from jaxpp_flax.planning.loads import Hardware, check_memory_limit, hardware_of, limits_of
+from jaxpp_flax.planning.loads import Hardware, hardware_of, limits_of
 from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.planning.plan import Plan
 from jaxpp_flax.planning.stages.balancing import Sizes, balance, climb
@@ -113,7 +113,6 @@ def plan(
       >>> PipelineTrainer(model, optax.sgd(0.1), loss, plan=found, logging=False).num_stages
       2
     """
-    check_memory_limit(memory_limit)
     source = trainer if hasattr(trainer, "planning_step") else cast(Callable[[], Plannable], trainer)()
     step = cast(Plannable, source).planning_step(batch)
     card = hardware_of(step.platform) if hardware is None else hardware

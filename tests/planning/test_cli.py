@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from jaxpp_flax.planning import Plan
 from jaxpp_flax.planning.cli import _parser, main
 
@@ -48,11 +46,3 @@ def test_every_flag_is_explained():
     (commands,) = (action for action in _parser()._actions if action.choices)
     for action in (action for each in commands.choices.values() for action in each._actions):
         assert action.help, action.option_strings or action.dest
-
-
-@pytest.mark.parametrize("name", ["measured_costs", "planning"])
-def test_the_old_names_say_where_the_new_ones_stand(name):
-    from jaxpp_flax import schedules
-
-    with pytest.raises(AttributeError, match=rf"schedules has no {name}: .* `jaxpp_flax.planning`"):
-        getattr(schedules, name)

@@ -99,7 +99,7 @@ def test_copies_are_legal_and_memory_is_given_back(data: st.DataObject):
         assert placed.keys() == {(c.stage, c.microbatch) for c in copies}
         for copy in copies:
             at = placed[copy.stage, copy.microbatch]
-            assert copy.size == table.stages[copy.stage].moved
+            assert copy.size == table.stages[copy.stage].saved
             assert events[at.offload_after].end <= copy.offload_start <= copy.offload_end <= copy.fetch_start
             assert copy.fetch_end <= events[at.read_at].start
             assert at.offload_after + 2 <= at.fetch_before < at.read_at
