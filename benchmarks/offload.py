@@ -34,7 +34,7 @@ def main() -> None:
     plans = {
         "keep": StageResiduals(),
         "offload": StageResiduals(offload=1.0),
-        "offload half of the bytes": StageResiduals(offload=1.0, offload_values=0.5),
+        "offload half of the microbatches": StageResiduals(offload=0.5),
         "recompute": StageResiduals(recompute=True),
     }
     functions = {

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning import Hardware, LimitError, Prediction, StageLoad, StepModel, choose_residuals
-from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B
+from jaxpp_flax.schedules import Interleaved1F1B, ResidualPlan, Schedule, Std1F1B
 
 LAYERS, WIDTH, LENGTH = 32, 4096, 4096
 FORWARD_FLOPS = 24 * LENGTH * WIDTH**2 + 4 * LENGTH**2 * WIDTH  # of a layer
@@ -97,12 +97,17 @@ def rows_of(name: str, model: StepModel, keep: Prediction, *, policy: bool) -> l
                 "device bytes": max(found.prediction.peak_bytes),
                 "host bytes": max(found.prediction.host_bytes),
                 "moved": found.prediction.moved / total,
-                "recomputed": sum(use.recomputed for use in found.prediction.stages) / total,
+                "recomputed": _recomputed(model, found.residuals) * model.num_microbatches / total,
                 "kept": found.residuals.is_kept,
                 "search seconds": time.perf_counter() - began,
             }
         )
     return rows
+
+
+def _recomputed(model: StepModel, residuals: ResidualPlan) -> float:
+    pairs = zip(model.stages, residuals.stages, strict=True)
+    return sum(load.residual_bytes - load.saved_bytes for load, entry in pairs if entry.recompute)
 
 
 def show(row: dict[str, object]) -> str:

@@ -1,13 +1,9 @@
-"""Benchmarks of the schedules: the search against the named ones, and growth with size.
+"""Benchmarks of the schedules: growth with size, large models, and measured bubbles.
 
-    python benchmarks/schedules.py search [--milp-seconds 20] [--evaluations 4000]
     python benchmarks/schedules.py growth
     python benchmarks/schedules.py study
     python benchmarks/schedules.py measured [--ranks 2] [--microbatches 8] [--width 512] [--draw steps.svg]
 
-``search`` runs every case below, and exits with 1 if one of its promises does not hold: no worse
-than any named schedule that fits; within 2 % of the optimum where the exact solver proves one;
-strictly better than the best named schedule on most unbalanced or memory-limited cases.
 ``growth`` prints the processor time to validate and to simulate schedules of growing size.
 ``study`` prints the tables of docs/internals/schedule_study.md: a 70B and a 405B model on 64 to 16,384 GPUs.
 ``measured`` trains a model with real arithmetic under 1F1B, ZB-H1 and ZB-V in turn, on a virtual CPU device with one
@@ -18,20 +14,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
-from jaxpp_flax.planning import search
-from jaxpp_flax.planning.schedule_search.search import problems_of
 from jaxpp_flax.schedules import (
     Costs,
     Interleaved1F1B,
     Link,
-    ScheduleError,
     Std1F1B,
     Timeline,
     Transfer,
@@ -40,161 +32,6 @@ from jaxpp_flax.schedules import (
     simulate,
     validate,
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    group: str
-    ranks: int
-    microbatches: int
-    per_rank: int = 1
-    costs: Costs = field(default_factory=Costs)
-    transfer: Transfer | float | None = None
-    limit: float | None = None
-    split: bool = True
-    exact: bool = False
-
-
-def layers(stages: int, heavy: float, embed: float = 0.0) -> Costs:
-    """Equal blocks, with a head (and an embedding) that adds to the last (first) stage."""
-    f = [1.0] * stages
-    f[0] += embed
-    f[-1] += heavy
-    return Costs(forward=f, backward_input=[1.05 * t for t in f], backward_weight=[0.9 * t for t in f])
-
-
-def uneven(stages: int, seed: int, spread: float = 0.4) -> Costs:
-    """Stages whose times differ at random, as when layers do not divide evenly."""
-    rng = random.Random(seed)
-    f = [round(1 + spread * (2 * rng.random() - 1), 2) for _ in range(stages)]
-    return Costs(
-        forward=f,
-        backward_input=[round(t * (1 + 0.3 * rng.random()), 2) for t in f],
-        backward_weight=[round(t * (0.7 + 0.3 * rng.random()), 2) for t in f],
-    )
-
-
-def cases() -> list[Case]:
-    out: list[Case] = []
-    for ranks, m, per_rank in [
-        (2, 4, 1),
-        (4, 8, 1),
-        (4, 16, 1),
-        (8, 16, 1),
-        (8, 32, 1),
-        (2, 4, 2),
-        (4, 8, 2),
-        (4, 16, 2),
-    ]:
-        out.append(Case(f"balanced {ranks}x{per_rank}, m={m}", "balanced", ranks, m, per_rank))
-        measured = Costs(forward=1.0, backward_input=1.1, backward_weight=0.8)
-        out.append(Case(f"measured ratio {ranks}x{per_rank}, m={m}", "balanced", ranks, m, per_rank, measured))
-    for ranks, m in [(2, 6), (4, 8), (4, 16), (8, 16)]:
-        whole = Case(f"whole backward {ranks}, m={m}", "balanced", ranks, m, split=False)
-        out.append(whole)
-    for seed, (ranks, m, per_rank) in enumerate(
-        [
-            (4, 8, 1),
-            (4, 16, 1),
-            (8, 16, 1),
-            (8, 32, 1),
-            (4, 8, 2),
-            (4, 16, 2),
-            (6, 12, 1),
-            (3, 9, 3),
-            (4, 12, 1),
-            (5, 10, 1),
-        ]
-    ):
-        costs = uneven(ranks * per_rank, seed)
-        out.append(Case(f"uneven {ranks}x{per_rank}, m={m}", "unbalanced", ranks, m, per_rank, costs))
-    for heavy in (0.5, 1.0):
-        for ranks, m, per_rank in [(4, 8, 1), (8, 16, 1), (4, 8, 2), (4, 16, 2)]:
-            costs = layers(ranks * per_rank, heavy, embed=0.2)
-            out.append(Case(f"heavy head {heavy} {ranks}x{per_rank}, m={m}", "unbalanced", ranks, m, per_rank, costs))
-    for latency in (0.3, 1.0):
-        for ranks, m, per_rank in [(4, 8, 1), (8, 16, 1), (4, 8, 2)]:
-            out.append(
-                Case(f"links {latency} {ranks}x{per_rank}, m={m}", "slow links", ranks, m, per_rank, transfer=latency)
-            )
-    one_slow = Transfer(Link(0.05), {(1, 2): Link(1.5), (2, 1): Link(1.5)})
-    for ranks, m, per_rank in [(4, 8, 1), (4, 16, 1), (4, 8, 2)]:
-        out.append(
-            Case(f"one slow link {ranks}x{per_rank}, m={m}", "slow links", ranks, m, per_rank, transfer=one_slow)
-        )
-    for ranks, m, per_rank, limit in [
-        (4, 8, 1, 3), (4, 8, 1, 5), (4, 16, 1, 3), (4, 16, 1, 6), (8, 16, 1, 6), (8, 16, 1, 10), (4, 8, 2, 6),
-        (4, 8, 2, 9), (4, 16, 2, 7), (6, 12, 1, 4), (6, 12, 1, 7),
-    ]:  # fmt: skip
-        measured = Costs(forward=1.0, backward_input=1.2, backward_weight=0.8)
-        out.append(
-            Case(f"memory {limit} {ranks}x{per_rank}, m={m}", "memory", ranks, m, per_rank, measured, limit=limit)
-        )
-    for seed, (ranks, m, limit) in enumerate([(4, 8, 4), (4, 12, 5), (6, 12, 6), (8, 16, 8)]):
-        costs = uneven(ranks, 20 + seed)
-        out.append(Case(f"uneven, memory {limit} {ranks}, m={m}", "memory", ranks, m, 1, costs, limit=limit))
-    for seed, (ranks, m, limit, split) in enumerate(
-        [(2, 3, None, True), (2, 4, 2, True), (3, 3, None, True), (3, 3, 2, True), (3, 4, 3, True), (3, 4, None, False),
-         (2, 5, None, False), (3, 5, 2, False), (4, 3, None, True), (2, 4, None, True)]
-    ):  # fmt: skip
-        costs = uneven(ranks, 40 + seed)
-        out.append(Case(f"small {ranks}, m={m}, memory {limit}", "small", ranks, m, 1, costs, 0.2, limit, split, True))
-    return out
-
-
-def run_search(milp_seconds: float, evaluations: int) -> int:
-    from optimum import prove  # it needs SciPy
-
-    failures: list[str] = []
-    better = comparable = beatable = 0
-    proved = 0
-    listed = cases()
-    print(f"{'case':34} {'best named':28} {'found':>9} {'bound':>9} {'gain':>7}  seconds")
-    for case in listed:
-        began = time.perf_counter()
-        found = search(
-            case.ranks, case.microbatches, case.per_rank, case.costs, case.transfer, case.limit,
-            split_backward=case.split, evaluations=evaluations,
-        )  # fmt: skip
-        seconds = time.perf_counter() - began
-        best = found.best_named
-        name = "none fits" if best is None else f"{best.name} {best.makespan:.4g}"
-        gain = "new" if best is None else f"{100 * (best.makespan / found.makespan - 1):.2f}%"
-        note = ""
-        if best is not None and found.makespan > best.makespan * (1 + 1e-9):
-            failures.append(f"{case.name}: {found.makespan} is worse than {name}")
-        if case.group in ("unbalanced", "memory"):
-            comparable += 1
-            better += best is None or found.makespan < best.makespan * (1 - 1e-9)
-            beatable += best is None or best.makespan > found.lower_bound * (1 + 1e-9)
-        if case.exact and milp_seconds:
-            problems = problems_of(
-                case.ranks, case.microbatches, case.per_rank, case.costs, Transfer.of(case.transfer), case.limit,
-                case.split,
-            )  # fmt: skip
-            optimum = prove(problems, found.makespan, milp_seconds)
-            if optimum is not None:
-                proved += 1
-                gap = found.makespan / optimum - 1
-                note = f" optimum {optimum:.4g}, gap {100 * gap:.2f}%"
-                if gap > 0.02:
-                    failures.append(f"{case.name}: {100 * gap:.2f}% above the optimum")
-            else:
-                note = " optimum not proved in time"
-        print(
-            f"{case.name:34} {name:28} {found.makespan:9.4g} {found.lower_bound:9.4g} {gain:>7}  {seconds:.1f}{note}",
-            flush=True,
-        )
-    print(
-        f"{len(listed)} cases; strictly better than the best named one on {better} of {comparable} unbalanced or "
-        f"memory-limited cases ({beatable} of them have a named best above the lower bound); {proved} optima proved"
-    )
-    if 2 * better <= comparable:
-        failures.append(f"strictly better on {better} of {comparable} only")
-    for failure in failures:
-        print("FAILED:", failure)
-    return 1 if failures else 0
 
 
 def run_growth() -> int:
@@ -281,8 +118,8 @@ def model_costs(model: Model, stages: int) -> Costs:
     return Costs(forward=forward, backward_input=inputs, backward_weight=weights, activation=held, sent=sent)
 
 
-def study_case(model: Model, m: int, limit: float, evaluations: int) -> dict[tuple[str, int], Timeline]:
-    """Every studied schedule, and the search's within the limit, for ``m`` microbatches."""
+def study_case(model: Model, m: int) -> dict[tuple[str, int], Timeline]:
+    """Every studied schedule, for ``m`` microbatches."""
     rows: dict[tuple[str, int], Timeline] = {}
     links = Transfer(LINK)
     for per_rank in (1, 2, 4):
@@ -292,16 +129,10 @@ def study_case(model: Model, m: int, limit: float, evaluations: int) -> dict[tup
             if name in _STUDIED and (per_rank > 1 or name != "interleaved_1f1b"):
                 schedule = by_name(name, stages, model.ranks)
                 rows[name, per_rank] = simulate(schedule, costs, links, num_microbatches=m)
-        if per_rank <= 2 and m <= 64 and limit > 0:
-            try:
-                found = search(model.ranks, m, per_rank, costs, links, limit, evaluations=evaluations)
-            except ScheduleError:  # not even one microbatch fits
-                continue
-            rows["found by search", per_rank] = found.timeline
     return rows
 
 
-def run_study(evaluations: int) -> int:
+def run_study() -> int:
     """Markdown tables for docs/internals/schedule_study.md."""
     for model in MODELS:
         columns: dict[str, dict[tuple[str, int], str]] = {}
@@ -313,7 +144,7 @@ def run_study(evaluations: int) -> int:
             state = model.weights / (TENSOR * model.ranks) * (2 + 4 + 12 / replicas)
             limit = CAPACITY - state
             cells = columns[f"{gpus:,} GPUs, m={m}, {max(0.0, limit) / GIB:.0f} GiB"] = {}
-            for key, step in study_case(model, m, limit, evaluations).items():
+            for key, step in study_case(model, m).items():
                 peak = max(step.peak_memory)
                 cell = f"{step.makespan:.2f} s, {step.bubble:.1%}, {peak / GIB:.0f} GiB"
                 cells[key] = cell if peak <= limit else f"*{cell}*"
@@ -414,12 +245,8 @@ def run_measured(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("search", help="the search against the named schedules")
-    one.add_argument("--milp-seconds", type=float, default=20.0, help="for the exact solver, for each small case")
-    one.add_argument("--evaluations", type=int, default=4000)
     commands.add_parser("growth", help="time against size")
-    three = commands.add_parser("study", help="the tables of docs/internals/schedule_study.md")
-    three.add_argument("--evaluations", type=int, default=4000)
+    commands.add_parser("study", help="the tables of docs/internals/schedule_study.md")
     four = commands.add_parser("measured", help="1F1B, ZB-H1 and ZB-V in real steps: bubbles measured and simulated")
     four.add_argument("--ranks", type=int, default=2)
     four.add_argument("--microbatches", type=int, default=8)
@@ -430,9 +257,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "measured":
         return run_measured(options)
-    if options.command == "search":
-        return run_search(options.milp_seconds, options.evaluations)
-    return run_study(options.evaluations) if options.command == "study" else run_growth()
+    return run_study() if options.command == "study" else run_growth()
 
 
 if __name__ == "__main__":

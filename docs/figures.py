@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from step_figure import svg_of_passes
 from trainer_figure import svg_of_trainer
 
-from jaxpp_flax import planning, schedules
+from jaxpp_flax import schedules
 from jaxpp_flax.schedules.tools.drawing import svg
 from jaxpp_flax.schedules.tools.drawing.scene import Panels
 
@@ -101,17 +100,6 @@ def schedule_v() -> Panels:
     return [(title, step(name, 8, stages_per_rank=2)) for title, name in named]
 
 
-def schedule_found() -> Panels:
-    """A search beats the named schedules where one link is slow."""
-    links = schedules.Transfer(schedules.Link(0.05), {(1, 2): schedules.Link(1.5), (2, 1): schedules.Link(1.5)})
-    search = partial(planning.search, 4, 8, stages_per_rank=2, transfer=links)
-    best = search(evaluations=1).named[0]
-    found = search(memory_limit=max(best.peak_memory))
-    schedule = schedules.by_name(best.name, num_stages=8, num_ranks=4)
-    named = schedules.simulate(schedule, num_microbatches=8, transfer=links)
-    return [(f"the best named schedule, {best.name}", named), ("the one found", found.timeline)]
-
-
 def passes() -> str:
     """The passes of the compiler, and the structures between them."""
     return svg_of_passes()
@@ -131,7 +119,6 @@ FIGURES: tuple[Callable[[], Panels | str], ...] = (
     choosing_schedule,
     schedule_zero_bubble,
     schedule_v,
-    schedule_found,
     passes,
     trainer,
 )

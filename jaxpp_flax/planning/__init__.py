@@ -8,11 +8,10 @@ from jaxpp_flax.planning.choice import (
     describe,
     why_chosen,
 )
-from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StageUse, StepModel
+from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.planner import PlanningStep, plan
-from jaxpp_flax.planning.profile import StepProfile, measured_costs
-from jaxpp_flax.planning.schedule_search.search import Found, search
+from jaxpp_flax.planning.profile import StepProfile
 from jaxpp_flax.planning.stages.policies import (
     AssignmentError,
     CutPolicy,
@@ -29,7 +28,6 @@ __all__ = [
     "AssignmentError",
     "Choice",
     "CutPolicy",
-    "Found",
     "Hardware",
     "LimitError",
     "Plan",
@@ -37,7 +35,6 @@ __all__ = [
     "PlanningStep",
     "Prediction",
     "StageLoad",
-    "StageUse",
     "StepModel",
     "StepProfile",
     "auto",
@@ -48,9 +45,7 @@ __all__ = [
     "choose_residuals",
     "describe",
     "even",
-    "measured_costs",
     "plan",
-    "search",
     "segment_names",
     "sizes",
     "why_chosen",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m jaxpp_flax.planning search``."""
+"""The command line: ``python -m jaxpp_flax.planning plan``."""
 
 import sys
 

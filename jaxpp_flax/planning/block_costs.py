@@ -18,6 +18,7 @@ Costing: TypeAlias = "str | StepProfile | Sequence[float] | Mapping[str, float]"
 """The type of `costs=`: see `plan`."""
 
 _SOURCES = ("estimated", "flops")
+_FORWARD_SHARE = 1 / 3  # of a given cost: a backward has two contractions for each one of the forward
 
 
 def block_costs(marks: Marks, costs: Costing, platform: str) -> tuple[list[Work], str, str]:
@@ -62,4 +63,5 @@ def _given(costs: Any, names: Sequence[str]) -> list[Work]:
     for value in costs:
         if isinstance(value, (bool, str)) or not math.isfinite(value) or value < 0:
             raise AssignmentError(f"costs= holds {value!r}; costs are numbers of at least 0.")
-    return [Work(float(value), 0.0) for value in (*costs, 0.0)[: len(names)]]
+    every = [float(value) for value in (*costs, 0.0)[: len(names)]]
+    return [Work(value * _FORWARD_SHARE, value - value * _FORWARD_SHARE) for value in every]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from jaxpp_flax.engine.blocks import Blocks, Holding, Work
 from jaxpp_flax.engine.passes.memory import stream_updates
 from jaxpp_flax.planning.loads import Hardware, StageLoad
 from jaxpp_flax.planning.model import StepModel
 from jaxpp_flax.planning.stages.policies import AssignmentError
-from jaxpp_flax.planning.stages.step_time import both_passes
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 
@@ -116,13 +114,11 @@ class BlockLoads:
                 held.setdefault(item.kind, []).append(item.nbytes)
         values, gathered, streamed = (held.pop(kind, []) for kind in ("activations", "gathered", "streamed"))
         kept, saved = (sum(held.pop(kind, [])) for kind in ("kept", "saved"))
-        forward, backward = self._passes
         return StageLoad(
-            forward=sum(forward[start:end]),
-            backward=sum(backward[start:end]),
+            forward=sum(work.forward for work in self.work[start:end]),
+            backward=sum(work.backward for work in self.work[start:end]),
             residual_bytes=sum(values),
             weight_bytes=kept,
-            values=values,
             saved_bytes=saved,
             has_effects=any(start <= block < end for block in self.with_effects),
             input_bytes=self.sent[start] if start else 0.0,
@@ -140,7 +136,3 @@ class BlockLoads:
             for number, item in enumerate(self.holdings)
             if item.kind == kind and any(start <= block < end for block in item.blocks)
         }
-
-    @cached_property
-    def _passes(self) -> tuple[Sequence[float], Sequence[float]]:
-        return both_passes([w.forward for w in self.work], [w.backward for w in self.work])

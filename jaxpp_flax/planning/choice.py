@@ -24,17 +24,12 @@ from jaxpp_flax.schedules.task import FusedTask
 __all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "nothing_fits", "why_chosen"]
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
-_PARTS = (0.25, 0.5, 0.75)
-_WHOLE = (
+OPTIONS = (
     KEEP,
     *(StageResiduals(offload=share) for share in _SHARES),
     StageResiduals(recompute=True),
     StageResiduals(recompute=True, offload=0.5),
     StageResiduals(recompute=True, offload=1.0),
-)  # all values of a microbatch together
-OPTIONS = (
-    *_WHOLE,
-    *(StageResiduals(offload=1.0, offload_values=part) for part in _PARTS),
 )
 """The options of a stage, in the order of preference among equals."""
 
@@ -131,11 +126,7 @@ def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None 
     if sum(math.prod(map(len, ranks)) for ranks in fitting.values()) <= search.left:
         plans = (search.joined(m, window) for window, ranks in fitting.items() for m in itertools.product(*ranks))
         return search.choice(search.best(plans), exact=not search.is_thinned)
-    # The search among fewer options goes further. From its end on, more options can only help.
-    coarse = _Search(model, limits, _WHOLE)
-    few = coarse.all_fitting()
-    ends = [_climb(coarse, coarse.best(_starts(coarse, few)), few)] if few else []
-    start = search.best([*ends, *_starts(search, fitting)])
+    start = search.best([plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)])
     return search.choice(_climb(search, start, fitting), exact=False)
 
 
@@ -145,17 +136,9 @@ def describe(stage: StageResiduals) -> str:
     Example:
       >>> describe(KEEP), describe(StageResiduals(offload=0.5)), describe(StageResiduals(recompute=True, offload=0.5))
       ('keep', 'offload 50%', 'recompute, offload inputs 50%')
-      >>> describe(StageResiduals(offload=1.0, offload_values=0.25))
-      'offload 25% of bytes'
     """
     again = "recompute" if stage.recompute else ""
-    moved = ""
-    if stage.offload:
-        share = f"{stage.offload:.0%}"
-        if stage.offload_values < 1:
-            of = "" if stage.offload == 1 else f" of {share} of microbatches"
-            share = f"{stage.offload_values:.0%} of bytes{of}"
-        moved = f"offload{' inputs' if stage.recompute else ''} {share}"
+    moved = f"offload{' inputs' if stage.recompute else ''} {stage.offload:.0%}" if stage.offload else ""
     return ", ".join(part for part in (again, moved) if part) or "keep"
 
 
@@ -167,7 +150,7 @@ def why_chosen(choice: Choice) -> str:
 
     Example:
       >>> from jaxpp_flax.planning.model import Prediction
-      >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), stages=())
+      >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), moved=0.0, recomputation=0.0)
       >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0, exact=True))
       'all residuals fit within memory_limit: predicted step 1 s'
     """
@@ -241,7 +224,7 @@ class _Search:
         for parts in (4, 2):
             if math.prod(map(len, options)) > most:
                 self.is_thinned = True
-                options = [[option for option in of if _is_multiple(option, 1 / parts)] for of in options]
+                options = [[option for option in of if option.offload % (1 / parts) == 0] for of in options]
         mixtures: Iterable[_Mixture] = itertools.product(*options)
         if math.prod(map(len, options)) > most:
             mixtures = _first_and_rest(options)
@@ -288,10 +271,6 @@ def _less(one: _Worth, other: _Worth) -> bool:
     return False
 
 
-def _is_multiple(option: StageResiduals, step: float) -> bool:
-    return option.offload % step == 0 and option.offload_values % step == 0
-
-
 def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) -> Sequence[StageResiduals]:
     """Return the options that differ for a stage: shares that move the same microbatches are one option."""
     tasks, load = model.tasks[model.rank_of[stage]], model.stages[stage]
@@ -304,7 +283,7 @@ def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) ->
         saves_nothing = option.recompute and (load.has_effects or 0 < load.saved_bytes >= load.residual_bytes)
         if not moves_nothing and not saves_nothing:
             moved = tuple(m for m in range(model.num_microbatches) if option.offloads(m))
-            found.setdefault((option.recompute, moved, option.offload_values), option)
+            found.setdefault((option.recompute, moved), option)
     return tuple(found.values())
 
 
@@ -322,15 +301,10 @@ def _first_and_rest(options: Sequence[Sequence[StageResiduals]]) -> list[_Mixtur
 def _added_work(model: StepModel, stage: int, option: StageResiduals) -> float:
     """Estimate the seconds that an option adds to each microbatch: a guess for the order of the search."""
     load = model.stages[stage]
-    copied = load.kept_bytes(option) * option.offload_values
-    moved = option.offload * model.hardware.host_link.time(copied) if option.offload else 0.0
+    moved = option.offload * model.hardware.host_link.time(load.kept_bytes(option)) if option.offload else 0.0
     # The tasks hide a copy up to their own time; of two hidden ones, the shorter is better.
     exposed = max(moved - load.forward - load.backward, 0.0)
     return load.seconds_again(option) + exposed + 1e-3 * moved
-
-
-def _starts(search: _Search, fitting: Mapping[int, Sequence[Sequence[_Mixture]]]) -> list[ResidualPlan]:
-    return [plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)]
 
 
 def _greedy(search: _Search, ranks: Sequence[Sequence[_Mixture]], window: int) -> Iterator[ResidualPlan]:

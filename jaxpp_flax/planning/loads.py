@@ -11,7 +11,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import StageResiduals
 from jaxpp_flax.schedules.simulation.costs import Link, Transfer
 
-__all__ = ["Hardware", "StageLoad", "check_memory_limit", "flops_per_byte", "hardware_of", "limits_of"]
+__all__ = ["Hardware", "StageLoad", "flops_per_byte", "hardware_of", "limits_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,6 @@ class StageLoad:
       passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
       saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
       has_effects: True if the forward has side effects, so that it may not run twice.
-      values: the bytes of each residual; those that move to the host move whole. Empty: a part of any size moves.
       recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
         forward.
       fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
@@ -103,7 +102,6 @@ class StageLoad:
     passing_bytes: float = 0.0
     saved_bytes: float = 0.0
     has_effects: bool = False
-    values: Sequence[float] = ()
     recomputation: float | None = None
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Mapping[str, float] = field(default_factory=dict)
@@ -166,33 +164,23 @@ def hardware_of(platform: str) -> Hardware:
     return _HARDWARE.get(platform, _ACCELERATOR)
 
 
-def check_memory_limit(limit: Any) -> None:
-    """Refuse a value that is neither None, nor a number of bytes above 0, nor a sequence of such numbers.
-
-    Raises:
-      ScheduleError: the message names the value.
-    """
-    if limit is None:
-        return
-    listed = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
-    for value in listed:
-        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str)) and not getattr(value, "ndim", 0)
-        if not is_number or not float(value) > 0:
-            raise ScheduleError(
-                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
-            )
-
-
-def limits_of(memory_limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    """Return the limit of each rank; infinity for None.
+def limits_of(memory_limit: Any, num_ranks: int) -> tuple[float, ...]:
+    """Return the limit of each rank from a number of bytes or one for each rank; infinity for None.
 
     Raises:
       ScheduleError: for another number of limits than ranks, and for a limit that is no number of bytes above 0.
     """
     if memory_limit is None:
         return (math.inf,) * num_ranks
-    check_memory_limit(memory_limit)
-    listed = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    several = isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
+    listed = tuple(memory_limit) if several else (memory_limit,) * num_ranks
+    for value in listed:
+        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str)) and not getattr(value, "ndim", 0)
+        if not is_number or not float(value) > 0:
+            raise ScheduleError(
+                f"memory_limit={memory_limit!r}: it must be a number of bytes above 0, or one such number for each "
+                "rank."
+            )
     if len(listed) != num_ranks:
         raise ScheduleError(
             f"memory_limit has {len(listed)} numbers for {num_ranks} ranks. Give one for each, or one number for all."

@@ -23,26 +23,9 @@ from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.task import AnyTask
 
-__all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
+__all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StepModel", "update_window"]
 
 _WINDOW, BESIDE = "optimizer state from the host", "other arrays"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageUse:
-    """What a step does with the residuals of one stage: bytes on each device, summed over the microbatches.
-
-    Attributes:
-      kept: bytes that stay on the devices from the forward to the backward.
-      moved: bytes that go to the host and come back.
-      recomputed: bytes that the backward computes again.
-      recomputation: seconds that this takes.
-    """
-
-    kept: float
-    moved: float
-    recomputed: float
-    recomputation: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +36,17 @@ class Prediction:
       seconds: the time of the step, without the work before and after the pipeline.
       peak_bytes: the most bytes on each device, for each rank.
       host_bytes: the most bytes of residuals on the host, for each rank.
-      stages: what is done with the residuals of each stage.
+      moved: the bytes of residuals that all ranks move to the host in a step.
+      recomputation: the seconds of recomputation of all ranks in a step.
       state_host_bytes: the bytes of the optimizer's state on the host, for each rank.
     """
 
     seconds: float
     peak_bytes: tuple[float, ...]
     host_bytes: tuple[float, ...]
-    stages: tuple[StageUse, ...]
+    moved: float
+    recomputation: float
     state_host_bytes: tuple[float, ...] = ()
-
-    @property
-    def moved(self) -> float:
-        """The bytes that all ranks move to the host in a step."""
-        return sum(stage.moved for stage in self.stages)
-
-    @property
-    def recomputation(self) -> float:
-        """The seconds of recomputation of all ranks in a step."""
-        return sum(stage.recomputation for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +118,6 @@ class StepModel:
             passing=[load.passing_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
             stage_input=[load.kept_bytes(StageResiduals(recompute=True)) for load in self.stages],
-            values=[load.values for load in self.stages],
         )
 
     @cached_property
@@ -175,11 +149,13 @@ class StepModel:
             gathers=self.gathers,
         )
         peaks = self.ordered_peaks(residuals)
+        again = [load.seconds_again(entry) for load, entry in zip(self.stages, residuals.stages, strict=True)]
         return Prediction(
             seconds=step.makespan,
             peak_bytes=tuple(f + peak for f, peak in zip(self.rank_fixed, peaks, strict=True)),
             host_bytes=step.peak_host_memory,
-            stages=self._uses(residuals),
+            moved=self._moved(residuals),
+            recomputation=sum(again) * self.num_microbatches,
             state_host_bytes=tuple(sum(self._streamed(rank)) for rank in range(len(self.tasks))),
         )
 
@@ -245,27 +221,9 @@ class StepModel:
             fixed[rank] += load.fixed
         return tuple(fixed)
 
-    def _uses(self, residuals: ResidualPlan) -> tuple[StageUse, ...]:
+    def _moved(self, residuals: ResidualPlan) -> float:
         table = self.costs.table(len(self.stages), residuals)
-        copied = [0] * len(self.stages)
-        for tasks in self.tasks:
-            for copy in host_copies(tasks, residuals):
-                copied[copy.stage] += 1
-        uses: list[StageUse] = []
-        for stage, load in enumerate(self.stages):
-            entry, count = residuals.of(stage), self.num_microbatches
-            size = load.kept_bytes(entry)
-            moved = table.stages[stage].moved * copied[stage]
-            again = load.residual_bytes - load.saved_bytes if entry.recompute else 0.0
-            uses.append(
-                StageUse(
-                    kept=size * count - moved,
-                    moved=moved,
-                    recomputed=again * count,
-                    recomputation=load.seconds_again(entry) * count,
-                )
-            )
-        return tuple(uses)
+        return sum(table.stages[copy.stage].saved for tasks in self.tasks for copy in host_copies(tasks, residuals))
 
 
 @lru_cache(maxsize=16)  # a search asks for them again for all sizes of stages

@@ -110,7 +110,7 @@ def _schedule(found: Any, num_stages: int) -> Schedule:
 def _residuals(found: Any) -> ResidualPlan:
     top = _keys(found, "residuals", required=("stages",), optional=("fetch_ahead", "offload_within"))
     stages = [
-        _keys(stage, f"stage {number} of residuals", (), ("recompute", "offload", "offload_values"))
+        _keys(stage, f"stage {number} of residuals", (), ("recompute", "offload"))
         for number, stage in enumerate(top.pop("stages"))
     ]
     try:

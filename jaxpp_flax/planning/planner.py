@@ -15,10 +15,9 @@ from jaxpp_flax.messages import listed
 from jaxpp_flax.planning.block_costs import Costing, block_costs
 from jaxpp_flax.planning.block_loads import BlockLoads
 from jaxpp_flax.planning.choice import Choice, LimitError, best_mixture, nothing_fits, why_chosen
-from jaxpp_flax.planning.loads import Hardware, check_memory_limit, hardware_of, limits_of
+from jaxpp_flax.planning.loads import Hardware, hardware_of, limits_of
 from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.planning.plan import Plan
-from jaxpp_flax.planning.schedule_search.search import search
 from jaxpp_flax.planning.stages.balancing import Sizes, balance, climb
 from jaxpp_flax.planning.stages.policies import AssignmentError, cuts_of, even, sizes_of
 from jaxpp_flax.planning.stages.step_time import StepTime
@@ -92,7 +91,7 @@ def plan(
         state, and activations in flight. XLA's workspace inside a task comes on top. Stages recompute or offload what
         does not fit, and blocks move.
       schedules: names or `Schedule`s to choose from, on the trainer's ranks; "all": each named schedule with as many
-        stages as ranks, or twice as many, and the best one that `search` finds. None: the trainer's own.
+        stages as ranks, or twice as many. None: the trainer's own.
       costs: of the blocks: "estimated" from operations and bytes, "flops", a step that `trainer.profile_step` has
         measured, numbers, or a mapping from names of blocks to numbers.
       hardware: the speeds that residuals are weighed with; None: rough ones of the platform.
@@ -114,7 +113,6 @@ def plan(
       >>> PipelineTrainer(model, optax.sgd(0.1), loss, plan=found, logging=False).num_stages
       2
     """
-    check_memory_limit(memory_limit)
     source = trainer if hasattr(trainer, "planning_step") else cast(Callable[[], Plannable], trainer)()
     step = cast(Plannable, source).planning_step(batch)
     card = hardware_of(step.platform) if hardware is None else hardware
@@ -122,10 +120,7 @@ def plan(
     found, refused = list[Plan](), dict[Schedule, Exception]()
     for schedule in _schedules(schedules, step):
         try:
-            planner = _Planner(step, schedule, costs, card, limits)
-            found.append(planner.best())
-            if schedules == "all":
-                found += planner.of_searched()
+            found.append(_Planner(step, schedule, costs, card, limits).best())
         except (AssignmentError, ScheduleError) as error:
             if schedules is None:
                 raise
@@ -240,22 +235,6 @@ class _Planner:
             raise nothing_fits(closest.model, closest.choice, self.limits, closest.held)
         best = min(fitting, key=lambda of: of.choice.prediction.seconds)
         return self._plan(best)
-
-    def of_searched(self) -> list[Plan]:
-        """Return the plan of a schedule that is searched for these stages; none if a named one is as good."""
-        schedule, step = self.schedule, self.step
-        model = self._loads.model(schedule, step.num_microbatches, self._candidates()[0])
-        room = [limit - fixed for limit, fixed in zip(self.limits, model.rank_fixed, strict=True)]
-        if min(room) <= 0 or schedule.num_stages % schedule.num_ranks or schedule != step.schedule:
-            return []
-        try:
-            per_rank = schedule.num_stages // schedule.num_ranks
-            found = search(
-                schedule.num_ranks, step.num_microbatches, per_rank, model.costs, self.hardware.transfer, room
-            )
-            return [_Planner(step, found.schedule, self.costing, self.hardware, self.limits).best()]
-        except ScheduleError:
-            return []
 
     # ------------------------------------------------------------ stages
 

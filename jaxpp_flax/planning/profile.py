@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -20,17 +20,14 @@ from jaxpp_flax.schedules import (
     Event,
     FusedTask,
     Schedule,
-    Task,
     TaskKind,
     Timeline,
     draw,
     replay,
     simulate,
 )
-from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.simulation.costs import PerStage
 
-__all__ = ["StepProfile", "measured_costs", "profile_of", "task_costs"]
+__all__ = ["StepProfile", "profile_of", "task_costs"]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
@@ -117,92 +114,45 @@ def task_costs(steps: Iterable[Iterable[Iterable[Event]]], stages: Sequence[Stag
     """Return median costs over the events of several steps, of one schedule or several on the same stages.
 
     `steps` has each rank's events of each step. A fused task of the last stage is split in two. If the last stage's
-    forward was also measured alone, the split is at that time; else at a third. A stage without a kind of gradient (all
-    its parameters are frozen, say) has zero cost for that kind.
+    forward was also measured alone, the split is at that time; else at a third. A whole backward that was not measured
+    is the sum of its halves, and halves that were not measured are half of the whole each. A stage without a kind of
+    gradient (all its parameters are frozen, say) has zero cost for that kind.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> step = simulate(Std1F1B(2), Costs(forward=[1.0, 3.0], backward=[2.0, 6.0]), num_microbatches=3)
+      >>> stage = SimpleNamespace(activation_bytes=8, weight_bytes=8, sent_bytes=1)
+      >>> costs = task_costs([step.events], [stage] * 2)
+      >>> costs.forward, costs.backward
+      ((1.0, 3.0), (2.0, 6.0))
     """
-    events = [event for step in steps for rank in step for event in rank]
-    seen = {(task.kind, task.stage) for task in (e.task for e in events) if isinstance(task, Task)}
-    ahead: dict[int, list[float]] = {}
-    for event in events:
-        if isinstance(event.task, Task) and event.task.kind is _F:
-            ahead.setdefault(event.task.stage, []).append(event.end - event.start)
-    plain: list[Event] = []
-    for event in events:
-        stage = event.task.stage
-        if isinstance(event.task, FusedTask) and stage in ahead:
-            middle = min(event.start + median(ahead[stage]), event.end)
-            plain.append(Event(Task(_B, stage, event.task.microbatch), event.rank, middle, event.end))
-        else:
-            plain.append(event)
-            if isinstance(event.task, FusedTask):
-                seen |= {(_F, stage), (_B, stage)}
-    for stage in range(len(stages)):
-        kinds = {kind for kind, of in seen if of == stage}
-        missing = [kind for kind in (_I, _W) if kind not in kinds] if kinds & {_I, _W} else [_B]
-        plain += [Event(Task(kind, stage, 0), 0, 0.0, 0.0) for kind in missing if kind not in kinds]
-    held, sent = [float(of.activation_bytes) for of in stages], [float(of.sent_bytes) for of in stages]
-    costs = measured_costs([plain], activation=held, sent=sent)
-    return replace(costs, weight_activation=[float(of.weight_bytes) for of in stages])
-
-
-def measured_costs(
-    measured: Timeline | Iterable[Iterable[Event]], *, activation: PerStage = 1.0, sent: PerStage = 0.0
-) -> Costs:
-    """The median time of each kind of pass of each stage.
-
-    A whole backward that was not measured apart is taken as the sum of its two halves; halves that
-    were not measured, as half of the whole each; a fused task as one third forward.
-
-    Args:
-        measured: a timeline, or each rank's events.
-        activation: memory held per microbatch, by stage, as in :class:`Costs`.
-        sent: bytes sent, by stage, as in :class:`Costs`.
-
-    >>> from jaxpp_flax.schedules import Costs, Std1F1B, simulate
-    >>> step = simulate(Std1F1B(2), Costs(forward=[1.0, 3.0], backward=[2.0, 6.0]), num_microbatches=3)
-    >>> costs = measured_costs(step)
-    >>> costs.forward, costs.backward
-    ((1.0, 3.0), (2.0, 6.0))
-    """
-    events = measured.events if isinstance(measured, Timeline) else measured
     times: defaultdict[tuple[TaskKind, int], list[float]] = defaultdict(list)
-    for listed in events:
-        for event in listed:
-            task, long = event.task, event.end - event.start
-            if isinstance(task, FusedTask):
-                times[_F, task.stage].append(long / 3)
-                times[_B, task.stage].append(2 * long / 3)
-            else:
-                times[task.kind, task.stage].append(long)
-    if not times:
-        raise ScheduleError("no task was measured: run at least one step")
-    num_stages = 1 + max(stage for _, stage in times)
-
-    def of(kind: TaskKind, stage: int) -> float | None:
-        return median(times[kind, stage]) if (kind, stage) in times else None
-
-    forward: list[float] = []
+    fused: list[tuple[int, float]] = []
+    for event in (event for step in steps for rank in step for event in rank):
+        task, seconds = event.task, event.end - event.start
+        if isinstance(task, FusedTask):
+            fused.append((task.stage, seconds))
+        else:
+            times[task.kind, task.stage].append(seconds)
+    alone = {stage: median(times[_F, stage]) for stage in range(len(stages)) if (_F, stage) in times}
+    for stage, seconds in fused:
+        if stage not in alone:
+            times[_F, stage].append(seconds / 3)
+        times[_B, stage].append(seconds - min(alone.get(stage, seconds / 3), seconds))
+    halves: list[tuple[float, float]] = []
     whole: list[float] = []
-    inputs: list[float] = []
-    weights: list[float] = []
-    for stage in range(num_stages):
-        ahead, b, i, w = (of(kind, stage) for kind in (_F, _B, _I, _W))
-        if ahead is None or (b is None and (i is None or w is None)):
-            raise ScheduleError(f"stage {stage} has no measured {'forward' if ahead is None else 'backward'}")
-        b = (i or 0.0) + (w or 0.0) if b is None else b
-        forward.append(ahead)
-        whole.append(b)
-        inputs.append(b / 2 if i is None else i)
-        weights.append(b / 2 if w is None else w)
+    for stage in range(len(stages)):
+        b, i, w = (median(times.get((kind, stage), [0.0])) for kind in (_B, _I, _W))
+        is_split = (_I, stage) in times or (_W, stage) in times
+        whole.append(b if (_B, stage) in times else i + w)
+        halves.append((i, w) if is_split else (b / 2, b / 2))
     return Costs(
-        forward=forward,
+        forward=[median(times.get((_F, stage), [0.0])) for stage in range(len(stages))],
         backward=whole,
-        backward_input=inputs,
-        backward_weight=weights,
-        activation=_sequence(activation),
-        sent=_sequence(sent),
+        backward_input=[i for i, _ in halves],
+        backward_weight=[w for _, w in halves],
+        activation=[float(of.activation_bytes) for of in stages],
+        weight_activation=[float(of.weight_bytes) for of in stages],
+        sent=[float(of.sent_bytes) for of in stages],
     )
-
-
-def _sequence(value: PerStage) -> PerStage:
-    return tuple(value) if isinstance(value, Sequence) else value

@@ -12,9 +12,6 @@ is a rank's second stage, and dots are idle time.
 [fwd_0__0, fwd_0__1, bwd_0__0, bwd_0__1]
 """
 
-from typing import Any
-
-from jaxpp_flax.messages import missing_name
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
 from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast
@@ -71,9 +68,3 @@ __all__ = [
     "validate",
     "write_csv",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    moved = {"Found", "measured_costs", "planning", "search"}
-    remedies = dict.fromkeys(moved, "what plans stands in `jaxpp_flax.planning`")
-    raise AttributeError(missing_name(__name__, name, remedies, __all__))

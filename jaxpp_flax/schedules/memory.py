@@ -73,7 +73,6 @@ class StageBytes:
       activation: what a forward makes for its backward.
       saved: what stays from the forward to the backward: the activation, or less in a stage that recomputes.
       kept: what stays from the input gradient to the weight gradient.
-      moved: the part of `saved` that goes to the host and back, if the microbatch is offloaded.
       passing: what a forward makes for other stages alone; it leaves when the forward has ended.
       received: the input from the stage before. When the forward starts, it counts as a part of what is saved.
       gradient: the gradient from the next stage. The backward reads it beside its residuals.
@@ -88,7 +87,6 @@ class StageBytes:
     activation: float = 1.0
     saved: float = 1.0
     kept: float = 1.0
-    moved: float = 0.0
     passing: float = 0.0
     received: float = 0.0
     gradient: float = 0.0
@@ -147,7 +145,7 @@ def walk_rank(
     devices, host = Memory(), Memory()
     leaving, fetched, offloaded, gathers, last_reads = (defaultdict[int, float](float) for _ in range(5))
     for copy in copies:
-        moved = stages[copy.stage].moved
+        moved = stages[copy.stage].saved
         offloaded[copy.offload_after] += moved
         leaving[copy.fetch_before if copy.gone_before is None else copy.gone_before] += moved
         fetched[copy.fetch_before] += moved

@@ -9,7 +9,7 @@ from typing import Any
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
-__all__ = ["KEEP", "HostCopy", "ResidualPlan", "StageResiduals", "host_copies", "largest_share"]
+__all__ = ["KEEP", "HostCopy", "ResidualPlan", "StageResiduals", "host_copies"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,6 @@ class StageResiduals:
         What a policy of `jax.checkpoint` in the model saves stays saved.
       offload: the share of microbatches, from 0 to 1, whose kept values move to host memory after the forward and
         come back before the backward. The microbatches are spread evenly.
-      offload_values: the share of bytes that move, of each such microbatch, above 0 to 1. The largest values that fit
-        into this share move, and one more to reach it.
 
     Raises:
       ScheduleError: for a share outside its bounds, and for `recompute` that is neither True nor False.
@@ -37,7 +35,6 @@ class StageResiduals:
 
     recompute: bool = False
     offload: float = 0.0
-    offload_values: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.recompute, bool):
@@ -47,10 +44,6 @@ class StageResiduals:
             )
         if not 0 <= self.offload <= 1:
             raise ScheduleError(f"offload={self.offload!r}: the share of offloaded microbatches is from 0 to 1.")
-        if not 0 < self.offload_values <= 1:
-            raise ScheduleError(
-                f"offload_values={self.offload_values!r}: the share of a microbatch's bytes is above 0, to 1."
-            )
 
     @property
     def is_kept(self) -> bool:
@@ -191,27 +184,3 @@ def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
             gone = None if plan.offload_within is None else min(after + 1 + plan.offload_within, fetch)
             found.append(HostCopy(*key, after, gone, fetch, position))
     return sorted(found, key=lambda copy: copy.offload_after)
-
-
-def largest_share(sizes: Sequence[float], share: float) -> list[int]:
-    """Return the positions of values with this share of all bytes: the largest that fit into it, and one to reach it.
-
-    Example:
-      >>> largest_share([8, 1, 4, 4], 0.25), largest_share([8, 1, 4, 4], 0.75)
-      ([1, 2], [0, 1, 2])
-    """
-    missing, taken = share * sum(sizes), set[int]()
-    ordered = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    for i in ordered:
-        if sizes[i] <= missing:
-            taken.add(i)
-            missing -= sizes[i]
-    if missing > 0:
-        last = [i for i in ordered if i not in taken][-1]
-        taken.add(last)
-        missing -= sizes[last]
-    for i in reversed(ordered):  # the last one may take the place of smaller ones
-        if i in taken and sizes[i] <= -missing:
-            taken.remove(i)
-            missing += sizes[i]
-    return sorted(taken)

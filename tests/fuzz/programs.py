@@ -96,10 +96,7 @@ def draw_storage(rng: random.Random, program: Program) -> Program:
     """The program with other places and times for its values: recomputed, on the host, gathered once."""
 
     def stage() -> StageResiduals:
-        return StageResiduals(
-            recompute=rng.choice([False, False, True]), offload=rng.choice([0.0, 0.5, 1.0, 1.0]),
-            offload_values=rng.choice([0.3, 0.6, 1.0]),
-        )  # fmt: skip
+        return StageResiduals(recompute=rng.choice([False, False, True]), offload=rng.choice([0.0, 0.5, 1.0, 1.0]))
 
     plan = ResidualPlan(
         [stage() for _ in program.stages], fetch_ahead=rng.randint(1, 3), offload_within=rng.choice([None, 1, 2])

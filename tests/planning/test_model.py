@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp_flax.planning.model import Hardware, StageLoad, StepModel
-from jaxpp_flax.schedules import Costs, ScheduleError, Std1F1B, simulate
+from jaxpp_flax.schedules import ScheduleError, Std1F1B, simulate
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals, host_copies
 from tests.schedules.helpers import schedules
 
@@ -41,26 +41,25 @@ def test_a_step_by_hand():
     model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
     kept = model.predict(ResidualPlan.keep(2))
     assert (kept.seconds, kept.peak_bytes, kept.host_bytes) == (15.0, (25.0, 15.0), (0.0, 0.0))
-    assert [(use.kept, use.moved, use.recomputed) for use in kept.stages] == [(40.0, 0.0, 0.0)] * 2
+    assert (kept.moved, kept.recomputation) == (0.0, 0.0)
     again = model.predict(ResidualPlan([StageResiduals(recompute=True), KEEP]))
     # Two inputs of 1 byte; the backward makes the residuals of its own microbatch in place of its input.
     assert again.peak_bytes == (5.0 + 1.0 + 10.0, 15.0)
-    assert (again.stages[0].recomputed, again.stages[0].kept, again.recomputation) == (40.0, 4.0, 4.0)
+    assert (again.moved, again.recomputation) == (0.0, 4.0)
     assert again.seconds > kept.seconds
     plan = ResidualPlan([StageResiduals(recompute=True), KEEP])
     assert model.bytes_by_kind(0, plan) == {"parameters": 5.0, "residuals": 11.0}
 
 
-def test_the_bytes_and_seconds_of_a_part_by_hand():
+def test_the_bytes_that_move_by_hand():
     load = StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0, input_bytes=1.0)
     model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
-    half = StageResiduals(offload=1.0, offload_values=0.5)
-    found = model.predict(ResidualPlan([half, KEEP]))
+    plan = ResidualPlan([StageResiduals(offload=1.0), KEEP])
+    found = model.predict(plan)
     # Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the values of microbatches 1 and 2 have the time to leave and come back.
-    (use, _) = found.stages
-    moved = 4.0 * len(host_copies(model.tasks[0], ResidualPlan([half, KEEP])))
+    moved = 8.0 * len(host_copies(model.tasks[0], plan))
     assert moved
-    assert (use.moved, use.kept, use.recomputed, use.recomputation) == (moved, 32.0 - moved, 0.0, 0.0)
+    assert (found.moved, found.recomputation) == (moved, 0.0)
 
 
 @given(st.data())
@@ -70,7 +69,6 @@ def test_the_order_of_tasks_bounds_the_bytes_of_every_simulation(data: st.DataOb
         StageResiduals,
         recompute=st.booleans(),
         offload=st.sampled_from([0.0, 0.5, 1.0]),
-        offload_values=st.sampled_from([0.25, 0.5, 1.0]),
     )
     count = model.schedule.num_stages
     stages = data.draw(st.lists(option, min_size=count, max_size=count))
@@ -102,20 +100,6 @@ def test_arrays_between_stages_by_hand():
     keep = ResidualPlan.keep(2)
     assert model.predict(keep).peak_bytes == (24.0, 14.0)
     assert model.bytes_by_kind(0, keep)["arrays between stages"] == 4.0
-
-
-def test_whole_values_move():
-    """A quarter of the bytes is less than the smallest value, and half of them is the larger one."""
-    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, values=(6.0, 4.0))
-    model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
-    moved = {}
-    for part in (0.25, 0.5, 1.0):
-        plan = ResidualPlan([StageResiduals(offload=1.0, offload_values=part), KEEP])
-        copies = len(host_copies(model.tasks[0], plan))
-        moved[part] = model.predict(plan).stages[0].moved / copies
-    assert moved == {0.25: 4.0, 0.5: 6.0, 1.0: 10.0}
-    with pytest.raises(ScheduleError, match="values has 1 lists for 2 stages"):
-        Costs(values=[[1.0]]).table(2)
 
 
 def test_gathers_by_hand():

@@ -44,9 +44,7 @@ def test_a_plan_goes_to_a_file_and_back(tmp_path):
 
 
 def test_residuals_go_to_a_file_and_back(tmp_path):
-    residuals = ResidualPlan(
-        [StageResiduals(recompute=True, offload=0.5, offload_values=0.25), KEEP], fetch_ahead=2, offload_within=2
-    )
+    residuals = ResidualPlan([StageResiduals(recompute=True, offload=0.5), KEEP], fetch_ahead=2, offload_within=2)
     plan = replace(example(), residuals=residuals)
     path = plan.save(tmp_path / "plan.json")
     assert Plan.load(path).residuals == residuals

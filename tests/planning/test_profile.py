@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from dataclasses import asdict, dataclass
 
 import jax
@@ -14,9 +13,9 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.planning.cli import main as command_line
 from jaxpp_flax.planning.profile import task_costs
 from jaxpp_flax.schedules import Event, FusedTask, Task, TaskKind, by_name, draw, simulate
+from jaxpp_flax.schedules.tools.cli import main as command_line
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -95,13 +94,13 @@ def test_both_are_drawn(measured, tmp_path):
     assert (tmp_path / "step.svg").read_text().count("simulated (seconds)") == 1
 
 
-def test_measured_costs_go_back_into_the_search(measured, tmp_path, capsys):
+def test_measured_costs_compare_schedules_from_a_terminal(measured, tmp_path, capsys):
     profile, _ = measured["zero_bubble"]
     (tmp_path / "costs.json").write_text(json.dumps(asdict(profile.simulated.costs)))
-    counts = ["--ranks", "3", "--microbatches", "4", "--evaluations", "50"]
-    assert command_line(["search", *counts, "--costs", str(tmp_path / "costs.json")]) == 0
-    found = float(re.search(r"makespan (\S+)", capsys.readouterr().out)[1])
-    assert found <= profile.simulated.makespan * 1.001
+    counts = ["--ranks", "3", "--microbatches", "4", "--stages-per-rank", "1"]
+    assert command_line(["compare", *counts, "--costs", str(tmp_path / "costs.json")]) == 0
+    row = next(row for row in capsys.readouterr().out.splitlines() if row.startswith("zero_bubble "))
+    assert f"{profile.simulated.makespan:.4g}" in row
 
 
 def test_memory_is_in_bytes(measured):

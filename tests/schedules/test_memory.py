@@ -29,13 +29,13 @@ def test_a_split_backward_by_hand():
 
 
 def test_what_moves_to_the_host_by_hand():
-    """GPipe on a rank: F0 F1 F2 F3, then the backwards; half of each microbatch's 4 bytes leaves and comes back."""
-    stages = [StageBytes(activation=4.0, saved=4.0, moved=2.0)] * 2
-    tasks, half = GPipe(2).tasks(4)[0], StageResiduals(offload=1.0, offload_values=0.5)
-    rank = walk_rank(tasks, stages, copies=host_copies(tasks, ResidualPlan([half, KEEP], offload_within=1)))
-    # In front of F2, half of microbatch 0 has left; in front of F3 it comes back, and half of microbatch 1 has left.
-    assert (rank.devices.peak, rank.devices.live) == (14.0, 0.0)
-    assert (rank.host.peak, rank.host.live) == (6.0, 0.0)
+    """GPipe on a rank: F0 F1 F2 F3, then the backwards; each microbatch's 4 bytes leave and come back."""
+    stages = [StageBytes(activation=4.0, saved=4.0)] * 2
+    tasks, plan = GPipe(2).tasks(4)[0], ResidualPlan([StageResiduals(offload=1.0), KEEP], offload_within=1)
+    rank = walk_rank(tasks, stages, copies=host_copies(tasks, plan))
+    # In front of F2, microbatch 0 has left; in front of F3 it comes back, and microbatch 1 has left.
+    assert (rank.devices.peak, rank.devices.live) == (12.0, 0.0)
+    assert (rank.host.peak, rank.host.live) == (12.0, 0.0)
     assert walk_rank(tasks, stages).devices.peak == 16.0
 
 

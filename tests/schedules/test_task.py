@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.planning.schedule_search.greedy import construct, rules
-from jaxpp_flax.planning.schedule_search.problem import Problem, evaluate, in_dependency_order
-from jaxpp_flax.schedules import ScheduleError, Transfer, simulate
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.task import Task, TaskKind, needs, results
 from tests.schedules.helpers import costs_for, schedules
@@ -93,31 +89,3 @@ def test_the_simulator_keeps_to_the_table(data, schedule, microbatches, exchange
         assert b.task == lists[b.rank][b.position]
         assert b.awaits in needs(b.task, num_stages)
         assert b.awaits not in made
-
-
-@given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.integers(0, 12))
-def test_the_search_evaluates_words_as_the_table_says(data, ranks, per_rank, microbatches, splits, exchanges):
-    placement = tuple(stage % ranks for stage in range(ranks * per_rank))
-    costs = data.draw(costs_for(len(placement)))
-    transfer = Transfer.of(0.5)
-    problem = Problem.make(
-        placement, microbatches, splits=splits, costs=costs, transfer=transfer, limits=[float("inf")] * ranks
-    )
-    order = in_dependency_order(problem.passes)
-    place = {n: i for i, n in enumerate(order)}
-    assert all(max(place.get(p.local, -1), place.get(p.remote, -1)) < place[n] for n, p in enumerate(problem.passes))
-    starts = (construct(problem, rule) for rule in rules(problem))
-    words = next(found for found in starts if found is not None)
-    assert simulate(problem.tasks(words), costs, transfer).num_tasks == len(problem.passes) * microbatches
-    words = shuffled(data, words, exchanges)
-    found = evaluate(problem, words)
-    if found is None:
-        with pytest.raises(ScheduleError, match="deadlock"):
-            simulate(problem.tasks(words), costs, transfer)
-        return
-    step = simulate(problem.tasks(words), costs, transfer)
-    assert found[0] == step.makespan
-    got = [[(e.task.kind, e.task.stage, e.task.microbatch, e.end) for e in rank] for rank in step.events]
-    number = {(p.kind, p.stage): n for n, p in enumerate(problem.passes)}
-    assert all(found[1][number[kind, stage]][m] == end for rank in got for kind, stage, m, end in rank)
-    assert [problem.peak(rank, word) for rank, word in enumerate(words)] == pytest.approx(list(step.peak_memory))

@@ -13,15 +13,13 @@ from functools import cached_property
 
 from jaxpp_flax.schedules import Costs, Schedule, simulate
 
-__all__ = ["MARGIN", "MOST_TASKS", "StepTime", "both_passes", "is_clearly_less"]
+__all__ = ["MARGIN", "MOST_TASKS", "StepTime", "is_clearly_less"]
 
 MARGIN = 0.05
 """The share of the step's time that balanced stages must save over even ones to be chosen."""
 
 MOST_TASKS = 300_000
 """The number of tasks that all tries of a search simulate together, if a user asks for it: about half a second."""
-
-_FORWARD_SHARE = 1 / 3  # of a block with one cost for both passes: backward has two contractions for each one forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class StepTime:
       schedule: the schedule of the tasks.
       num_microbatches: the number of microbatches of a step.
       forward: the forward cost of each block.
-      backward: the backward cost of each block; if all are 0, `forward` is the cost of both passes together.
+      backward: the backward cost of each block.
       most_tasks: the number of tasks that all tries of a search simulate together.
 
     Example:
@@ -75,21 +73,7 @@ class StepTime:
 
     @cached_property
     def _running(self) -> tuple[list[float], list[float]]:
-        forward, backward = both_passes(self.forward, self.backward)
-        return [0.0, *itertools.accumulate(forward)], [0.0, *itertools.accumulate(backward)]
-
-
-def both_passes(forward: Sequence[float], backward: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the costs of the blocks' forwards and backwards; without a backward, `forward` is the cost of both.
-
-    Example:
-      >>> both_passes([3.0, 6.0], [0.0, 0.0])
-      ([1.0, 2.0], [2.0, 4.0])
-    """
-    if any(backward):
-        return forward, backward
-    ahead = [cost * _FORWARD_SHARE for cost in forward]
-    return ahead, [cost - part for cost, part in zip(forward, ahead, strict=True)]
+        return [0.0, *itertools.accumulate(self.forward)], [0.0, *itertools.accumulate(self.backward)]
 
 
 def is_clearly_less(balanced: float, even: float) -> bool:

@@ -103,7 +103,7 @@ class BetweenTasks:
     def __init__(
         self, tasks: Sequence[AnyTask], table: CostTable, plan: ResidualPlan, link: Link, gathers: Gathers | None
     ) -> None:
-        self.sizes, self.link, self.gathers = [stage.moved for stage in table.stages], link, gathers
+        self.sizes, self.link, self.gathers = [stage.saved for stage in table.stages], link, gathers
         self.copies: list[HostEvent] = []
         self.gathered: list[GatherEvent] = []
         self._leaving, self._fetched, self._offloaded, self._read = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.memory import StageBytes
-from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, largest_share
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 
 PerStage = float | Sequence[float]
@@ -39,8 +39,6 @@ class Costs:
             the time of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
             stage that recomputes its residuals.
-        values: for each stage, the memory of each value of the activation. The values that a plan offloads are whole;
-            a stage without values here offloads a part of any size.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> costs.table(3).times[TaskKind.BACKWARD]
@@ -57,14 +55,10 @@ class Costs:
     passing: PerStage = 0.0
     recomputation: PerStage | None = None
     stage_input: PerStage = 0.0
-    values: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
-            if name == "values":
-                object.__setattr__(self, name, tuple(tuple(map(float, sizes)) for sizes in value))
-                continue
             if value is None:
                 continue
             if isinstance(value, Sequence):
@@ -91,8 +85,6 @@ class Costs:
                 )
             return list(value)
 
-        if self.values and len(self.values) != num_stages:
-            raise ScheduleError(f"values has {len(self.values)} lists for {num_stages} stages: give one for each stage")
         inputs, weights = spread("backward_input"), spread("backward_weight")
         whole = (
             spread("backward") if self.backward is not None else [i + w for i, w in zip(inputs, weights, strict=True)]
@@ -116,20 +108,12 @@ class Costs:
                     activation=activation[stage],
                     saved=saved,
                     kept=kept[stage],
-                    moved=self._moved(stage, entry, saved),
                     passing=sent[stage] if entry.recompute else passing[stage],
                     received=gradients[stage - 1],
                     gradient=gradients[stage],
                 )
             )
         return CostTable({_F: forward, _B: whole, _I: inputs, _W: weights}, fused, stages, sent)
-
-    def _moved(self, stage: int, entry: StageResiduals, saved: float) -> float:
-        """Return the memory that an offloaded microbatch moves of what a stage holds for it."""
-        sizes = self.values[stage] if self.values else ()
-        if entry.recompute or entry.offload_values == 1 or not sizes:
-            return saved * entry.offload_values
-        return sum(sizes[i] for i in largest_share(sizes, entry.offload_values))
 
 
 @dataclass(frozen=True, slots=True)

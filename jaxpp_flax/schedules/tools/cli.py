@@ -48,7 +48,7 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpp_flax.schedules",
-        description="Show and compare pipeline schedules. python -m jaxpp_flax.planning search finds one.",
+        description="Show and compare pipeline schedules.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -68,11 +68,6 @@ def measured(compiled: Any, arguments: Any) -> list[tuple[list[int], list[int]]]
 OFFLOAD = StageResiduals(offload=1.0)
 PLANS = {
     "moved": [OFFLOAD] * STAGES,
-    "parts": [
-        StageResiduals(offload=1.0, offload_values=0.5),
-        StageResiduals(offload=1.0, offload_values=0.3),
-        StageResiduals(recompute=True),
-    ],
     "mixed": [StageResiduals(recompute=True, offload=1.0), StageResiduals(offload=0.5), StageResiduals(recompute=True)],
 }
 
@@ -84,8 +79,6 @@ PLANS = {
         (GPipe(STAGES), "moved", 2),
         (Std1F1B(STAGES), "mixed", None),
         (ZeroBubble(STAGES), "mixed", 1),
-        (GPipe(STAGES), "parts", None),
-        (ZeroBubble(STAGES), "parts", 1),
     ],
 )
 def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedule, name: str, within: int | None):

@@ -111,14 +111,6 @@ def test_with_one_microbatch_nothing_is_better_than_even():
     assert found.sizes == EVEN
 
 
-def test_costs_known_as_a_whole_are_split_in_forward_and_backward():
-    schedule = by_name("interleaved_1f1b", 8, 4)
-    options = {"schedule": schedule, "num_microbatches": 8}
-    whole = StepTime(forward=[3 * cost for cost in GROWING], backward=[0.0] * 13, **options)
-    apart = StepTime(forward=GROWING, backward=[2 * cost for cost in GROWING], **options)
-    assert whole(EVEN) == pytest.approx(apart(EVEN))
-
-
 @pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zbv")])
 def test_a_large_model_is_searched_with_few_simulations(name):
     schedule = by_name(name, 16, 8)

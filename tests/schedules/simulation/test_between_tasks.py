@@ -23,7 +23,6 @@ def plans(draw: st.DrawFn, num_stages: int) -> ResidualPlan:
         StageResiduals,
         recompute=st.booleans(),
         offload=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-        offload_values=st.sampled_from([0.25, 1.0]),
     )
     stages = draw(st.lists(entry, min_size=num_stages, max_size=num_stages))
     return ResidualPlan(stages, fetch_ahead=draw(st.integers(1, 3)))
@@ -76,18 +75,6 @@ def test_recomputation_by_hand():
     assert {e.end - e.start for e in step.events[0]} == {1.0, 2.25}
 
 
-def test_a_part_of_the_bytes_moves():
-    """Half of 6 bytes moves."""
-    costs = Costs(forward=1.0, backward=2.0, activation=6.0)
-    part = StageResiduals(offload=1.0, offload_values=0.5)
-    step = simulate(GPipe(2), costs, num_microbatches=4, residuals=ResidualPlan([part, KEEP]))
-    assert {copy.size for copy in step.host_events[0]} == {3.0}
-    # Three bytes of each of four microbatches stay; those of two are back at one time.
-    assert step.peak_memory == (4 * 3.0 + 2 * 3.0, 24.0)
-    assert step.peak_host_memory == (2 * 3.0, 0.0)
-    assert step.memory(0)[-1][1] == 0.0
-
-
 def test_the_input_gradient_recomputes_for_the_weight_gradient():
     plan = ResidualPlan([AGAIN] * 2)
     step = simulate(ZeroBubble(2), num_microbatches=4, residuals=plan)
@@ -112,7 +99,7 @@ def test_copies_are_legal_and_memory_is_given_back(data: st.DataObject):
         assert placed.keys() == {(c.stage, c.microbatch) for c in copies}
         for copy in copies:
             at = placed[copy.stage, copy.microbatch]
-            assert copy.size == table.stages[copy.stage].moved
+            assert copy.size == table.stages[copy.stage].saved
             assert events[at.offload_after].end <= copy.offload_start <= copy.offload_end <= copy.fetch_start
             assert copy.fetch_end <= events[at.read_at].start
             assert at.offload_after + 2 <= at.fetch_before < at.read_at

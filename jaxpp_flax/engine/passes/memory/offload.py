@@ -20,7 +20,7 @@ from jax.core import ShapedArray
 
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
-from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies, largest_share
+from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["offload"]
@@ -49,7 +49,7 @@ def offload(program: Program, plan: ResidualPlan | None) -> Program:
             forward, fetch = numbers[copy.offload_after], numbers[copy.fetch_before]
             gone = None if copy.gone_before is None else numbers[copy.gone_before]
             kept = _Kept(program, copy, forward, _last_send(program, forward), backwards[copy.stage, copy.microbatch])
-            if values := kept.largest(plan.of(copy.stage).offload_values):
+            if values := kept.values():
                 host, back = (tuple(range(n, n + len(values))) for n in (count, count + len(values)))
                 count += 2 * len(values)
                 moves.append(_Move(rank, kept.sent, gone, fetch, frozenset(kept.readers), values, host, back))
@@ -117,27 +117,25 @@ class _Kept:
     sent: int
     readers: Sequence[int]
 
-    def largest(self, share: float) -> tuple[int, ...]:
-        """Return values with this share of the bytes: the largest ones that fit into it, and one more to reach it."""
+    def values(self) -> tuple[int, ...]:
+        """Return the values that move, in the order in which the backward reads them."""
         behind = (number for number in self.readers if number > self.forward)
         read = dict.fromkeys(value for number in behind for value in self.program.instructions[number].reads())
-        found = {value: aval for value in read if (aval := self._moved_type(value)) is not None}
-        sizes = [int(aval.size) * int(aval.dtype.itemsize) for aval in found.values()]
-        return tuple([*found][i] for i in largest_share(sizes, share))
+        return tuple(value for value in read if self._moves(value))
 
-    def _moved_type(self, value: int) -> Any:
-        """Return the type of a value that is there after the forward, and that only the backward reads later.
+    def _moves(self, value: int) -> bool:
+        """Return True for a value that is there after the forward, and that only the backward reads later.
 
-        None for other values, and for what goes on to the next microbatch.
+        What goes on to the next microbatch stays.
         """
         program, (run, position) = self.program, self.program.origin(value)
         if run is None or program.makers[value][0] > self.forward or value in program.returned:
-            return None
+            return False
         task = program.tasks[run.task]
         if run.microbatch != self.copy.microbatch or position in {output for output, _ in task.pins}:
-            return None
+            return False
         if any(reader > self.sent and reader not in self.readers for reader in program.readers[value]):
-            return None
+            return False
         aval = task.graph.outputs[position].aval
         if not isinstance(aval, ShapedArray):
             raise TypeError(
@@ -146,4 +144,4 @@ class _Kept:
             )
         # Keys of random numbers are a few bytes, and what the user has put on the host is there.
         stays = memory_kind_of(aval) is not None or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        return None if stays else aval
+        return not stays

@@ -1,1 +1,0 @@
-"""The search of a schedule for given costs, links and memory."""
