@@ -1,15 +1,13 @@
 """The cheapest mixture of keep, recompute and offload within a memory limit, by the simulated step.
 
 The memory of a rank follows from the order of its tasks and from its own stages, so each rank alone finds its mixtures
-that fit. If these are few, all plans are simulated, and the choice is exact. Otherwise a greedy plan takes the mixture
-with the least added work on each rank, and a local search then changes one stage at a time. Nothing is random: equal
-inputs give equal choices.
+that fit. A greedy plan takes the mixture with the least added work on each rank, and a local search then changes one
+stage at a time. Nothing is random: equal inputs give equal choices.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,8 +34,10 @@ OPTIONS = (
 _WINDOWS = (1, 2, 4)
 """Tasks beside which an offload runs after its forward, and a fetch before its backward."""
 
-_MOST_TASKS = 100_000  # that all simulations of one choice run together: a few seconds
-_MOST_WALKED = 30_000  # tasks that the mixtures of one rank's stages walk together, to find those that fit
+_MOST_TASKS = 200_000  # that all simulations of one choice run together: a few seconds
+_MOST_WALKED = (
+    30_000  # tasks that the mixtures of one rank walk together to find those that fit; beyond, in coarser shares
+)
 _TOLERANCE = 1e-9  # relative: sums of the same floats in another order count as equal
 
 _Worth = tuple[float, ...]
@@ -65,14 +65,12 @@ class Choice:
       prediction: the step with them.
       keep: the step if all residuals stay on the devices.
       excess: bytes by which the fullest rank exceeds its limit; 0 if the choice fits.
-      exact: True if all mixtures of the options were tried.
     """
 
     residuals: ResidualPlan
     prediction: Prediction
     keep: Prediction
     excess: float
-    exact: bool
 
     @property
     def slowdown(self) -> float:
@@ -115,19 +113,16 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
 def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
     """Return what `choose_residuals` returns, or else the mixture that exceeds the limit least."""
     limits = limits_of(memory_limit, model.schedule.num_ranks)
-    search = _Search(model, limits, OPTIONS)
+    search = _Search(model, limits)
     keep = ResidualPlan.keep(model.schedule.num_stages)
     if search.excess(keep) == 0:
-        return search.choice(keep, exact=True)
+        return search.choice(keep)
     fitting = search.all_fitting()
     if not fitting:
         leanest = (search.joined([search.leanest(r, w) for r in range(len(search.limits))], w) for w in _WINDOWS)
-        return search.choice(min(leanest, key=search.excess), exact=not search.is_thinned)
-    if sum(math.prod(map(len, ranks)) for ranks in fitting.values()) <= search.left:
-        plans = (search.joined(m, window) for window, ranks in fitting.items() for m in itertools.product(*ranks))
-        return search.choice(search.best(plans), exact=not search.is_thinned)
-    start = search.best([plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)])
-    return search.choice(_climb(search, start, fitting), exact=False)
+        return search.choice(min(leanest, key=search.excess))
+    starts = [plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)]
+    return search.choice(_climb(search, search.best(starts), fitting))
 
 
 def describe(stage: StageResiduals) -> str:
@@ -151,27 +146,25 @@ def why_chosen(choice: Choice) -> str:
     Example:
       >>> from jaxpp_flax.planning.model import Prediction
       >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), moved=0.0, recomputation=0.0)
-      >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0, exact=True))
+      >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0))
       'all residuals fit within memory_limit: predicted step 1 s'
     """
     seconds = amount(choice.prediction.seconds, "s")
     if choice.residuals.is_kept:
         return f"all residuals fit within memory_limit: predicted step {seconds}"
     most = amount(max(choice.keep.peak_bytes), "B")
-    how = "the best of all mixtures" if choice.exact else "the best mixture found, not proven best"
     return (
-        f"all residuals together would take {most}; {how} of keep, recompute and offload: predicted step {seconds}, "
-        f"{choice.slowdown - 1:.1%} longer than with all kept"
+        f"all residuals together would take {most}; the best mixture found of keep, recompute and offload: predicted "
+        f"step {seconds}, {choice.slowdown - 1:.1%} longer than with all kept"
     )
 
 
 class _Search:
     """Judges plans: their memory without a simulation, their time with one, each once."""
 
-    def __init__(self, model: StepModel, limits: Sequence[float], options: Sequence[StageResiduals]) -> None:
-        self.model, self.limits, self.options = model, limits, options
+    def __init__(self, model: StepModel, limits: Sequence[float]) -> None:
+        self.model, self.limits = model, limits
         self.left = max(_MOST_TASKS // sum(map(len, model.tasks)), 16)  # simulations
-        self.is_thinned = False  # True if some mixtures of a rank are not tried
         ranks, num_stages = range(model.schedule.num_ranks), model.schedule.num_stages
         self.stages = [[s for s in range(num_stages) if model.rank_of[s] == rank] for rank in ranks]
         self._mixtures = [self._all_mixtures(rank) for rank in ranks]
@@ -219,15 +212,11 @@ class _Search:
         return min(self._mixtures[rank], key=lambda mixture: self.over(rank, mixture, window))
 
     def _all_mixtures(self, rank: int) -> list[_Mixture]:
-        options = [_options(self.model, stage, self.options) for stage in self.stages[rank]]
-        most = max(_MOST_WALKED // len(self.model.tasks[rank]), 16)
-        for parts in (4, 2):
-            if math.prod(map(len, options)) > most:
-                self.is_thinned = True
-                options = [[option for option in of if option.offload % (1 / parts) == 0] for of in options]
-        mixtures: Iterable[_Mixture] = itertools.product(*options)
-        if math.prod(map(len, options)) > most:
-            mixtures = _first_and_rest(options)
+        options = [_options(self.model, stage) for stage in self.stages[rank]]
+        mixtures = _first_and_rest(options)
+        for part in (0.25, 0.5):
+            if len(mixtures) > _MOST_WALKED // len(self.model.tasks[rank]):
+                mixtures = _first_and_rest([[option for option in of if option.offload % part == 0] for of in options])
         here = self.stages[rank]
         return sorted(mixtures, key=lambda m: sum(_added_work(self.model, *pair) for pair in zip(here, m, strict=True)))
 
@@ -250,7 +239,7 @@ class _Search:
                 best = plan
         return best
 
-    def choice(self, plan: ResidualPlan, *, exact: bool) -> Choice:
+    def choice(self, plan: ResidualPlan) -> Choice:
         """Return the result of the search."""
         keep = ResidualPlan.keep(len(plan.stages))
         for needed in (plan, keep):
@@ -260,7 +249,6 @@ class _Search:
             prediction=self._found[plan][1],
             keep=self._found[keep][1],
             excess=max(self.over(r, self.mixture(plan, r), plan.fetch_ahead) for r in range(len(self.limits))),
-            exact=exact,
         )
 
 
@@ -271,13 +259,13 @@ def _less(one: _Worth, other: _Worth) -> bool:
     return False
 
 
-def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) -> Sequence[StageResiduals]:
+def _options(model: StepModel, stage: int) -> Sequence[StageResiduals]:
     """Return the options that differ for a stage: shares that move the same microbatches are one option."""
     tasks, load = model.tasks[model.rank_of[stage]], model.stages[stage]
     if any(isinstance(task, FusedTask) and task.stage == stage for task in tasks) or not load.residual_bytes:
         return (KEEP,)
     found: dict[tuple[object, ...], StageResiduals] = {}
-    for option in options:
+    for option in OPTIONS:
         moves_nothing = option.offload and not load.kept_bytes(option)
         # An operation with side effects may not run twice, and policies save values.
         saves_nothing = option.recompute and (load.has_effects or 0 < load.saved_bytes >= load.residual_bytes)

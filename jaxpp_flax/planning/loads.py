@@ -173,7 +173,7 @@ def limits_of(memory_limit: Any, num_ranks: int) -> tuple[float, ...]:
     if memory_limit is None:
         return (math.inf,) * num_ranks
     several = isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
-    listed = tuple(memory_limit) if several else (memory_limit,) * num_ranks
+    listed: tuple[Any, ...] = tuple(memory_limit) if several else (memory_limit,) * num_ranks
     for value in listed:
         is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str)) and not getattr(value, "ndim", 0)
         if not is_number or not float(value) > 0:

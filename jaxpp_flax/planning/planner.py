@@ -316,7 +316,7 @@ class _Planner:
             return best_mixture(model, self.limits)
         residuals = ResidualPlan.keep(self.schedule.num_stages) if given is None else given
         prediction = model.predict(residuals)
-        return Choice(residuals=residuals, prediction=prediction, keep=prediction, excess=0.0, exact=given is None)
+        return Choice(residuals=residuals, prediction=prediction, keep=prediction, excess=0.0)
 
     def _plan(self, found: _Planned) -> Plan:
         work, source, unit = self._costs
