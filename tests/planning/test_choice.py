@@ -117,20 +117,6 @@ def test_four_ranks_need_a_policy_in_the_model():
     assert found.prediction.seconds <= 1.05 * full.seconds
 
 
-@settings(max_examples=8)
-@given(models(max_ranks=3, max_per_rank=2, max_microbatches=4), st.sampled_from([0.5, 0.7]))
-def test_options_by_value_never_make_a_step_longer(model: StepModel, share: float):
-    limit = share * max(model.predict(ResidualPlan.keep(model.schedule.num_stages)).peak_bytes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_TASKS", 0)  # 16 simulations
-        found = best_mixture(model, limit)
-        patch.setattr(module, "OPTIONS", [option for option in OPTIONS if option.offload_values == 1])
-        whole = best_mixture(model, limit)
-    assert found.excess <= whole.excess
-    if not whole.excess:
-        assert found.prediction.seconds <= whole.prediction.seconds * (1 + 1e-9)
-
-
 def test_a_slow_link_recomputes_and_a_fast_one_moves():
     load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, input_bytes=0.5)
     for bandwidth, recomputes in ((0.5, True), (20.0, False)):
