@@ -15,7 +15,6 @@ from jaxpp_flax.planning.profile import StepProfile
 from jaxpp_flax.planning.stages.policies import (
     AssignmentError,
     CutPolicy,
-    auto,
     balanced,
     block_names,
     by_name,
@@ -37,7 +36,6 @@ __all__ = [
     "StageLoad",
     "StepModel",
     "StepProfile",
-    "auto",
     "balanced",
     "best_mixture",
     "block_names",

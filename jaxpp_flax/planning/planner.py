@@ -272,7 +272,7 @@ class _Planner:
         if self.step.cuts is not None:
             return [sizes_of(tuple(self.step.cuts(self.marks, self.schedule.num_stages)), self.marks)]
         costs, ranks = [w.total for w in self._loads.work], list(map(self.schedule.rank_of, range(len(self._even))))
-        found = balance(costs, ranks, self._loads.sent, self._even, self._time).sizes
+        found = balance(costs, ranks, self._loads.sent, self._even, self._time)
         return [sizes for sizes in dict.fromkeys((self._even, found)) if self._can_cut(sizes)]
 
     def _can_cut(self, sizes: Sizes) -> bool:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpp_flax.planning.stages.step_time import StepTime
 
-__all__ = ["Balance", "Sizes", "Worth", "balance", "climb", "rank_loads"]
+__all__ = ["Sizes", "Worth", "balance", "climb", "rank_loads"]
 
 _INFINITY = float("inf")
 _TOLERANCE = 1e-12  # relative: sums of the same floats in another order count as equal
@@ -29,28 +28,13 @@ Worth = tuple[float, ...]
 """A measure of an assignment, smaller is better. Compared in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Balance:
-    """An assignment of blocks to stages.
-
-    Attributes:
-      sizes: blocks in each stage.
-      slowest: the cost of the slowest rank.
-      exact: True if no other assignment is better.
-    """
-
-    sizes: Sizes
-    slowest: float
-    exact: bool
-
-
 def balance(
     costs: Sequence[float],
     rank_of: Sequence[int],
     sent: Sequence[float] | None = None,
     even: Sequence[int] | None = None,
     step: StepTime | None = None,
-) -> Balance:
+) -> Sizes:
     """Return the best contiguous, non-empty stages.
 
     With one stage on each rank, the best assignment has the fastest slowest rank; among equals, the fewest bytes sent,
@@ -66,17 +50,15 @@ def balance(
 
     Example:
       >>> balance([1, 1, 1, 1, 4], [0, 1])
-      Balance(sizes=(4, 1), slowest=4.0, exact=True)
+      (4, 1)
       >>> balance([1, 1, 1, 1, 4], [0, 1, 0, 1])  # two stages on each rank: stages 1 and 3 are rank 1's
-      Balance(sizes=(2, 1, 1, 1), slowest=5.0, exact=True)
+      (2, 1, 1, 1)
 
     Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5.
     """
     if len(set(rank_of)) == len(rank_of):
-        sizes, exact = _chain(costs, len(rank_of), sent), True
-    else:
-        sizes, exact = _interleaved(costs, rank_of, even, step)
-    return Balance(sizes=sizes, slowest=max(rank_loads(costs, sizes, rank_of)), exact=exact)
+        return _chain(costs, len(rank_of), sent)
+    return _interleaved(costs, rank_of, even, step)
 
 
 def rank_loads(costs: Sequence[float], sizes: Sequence[int], rank_of: Sequence[int]) -> list[float]:
@@ -150,7 +132,7 @@ def _least_maximum(costs: Sequence[float], parts: int) -> Sizes:
 
 def _interleaved(
     costs: Sequence[float], rank_of: Sequence[int], even: Sequence[int] | None, step: StepTime | None
-) -> tuple[Sizes, bool]:
+) -> Sizes:
     """Balance several stages on a rank: try every assignment if they are few, else search from several starts."""
     count, num_stages = len(costs), len(rank_of)
 
@@ -167,14 +149,14 @@ def _interleaved(
     starts.append(_least_maximum(costs, num_stages))
     tries = step.tries if step is not None else _TRIES
     if math.comb(count - 1, num_stages - 1) <= tries:
-        return _best([*starts, *_assignments(count, num_stages)], by_step), True
+        return _best([*starts, *_assignments(count, num_stages)], by_step)
     starts += [climb(sizes, by_load, _TRIES)[0] for sizes in starts]
     # The best start comes first, since the first start gets the most tries.
     climbed: list[Sizes] = []
     for sizes in dict.fromkeys((_best(starts, by_step), *starts)):
         found, tries = climb(sizes, by_step, tries)
         climbed.append(found)
-    return _best(climbed, by_step), False
+    return _best(climbed, by_step)
 
 
 def _best(candidates: Sequence[Sizes], worth: Callable[[Sizes], Worth]) -> Sizes:

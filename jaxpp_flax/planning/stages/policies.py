@@ -19,13 +19,11 @@ from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.globs import matches
 from jaxpp_flax.messages import listed, near_names
-from jaxpp_flax.planning.stages.balancing import balance, rank_loads
-from jaxpp_flax.planning.stages.step_time import is_clearly_less
+from jaxpp_flax.planning.stages.balancing import balance
 
 __all__ = [
     "AssignmentError",
     "CutPolicy",
-    "auto",
     "balanced",
     "block_names",
     "by_name",
@@ -97,33 +95,7 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
                 f"balanced() got {len(found)} costs for {len(marks)} blocks: {_listing(marks)}. Give one for each "
                 "block, and perhaps one more for what follows the last of them."
             )
-        return cuts_of(balance(found, range(num_stages)).sizes)
-
-    return policy
-
-
-def auto() -> CutPolicy:
-    """Choose `even()`, or `balanced()` if the slowest stage then takes at least 5 % less time by the engine's estimate.
-
-    This policy is for `mpmd_jit_with_loop(cut_policy=)`. The trainer's `assignment="auto"` also uses the schedule and
-    the number of microbatches. Marks without costs get even stages.
-
-    Example:
-      >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(8)]
-      >>> auto()(marks, 2)
-      (3,)
-    """
-
-    def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-        cuts = even()(marks, num_stages)
-        if not isinstance(marks, Marks) or num_stages == 1:
-            return cuts
-        costs = [work.total for work in marks.work()]
-        best = balance(costs, range(num_stages))
-        if not is_clearly_less(best.slowest, max(rank_loads(costs, sizes_of(cuts, marks), range(num_stages)))):
-            return cuts
-        found = cuts_of(best.sizes)
-        return found if marks.blocks.can_cut(found) else cuts
+        return cuts_of(balance(found, range(num_stages)))
 
     return policy
 

@@ -79,7 +79,8 @@ class Assigner:
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
             key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
             if key in self._plans and any(cut >= len(marks) for cut in self._plans[key][0]):
-                return tuple(self._policy(marks, num_stages))  # for this batch, the loss calls the model less often
+                # For this batch, the loss calls the model less often.
+                return self._unplanned(marks, num_stages, pipeline)
             if key not in self._plans:
                 self._plans[key] = self._make(marks, num_stages, pipeline)
                 self._unseen.append(self._plans[key][1])
@@ -90,9 +91,16 @@ class Assigner:
                 same = tuple(map(schedule.rank_of, range(schedule.num_stages))) == pipeline.ranks
                 if same and len(plan.blocks) == len(marks) + 1:
                     return cuts
-            return tuple(self._policy(marks, num_stages))
+            return self._unplanned(cast(Marks, marks), num_stages, pipeline)
 
         return train if training else infer
+
+    def _unplanned(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[int, ...]:
+        """Return cuts that no plan keeps: those of inference before a training, say."""
+        if self._search is None:
+            return tuple(self._policy(marks, num_stages))
+        even_sizes = sizes_of(even()(marks, num_stages), marks)
+        return cuts_of(self._balanced(marks, _work_of(marks, pipeline), even_sizes, pipeline)[0])
 
     def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
         even_sizes = sizes_of(even()(marks, num_stages), marks)  # raises where there are too few marks
@@ -101,7 +109,7 @@ class Assigner:
             cuts = tuple(self._policy(marks, num_stages))
             known = _known_of(self._policy, marks, pipeline) if isinstance(self._policy, Plan) else {}
         else:
-            work = marks.work(flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform))
+            work = _work_of(marks, pipeline)
             sizes, notes = self._balanced(marks, work, even_sizes, pipeline)
             cuts = cuts_of(sizes)
             known = {"work": work, "unit": "FLOP", "source": "operations and bytes estimated", "notes": notes}
@@ -130,7 +138,7 @@ class Assigner:
         )  # fmt: skip
 
         def found() -> Sizes:
-            return balance([w.total for w in work], pipeline.ranks, [0.0, *marks.sent], even_sizes, step).sizes
+            return balance([w.total for w in work], pipeline.ranks, [0.0, *marks.sent], even_sizes, step)
 
         if self._search == "balanced":
             return found(), ()
@@ -145,6 +153,10 @@ class Assigner:
             why = "even stages (the model cannot be cut into the balanced ones)"
             return even_sizes, (_told("even", now, other).replace("even stages", why, 1),)
         return sizes, (_told("balanced", now, other),)
+
+
+def _work_of(marks: Marks, pipeline: Pipeline) -> Sequence[Work]:
+    return marks.work(flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform))
 
 
 def _told(chosen: str, even_step: float, step: float, what: str = "balanced") -> str:

@@ -10,14 +10,14 @@ from typing import TypeAlias, cast
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.planning.plan import Plan
-from jaxpp_flax.planning.stages.policies import AssignmentError, CutPolicy, auto, balanced, by_name, even, sizes
+from jaxpp_flax.planning.stages.policies import AssignmentError, CutPolicy, balanced, by_name, even, sizes
 
 __all__ = ["AssignmentLike", "resolve"]
 
 AssignmentLike: TypeAlias = str | os.PathLike[str] | Mapping[str, int] | Sequence[int] | Plan | CutPolicy
 """The type of `assignment=`: see `resolve`."""
 
-_NAMED = {"auto": auto, "even": even, "balanced": balanced}
+_NAMED = {"auto": even, "even": even, "balanced": balanced}  # where costs and schedule are known: see `Assigner`
 
 
 def resolve(assignment: AssignmentLike) -> CutPolicy:
