@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.optimizer_state import with_copies
 from jaxpp_flax.trainers.state.sources import Checkpoint
 from jaxpp_flax.trainers.state.train_state import WIDENED
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay, check_parameters
@@ -60,7 +59,6 @@ class Checkpointing:
     - `about`: the name of the model.
 
     Args:
-      init: makes the optimizer's state from parameters.
       measured: the metrics of the latest step, which a checkpoint keeps for Orbax's policies.
       saves_nonfinite: True if parameters that are not finite may be saved.
     """
@@ -73,7 +71,6 @@ class Checkpointing:
     under_way: StepsUnderWay
     trained_on: BatchComparison
     display: Display
-    init: Callable[[Any], Any]
     model_name: str
     saves_nonfinite: bool
     clock: Clock
@@ -149,7 +146,7 @@ class Checkpointing:
             compare_lines(process_group(), "what to restore", lines, None)
         plan = self._plan(path, only, rename, missing)
         if only is not None or missing == "keep":
-            plan, following = with_copies(plan, self.held.memory, self.init, self.held.valued())
+            plan, following = self._with_copies(plan)
             if following:
                 self.display.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
         position = own_position(read_json(path, "data"))
@@ -186,6 +183,23 @@ class Checkpointing:
                 f"{error.message} It was written for the model {about['model']}; this trainer has {self.model_name}.",
                 error.faults,
             ) from None
+
+    def _with_copies(self, plan: RestorePlan) -> tuple[RestorePlan, list[str]]:
+        """Add the copies of restored parameters to a plan; return the new plan and the paths of these copies.
+
+        Refuse a leaf that was computed from a restored parameter other than by a copy: it would keep its old value.
+        """
+        restored = {path.removeprefix("params/") for path in plan.chosen if path.startswith("params/")}
+        copies, others = self.held.copies_of(restored) if restored else ({}, [])
+        if wrong := [path for path in others if path not in plan.chosen]:
+            raise CheckpointMismatchError(
+                f"{plan.directory} gives the parameters new values, and these leaves would keep what was made of the "
+                "old ones. Restore them too, by `only`; or make a new trainer from a model with the checkpoint's "
+                "weights.",
+                [f"{path}: the optimizer made it of parameters, other than by copying them" for path in wrong],
+            )
+        new = {path: plan.chosen[f"params/{of}"] for path, of in copies.items() if path not in plan.chosen}
+        return replace(plan, chosen={**plan.chosen, **new}), [*new]
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         self.held.step = step

@@ -14,7 +14,7 @@ from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.generation.generator import Generator
@@ -39,7 +39,7 @@ from jaxpp_flax.trainers.options.planned import Planned
 from jaxpp_flax.trainers.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.stages.assigner import Assigner
-from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
+from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
@@ -84,7 +84,6 @@ class Parts:
     checkpoints: Checkpointing
     train_step: TrainStep
     loop: TrainingLoop
-    inputs: ProcessInputs
 
 
 def make_scheduling(chosen: Planned) -> Scheduling:
@@ -136,7 +135,7 @@ def make_core(
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
     builders = StepBuilderCache(builder, scheduling.num_microbatches, training.unused)
-    rows = BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards)
+    rows = BatchSharding(mesh, scheduling.num_microbatches)
     measures = _run_metrics(logging, held, builders, rows)
     return Core(
         adapter=chosen.adapter,
@@ -156,7 +155,6 @@ def make_core(
             state_specs=specs,
             rules=rules,
             fsdp=devices.fsdp,
-            residuals=memory.residuals,
             clock=measures.clock,
         ),
         rows=rows,
@@ -184,8 +182,8 @@ def _check_options(
     mesh = scheduling.mesh
     used = jax.local_devices()[:1] if mesh is None else mesh.jax_mesh.devices.flat
     check_devices(memory.optimizer_state, used, "Memory(optimizer_state=)")
-    if memory.residuals is not None and mesh is None:
-        raise ValueError(no_pipeline("Memory(residuals=)"))
+    if memory.residuals is not None:
+        scheduling.pipeline("Memory(residuals=)")
     if mesh is None and devices.fsdp != "microbatch":
         raise MeshError(
             f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "
@@ -208,7 +206,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     )  # fmt: skip
     checkpoints = Checkpointing(
         store=store, held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
-        trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
+        trained_on=trained_on, display=display, model_name=core.model_name,
         measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore",
         clock=clock,
     )  # fmt: skip
@@ -224,19 +222,18 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         predict_fn=inference.predict_fn or call_model, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
-        rows=rows, held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
+        held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
         saves=options is not None and options.every is not None,
         deadline=None if options is None else options.preemption_deadline,
     )  # fmt: skip
-    weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init)
+    weights = Weights(core.adapter, held, inference_weights, mesh)
     return Parts(
         weights=weights,
-        pretrained=PretrainedWeights(held, inference_weights, core.update.tx.init, mesh, weights.abstract_model),
+        pretrained=PretrainedWeights(held, inference_weights, mesh, weights.abstract_model),
         display=display,
         evaluation=evaluation,
         generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, held.meet),
         checkpoints=checkpoints,
         train_step=train_step,
         loop=loop,
-        inputs=ProcessInputs(rows, train_step.compile, evaluation.compiled),
     )

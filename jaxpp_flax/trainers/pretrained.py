@@ -17,9 +17,7 @@ from jaxpp_flax.pretrained.loading import plan_load
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
-from jaxpp_flax.trainers.state.optimizer_state import trace_init
-from jaxpp_flax.trainers.state.placement import to_ordinary
-from jaxpp_flax.trainers.state.sources import Arrays, Files
+from jaxpp_flax.trainers.state.sources import Files
 from jaxpp_flax.trainers.state.train_state import leaves_of_model, model_part, own_path
 
 
@@ -28,13 +26,11 @@ class PretrainedWeights:
     """Loads and exports the weights of a trainer.
 
     Args:
-      init: makes the optimizer's state from parameters.
       abstract_model: returns the model as shapes.
     """
 
     held: StateHolder
     weights: InferenceWeights
-    init: Callable[[Any], Any]
     mesh: MpmdMesh | None
     abstract_model: Callable[[], Any]
 
@@ -63,9 +59,6 @@ class PretrainedWeights:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
         self.held.begin_anew()
-        if trace_init(self.init, state.params) is None:  # the optimizer's first state needs the values
-            first = flatten(self.init(to_ordinary(self.held.weights().params)))[0]
-            self.held.take(Arrays({f"opt_state/{path}".rstrip("/"): leaf for path, leaf in first.items()}))
 
     def export(
         self,

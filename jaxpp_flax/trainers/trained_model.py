@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import PathFilter
 from jaxpp_flax.pretrained import IDENTITY, NameMap
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
+from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind
 from jaxpp_flax.trainers.parts import Core, Parts
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -56,7 +58,7 @@ class TrainedModel:
             larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
           ValueError: for `ema=True` without an average.
         """
-        return self._parts.weights.ema_model() if ema else self._parts.weights.model()
+        return self._parts.weights.model(ema=ema)
 
     def gather_variables(self) -> dict[str, Any]:
         """Return the variables of a Linen model, as `module.apply` takes them; costs and errors as `gather_model`."""
@@ -170,7 +172,9 @@ class TrainedModel:
         first stage reads inputs and the last stage reads targets, so each of the two loads half; all others load
         nothing.
         """
-        return self._parts.inputs.leaves_read(batch)
+        read = getattr(self._parts.train_step.compile(batch), "read_here", None)
+        # A step without a mesh has no `read_here`.
+        return jax.tree.map(lambda _: True, batch) if read is None else read[0][1]
 
     def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
         """Return the examples of a batch that this process reads: the rows to load of each leaf.
@@ -203,7 +207,13 @@ class TrainedModel:
           >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
           array([0, 1, 2, 3, 4, 5])
         """
-        return self._parts.inputs.rows_read(batch, call)
+        rows = self._core.rows
+        if call not in ("train", *get_args(InferenceKind)):
+            raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
+        if call == "train":
+            return rows.read(self._parts.train_step.compile(batch), batch, rows.num_microbatches)
+        part = rows.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
+        return rows.read(self._parts.evaluation.compiled(call, part), batch, part.num_microbatches)
 
     # ------------------------------------------------------------------ checkpoints, and files of other libraries
 

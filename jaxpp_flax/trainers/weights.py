@@ -24,7 +24,6 @@ from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights, average_of
-from jaxpp_flax.trainers.state.optimizer_state import copies_of
 from jaxpp_flax.trainers.state.placement import on_parts, to_ordinary
 from jaxpp_flax.trainers.state.sources import Arrays, compare_values
 from jaxpp_flax.trainers.state.train_state import (
@@ -40,47 +39,38 @@ from jaxpp_flax.trainers.state.train_state import (
 
 @dataclass(frozen=True)
 class Weights:
-    """Copies the weights of a state for the user, and takes the user's, for `PipelineTrainer`.
-
-    `init` makes the optimizer's state from parameters.
-    """
+    """Copies the weights of a state for the user, and takes the user's, for `PipelineTrainer`."""
 
     adapter: ModelAdapter
     held: StateHolder
     inference: InferenceWeights
     mesh: MpmdMesh | None
-    init: Callable[[Any], Any]
 
-    def model(self) -> Any:
+    def model(self, *, ema: bool) -> Any:
         """As `PipelineTrainer.gather_model`."""
-        self._check("trainer.gather_model")
-        state = self.held.weights()
-        self.held.meet("trainer.gather_model")
-        return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
+        if ema and self.held.memory.ema is None:
+            raise ValueError(
+                "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
+            )
+        return self.adapter.rebuild(*self._gathered("trainer.gather_model", average_of if ema else None))
 
     def abstract_model(self) -> Any:
         """The model with a `jax.ShapeDtypeStruct` for each value, as from `nnx.eval_shape`; it costs nothing."""
         state = self.held.memory
         return self.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
 
-    def ema_model(self) -> Any:
-        """As `PipelineTrainer.gather_model`."""
-        if self.held.memory.ema is None:
-            raise ValueError(
-                "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
-            )
-        self._check("trainer.gather_model")
-        state = self.inference.of(average_of)
-        self.held.meet("trainer.gather_model")
-        return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
-
     def variables(self) -> dict[str, Any]:
+        """As `PipelineTrainer.gather_variables`."""
         if not isinstance(self.adapter, LinenModel):
             raise TypeError("gather_variables() is for Linen models; an NNX model's are in `gather_model()`.")
-        self._check("trainer.gather_variables")
-        state = self.held.weights()
-        self.held.meet("trainer.gather_variables")
-        return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
+        return self.adapter.variables_of(*self._gathered("trainer.gather_variables", None))
+
+    def _gathered(self, call: str, function: Callable[[TrainState], Any] | None) -> tuple[Any, Any]:
+        """Return copies of the weights that `function` makes of the state, and of the rest, on one device."""
+        self._check(call)
+        state = self.inference.of(function)
+        self.held.meet(call)
+        return to_ordinary(state.params), to_ordinary(state.model_state)
 
     def set(self, weights: Any) -> None:
         """As `PipelineTrainer.set_weights`."""
@@ -93,7 +83,7 @@ class Weights:
         leaves = flatten(state)[0]
         values = {path: new[own_path(path)] for path in leaves if path.startswith(OF_MODEL) and own_path(path) in new}
         given = {path.removeprefix("params/"): value for path, value in values.items() if path.startswith("params/")}
-        copies, others = copies_of(given, state, self.init, self.held.valued()) if given else ({}, [])
+        copies, others = self.held.copies_of(given) if given else ({}, [])
         if others:
             raise ModelError(
                 f"trainer.set_weights: the optimizer made {others[0]} of parameters, other than by copying them, so it "

@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.data.stream import Batches, awaited
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.model.sharding import AxisRules
+from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
@@ -34,7 +35,7 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
         meet=lambda *_: None,
         kept=OptimizerMemory(),
     )
-    steps = CompiledSteps(scheduling, unused, unused, after_step_12, state_specs=None, rules=AxisRules())
+    steps = CompiledSteps(scheduling, Assigner("even"), unused, after_step_12, state_specs=None, rules=AxisRules())
     assert (
         steps.get(kind, {}, lambda: lambda state, batch: batch, donate=kind == "train")(after_step_12.memory, {}) == {}
     )

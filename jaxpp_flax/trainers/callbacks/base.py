@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.counts import is_whole
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
-from jaxpp_flax.trainers.data.batch import count_units
 
 __all__ = ["Callback", "CallbackStates", "StepRecord", "end_callbacks", "has_failed", "named", "overrides"]
 
@@ -38,16 +37,6 @@ class StepRecord:
     batch: Any
     global_batch_size: int | None = None
 
-    def count_units(self) -> tuple[int, str]:
-        """Return the number of tokens or examples in the whole batch, and the word "tokens" or "examples".
-
-        Example:
-          >>> import numpy as np
-          >>> StepRecord(1, {"loss": 0.5}, np.zeros((4, 8))).count_units()
-          (4, 'examples')
-        """
-        return count_units(self.batch, self.global_batch_size)
-
 
 class Callback:
     """Hooks into a loop; override the hooks you need.
@@ -67,13 +56,7 @@ class Callback:
     """
 
     def __init__(self, *, every: int = 1) -> None:
-        self.every = self._checked_count("every", every)
-
-    def _checked_count(self, name: str, value: Any) -> int:
-        """Return an argument that counts steps; refuse all but whole numbers of at least 1."""
-        if not is_whole(value) or value < 1:
-            raise ValueError(f"{type(self).__name__}({name}={value!r}): it must be a whole number of at least 1.")
-        return int(value)
+        self.every = check_count(f"{type(self).__name__}: every", every)
 
     def wants(self, step: int) -> bool:
         """Return True if the hooks run at `step`."""

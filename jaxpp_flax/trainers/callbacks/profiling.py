@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord, has_failed
 
 __all__ = ["Profile"]
@@ -48,7 +49,7 @@ class Profile(Callback):
         self, *, start: int = 3, steps: int = 3, directory: str | os.PathLike[str] = "profile", python: bool = False
     ) -> None:
         super().__init__()
-        self._start, self._steps = self._checked_count("start", start), self._checked_count("steps", steps)
+        self._start, self._steps = check_count("Profile: start", start), check_count("Profile: steps", steps)
         self._directory, self._python = Path(directory), python
         self._before = 0  # the step before the first one of `fit`
         self._runs = False

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 
 __all__ = ["EarlyStopping", "StopOnFile", "TimeLimit"]
@@ -39,7 +40,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__()
-        patience = self._checked_count("patience", patience)
+        patience = check_count("EarlyStopping: patience", patience)
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"EarlyStopping(min_delta={min_delta!r}): it must be a number of at least 0.")
         if mode not in ("min", "max"):

@@ -7,7 +7,7 @@ reads one range in each microbatch, not one range of the batch. `rows_read` retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -28,12 +28,12 @@ from jaxpp_flax.trainers.data.batch import (
     is_list_of_numbers,
     leaf_name,
     repeated,
-    shape_of,
     split_batch,
     split_for_inference,
 )
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.mesh import num_batch_shards
 
 InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
 
@@ -44,7 +44,11 @@ class BatchSharding:
 
     mesh: MpmdMesh | None  # without a pipeline, None
     num_microbatches: int  # of a training step
-    batch_shards: int  # the devices of a stage that divide the examples of a microbatch
+
+    @property
+    def batch_shards(self) -> int:
+        """The number of devices of a stage that divide the examples of a microbatch."""
+        return num_batch_shards(self.mesh)
 
     @property
     def is_across(self) -> bool:
@@ -194,30 +198,3 @@ def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np
     places = np.array(sorted(held), np.int64)
     places.flags.writeable = False
     return places
-
-
-class ProcessInputs:
-    """Finds the leaves and the examples of a batch that this process reads, so that users load only these."""
-
-    def __init__(
-        self,
-        sharding: BatchSharding,
-        compile: Callable[[Any], Any],
-        compile_inference: Callable[[InferenceKind, InferencePart], Any],
-    ) -> None:
-        self._sharding, self._compile, self._compile_inference = sharding, compile, compile_inference
-
-    def leaves_read(self, batch: Any) -> Any:
-        """As `PipelineTrainer.leaves_read`."""
-        read = getattr(self._compile(batch), "read_here", None)
-        # A step without a mesh has no `read_here`.
-        return jax.tree.map(lambda _: True, batch) if read is None else read[0][1]
-
-    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind) -> Any:
-        """As `PipelineTrainer.rows_read`."""
-        if call not in ("train", "evaluate", "predict"):
-            raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
-        if call == "train":
-            return self._sharding.read(self._compile(batch), batch, self._sharding.num_microbatches)
-        part = self._sharding.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
-        return self._sharding.read(self._compile_inference(call, part), batch, part.num_microbatches)

@@ -15,7 +15,7 @@ from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.stages.assigner import Assigner
-from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
+from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
@@ -56,7 +56,7 @@ class TrainStep:
             memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
             plan = self.assigner.plan_of(scheduling.schedule, scheduling.num_microbatches)
             display.message(stage_table(compiled.stages, memory, title, plan))
-            for plan in self.assigner.news():
+            if plan is not None and self.assigner.has_asked_costs(plan):
                 display.message(plan.table())
         return compiled
 
@@ -89,11 +89,9 @@ class TrainStep:
 
     def profile_step(self, batch: Any, *, global_batch_size: int | None) -> StepProfile:
         """As `PipelineTrainer.profile_step`."""
-        scheduling = self.scheduling
-        if scheduling.mesh is None or scheduling.schedule is None:
-            raise ValueError(no_pipeline("profile_step"))
+        schedule, _ = self.scheduling.pipeline("profile_step")
         compiled, microbatches = self._prepare(batch, self.rows.whole(batch, global_batch_size))
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
         results, timings = compiled.profile(self.held.memory, microbatches)
         metrics = self.finish(results)
-        return profile_of(metrics, timings, compiled.stages, scheduling.schedule, scheduling.num_microbatches)
+        return profile_of(metrics, timings, compiled.stages, schedule, self.scheduling.num_microbatches)

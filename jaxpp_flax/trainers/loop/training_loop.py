@@ -22,7 +22,6 @@ from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
 from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS, Preemption
 from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
-from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
 from jaxpp_flax.trainers.data.stream import Batches, DataTracking
@@ -58,7 +57,6 @@ class TrainingLoop:
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
     """
 
-    rows: BatchSharding
     held: StateHolder
     checkpoints: Checkpointing
     tracking: DataTracking
@@ -71,18 +69,19 @@ class TrainingLoop:
         self,
         trainer: Any,
         source: Batches,
-        callbacks: Sequence[Callback],
-        stop: Stop,
-        save: Save,
         *,
         users: Sequence[Callback],
+        stop: Stop,
+        save: Save,
         global_batch_size: int | None,
+        log: LogMetrics | None = None,
+        evaluation: Evaluate | None = None,
     ) -> Generator[StepRecord]:
         """Train on every batch of `source`; a step runs when the consumer asks for its record.
 
-        Args:
-          callbacks: all of them, in order; `users` are those that end only if they began.
+        The callbacks of `users` end only if they began.
         """
+        callbacks = _in_order(log, users, evaluation, stop, save)
         trainer.callbacks, trainer.stopping = callbacks, None
         begun = [callback for callback in callbacks if callback not in users]
         stepping = [callback for callback in callbacks if overrides(callback, "on_step")]
@@ -138,20 +137,17 @@ class TrainingLoop:
         named(callbacks)
         _check_metrics_are_logged(callbacks)
         trainer.measures.begin()
-        rule = self._rule(remainder, global_batch_size)
         again = "trainer.restore() before training_steps(the data after the saved step)"
         stop = Stop(self.stopping_group(), Interruption(raises=False), Preemption(None))  # which nothing asks to end
         save = Save(self.checkpoints, by_itself=self.saves, again=again, stop=stop)
         with save.owned():
             if self.saves:
                 save.refuse_later_checkpoints()
-            drawn = self.tracking.drawn_from(data)
-            source = self.tracking.enter(Batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
+            source = self._source(data, remainder, global_batch_size, steps=steps, epochs=epochs)
             self.callbacks.begin(callbacks, resumed=False)
             records = self.run(
-                trainer, source, _in_order(None, callbacks, None, stop, save), stop, save,
-                users=callbacks, global_batch_size=global_batch_size,
-            )  # fmt: skip
+                trainer, source, users=callbacks, stop=stop, save=save, global_batch_size=global_batch_size
+            )
             with closing(records):  # before the directory is given up
                 for record in records:
                     yield record.step, dict(record.metrics)
@@ -203,12 +199,9 @@ class TrainingLoop:
                 self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
                 return {}
             steps -= trainer.step
-        rule = self._rule(arguments.remainder, arguments.global_batch_size)
-        source = self.tracking.enter(
-            Batches(
-                data, steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
-                display=self.display, drawn=self.tracking.drawn_from(data), remainder=rule,
-            )
+        source = self._source(
+            data, arguments.remainder, arguments.global_batch_size,
+            steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
         )  # fmt: skip
         left = source.steps_left()
         log = LogMetrics(
@@ -220,8 +213,8 @@ class TrainingLoop:
         )
         self.callbacks.begin((log, *users), resumed=bool(arguments.resume))
         records = self.run(
-            trainer, source, _in_order(log, users, evaluation, stop, save), stop, save,
-            users=users, global_batch_size=arguments.global_batch_size,
+            trainer, source, users=users, stop=stop, save=save, global_batch_size=arguments.global_batch_size,
+            log=log, evaluation=evaluation,
         )  # fmt: skip
         with stop.interruption, stop.preemption:  # also while trackers are closed, which may hang
             try:
@@ -242,7 +235,7 @@ class TrainingLoop:
     def stopping_group(self) -> ProcessGroup:
         """Return the processes that end a loop together."""
         # With several processes, one process may train its own model, without the others.
-        alone = not self.rows.is_across and self.checkpoints.store is None
+        alone = not self.held.is_across and self.checkpoints.store is None
         return ProcessGroup(None, 0, 1) if alone else process_group()
 
     def _agree_on_fit(self, arguments: Mapping[str, Any], *, evaluates: bool) -> None:
@@ -252,7 +245,7 @@ class TrainingLoop:
           ProgramMismatchError: the message names the first argument that differs, and the processes.
           CheckpointSaveError: if the processes do not see the same directory of checkpoints.
         """
-        if not self.rows.is_across:
+        if not self.held.is_across:
             return
         store = self.checkpoints.store
         self.held.meet("trainer.fit")
@@ -287,8 +280,13 @@ class TrainingLoop:
             )
         self.checkpoints.trained_on.end(step)
 
-    def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
-        return RemainderRule.of(remainder, global_batch_size, self.display)
+    def _source(
+        self, data: Iterable[Any], remainder: Remainder | None, global_batch_size: int | None, **more: Any
+    ) -> Batches:
+        """Return the batches of a loop, whose position is tracked from now on."""
+        rule = RemainderRule.of(remainder, global_batch_size, self.display)
+        drawn = self.tracking.drawn_from(data)
+        return self.tracking.enter(Batches(data, display=self.display, drawn=drawn, remainder=rule, **more))
 
 
 def _check_metrics_are_logged(callbacks: Sequence[Callback]) -> None:

@@ -107,23 +107,29 @@ def asked_for(function: Callable[..., Any]) -> frozenset[str]:
 
 def check_functions(**functions: Any) -> None:
     """Refuse values that are not functions of (model, batch, `training`, `rngs`); all but `loss_fn` may be None."""
+    advice = (
+        "Give it two arguments; bind others beforehand (`functools.partial`), or put them into the batch: a scalar "
+        "there is a constant of the step."
+    )
     for name, function in functions.items():
-        if function is None and name != "loss_fn":
-            continue
-        if not callable(function):
-            raise TypeError(f"{name} must be a function of (model, batch), got {type(function).__name__}.")
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # a function that is not written in Python
-            continue
-        try:
-            signature.bind(None, None, **dict.fromkeys(asked_for(function)))
-        except TypeError as error:
-            raise TypeError(
-                f"{name} is called as {name}(model, batch), but the one that was given takes {signature}. Give it two "
-                "arguments; bind others beforehand (`functools.partial`), or put them into the batch: a scalar there "
-                "is a constant of the step."
-            ) from error
+        if function is not None or name == "loss_fn":
+            check_function(name, function, "(model, batch)", advice)
+
+
+def check_function(name: str, function: Any, arguments: str, advice: str) -> None:
+    """Refuse a value that is no function of two arguments, and of those that it asks for by name."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of {arguments}, got {type(function).__name__}.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    try:
+        signature.bind(None, None, **dict.fromkeys(asked_for(function)))
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called as {name}{arguments}, but the one that was given takes {signature}. {advice}"
+        ) from error
 
 
 def call_model(model: Any, batch: Any) -> Any:

@@ -15,17 +15,12 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import model_part
 
-__all__ = ["call_factory", "is_abstract_module", "trace_factory"]
+__all__ = ["call_factory", "trace_factory"]
 
 _REMEDY = (
     "A factory makes a model from its argument, and changes nothing else: `lambda rngs: GPT(config, rngs=rngs)`. Make "
     "streams of random numbers and other objects of Flax inside it, or take them from `rngs`."
 )
-
-
-def is_abstract_module(module: nnx.Module) -> bool:
-    """Return True if some variable of the module is a shape without a value, as after `nnx.eval_shape`."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(module)))
 
 
 def call_factory(factory: Callable[..., Any], argument: str, value: Callable[[], Any]) -> Any:

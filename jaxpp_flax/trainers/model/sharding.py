@@ -18,7 +18,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.model.frozen import path_text
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.train_state import TrainState, parameter_of
 
 Pairs = tuple[tuple[Any, Any], ...]  # each pair: a name, and a mesh axis, several axes, or None
 MeshAxes: TypeAlias = str | Sequence[str] | None
@@ -137,7 +137,7 @@ def state_specs(
         seen: Counter[Any] = Counter()
 
         def spec_of(path: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
-            tail = next((path[i:] for i in range(len(path)) if path[i:] in known), ())
+            tail = parameter_of(path, known) or ()
             whole, spec = known.get(tail, ((), None))
             if spec is None:
                 return None

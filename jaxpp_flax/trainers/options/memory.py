@@ -9,12 +9,13 @@ from typing import Literal
 from jaxpp_flax.engine.arrays.memory_kinds import check_kind
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.schedules import ResidualPlan
+from jaxpp_flax.trainers.options.base import Options, misfit
 
 __all__ = ["Memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Options):
     """The options of memory, `memory=`. See `docs/guides/memory.md`.
 
     Args:
@@ -44,24 +45,10 @@ class Memory:
     def __post_init__(self) -> None:
         check_remat(self.remat, "Memory")
         if not isinstance(self.residuals, (ResidualPlan, type(None))):
-            raise TypeError(
-                "residuals must be ResidualPlan([StageResiduals(...), ...]) with an entry for each stage, or None, got "
-                f"{type(self.residuals).__name__}: {self.residuals!r}."
-            )
+            wanted = "ResidualPlan([StageResiduals(...), ...]) with an entry for each stage, or None"
+            raise misfit("residuals", self.residuals, wanted)
         kind = self.optimizer_state
         if kind is not None:
             if not isinstance(kind, str):
-                raise TypeError(
-                    f"optimizer_state must be a memory kind such as 'pinned_host', or None, got "
-                    f"{type(kind).__name__}: {kind!r}."
-                )
+                raise misfit("optimizer_state", kind, "a memory kind such as 'pinned_host', or None")
             check_kind(kind, "Memory(optimizer_state=)")
-
-    @classmethod
-    def of(cls, value: Memory | None) -> Memory:
-        """Convert the trainer's argument."""
-        if value is None:
-            return cls()
-        if not isinstance(value, cls):
-            raise TypeError(f"memory must be Memory(...), got {type(value).__name__}: {value!r}.")
-        return value

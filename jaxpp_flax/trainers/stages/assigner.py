@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
@@ -16,29 +15,14 @@ from jaxpp_flax.planning.stages.balancing import Sizes, balance
 from jaxpp_flax.planning.stages.policies import cuts_of, sizes_of
 from jaxpp_flax.planning.stages.step_time import MARGIN, MOST_TASKS, StepTime, is_clearly_less
 from jaxpp_flax.schedules import Schedule
-from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.mesh import layout_of
 from jaxpp_flax.trainers.stages.assignment import resolve
+from jaxpp_flax.trainers.stages.scheduling import Scheduling
 
-__all__ = ["Assigner", "Pipeline"]
+__all__ = ["Assigner"]
 
 # Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
 _MOST_TASKS_UNASKED = 60_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """The inputs of an assignment, except the model."""
-
-    schedule: Schedule
-    num_microbatches: int
-    mesh: MpmdMesh
-    residuals: ResidualPlan | None = None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return tuple(map(self.schedule.rank_of, range(self.schedule.num_stages)))
 
 
 class Assigner:
@@ -56,7 +40,6 @@ class Assigner:
         # How stages are searched: "auto" or "balanced"; None: the policy alone decides.
         self._search = assignment if isinstance(assignment, str) and assignment in ("auto", "balanced") else None
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
-        self._unseen: list[Plan] = []
 
     @property
     def fixed_cuts(self) -> CutPolicy | None:
@@ -68,49 +51,51 @@ class Assigner:
         found = self._plans.get((schedule, num_microbatches))
         return None if found is None else found[1]
 
-    def news(self) -> list[Plan]:
-        """Return the plans with costs that somebody asked for, made since the last call: each is shown once."""
-        unseen, self._unseen = self._unseen, []
-        return [plan for plan in unseen if plan.rank_costs is not None and self._search != "auto"]
+    def has_asked_costs(self, plan: Plan) -> bool:
+        """Return True if a plan has costs that somebody asked for."""
+        return plan.rank_costs is not None and self._search != "auto"
 
-    def policy(self, pipeline: Pipeline, *, training: bool) -> CutPolicy:
+    def policy(self, scheduling: Scheduling, *, training: bool) -> CutPolicy:
         """Return the policy for a training step; inference uses the cuts of training, once these exist."""
 
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-            key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
+            key, marks = (scheduling.schedule, scheduling.num_microbatches), cast(Marks, marks)
             if key in self._plans and any(cut >= len(marks) for cut in self._plans[key][0]):
                 # For this batch, the loss calls the model less often.
-                return self._unplanned(marks, num_stages, pipeline)
+                return self._unplanned(marks, num_stages, scheduling)
             if key not in self._plans:
-                self._plans[key] = self._make(marks, num_stages, pipeline)
-                self._unseen.append(self._plans[key][1])
+                self._plans[key] = self._make(marks, num_stages, scheduling)
             return self._plans[key][0]
 
         def infer(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+            current, _ = scheduling.pipeline("an assignment")
             for (schedule, _), (cuts, plan) in self._plans.items():
-                same = tuple(map(schedule.rank_of, range(schedule.num_stages))) == pipeline.ranks
-                if same and len(plan.blocks) == len(marks) + 1:
+                if _ranks_of(schedule) == _ranks_of(current) and len(plan.blocks) == len(marks) + 1:
                     return cuts
-            return self._unplanned(cast(Marks, marks), num_stages, pipeline)
+            return self._unplanned(cast(Marks, marks), num_stages, scheduling)
 
         return train if training else infer
 
-    def _unplanned(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[int, ...]:
+    def _unplanned(self, marks: Marks, num_stages: int, scheduling: Scheduling) -> tuple[int, ...]:
         """Return cuts that no plan keeps: those of inference before a training, say."""
         if self._search is None:
             return tuple(self._policy(marks, num_stages))
+        schedule, mesh = scheduling.pipeline("an assignment")
         even_sizes = sizes_of(even()(marks, num_stages), marks)
-        return cuts_of(self._balanced(marks, _work_of(marks, pipeline), even_sizes, pipeline)[0])
+        work = _work_of(marks, mesh)
+        sizes, _ = self._balanced(marks, work, even_sizes, schedule, scheduling.num_microbatches)
+        return cuts_of(sizes)
 
-    def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
+    def _make(self, marks: Marks, num_stages: int, scheduling: Scheduling) -> tuple[tuple[int, ...], Plan]:
+        schedule, mesh = scheduling.pipeline("an assignment")
         even_sizes = sizes_of(even()(marks, num_stages), marks)  # raises where there are too few marks
         known: dict[str, Any] = {}
         if self._search is None:
             cuts = tuple(self._policy(marks, num_stages))
-            known = _known_of(self._policy, marks, pipeline) if isinstance(self._policy, Plan) else {}
+            known = _known_of(self._policy, marks, scheduling) if isinstance(self._policy, Plan) else {}
         else:
-            work = _work_of(marks, pipeline)
-            sizes, notes = self._balanced(marks, work, even_sizes, pipeline)
+            work = _work_of(marks, mesh)
+            sizes, notes = self._balanced(marks, work, even_sizes, schedule, scheduling.num_microbatches)
             cuts = cuts_of(sizes)
             known = {"work": work, "unit": "FLOP", "source": "operations and bytes estimated", "notes": notes}
         plan = Plan.of(
@@ -118,27 +103,27 @@ class Assigner:
             cuts,
             num_stages,
             even_sizes=even_sizes,
-            schedule=pipeline.schedule,
-            num_microbatches=pipeline.num_microbatches,
-            residuals=pipeline.residuals,
-            layout=layout_of(pipeline.mesh),
+            schedule=schedule,
+            num_microbatches=scheduling.num_microbatches,
+            residuals=scheduling.residuals,
+            layout=layout_of(mesh),
             **known,
         )
         return cuts, plan
 
     def _balanced(
-        self, marks: Marks, work: Sequence[Work], even_sizes: Sizes, pipeline: Pipeline
+        self, marks: Marks, work: Sequence[Work], even_sizes: Sizes, schedule: Schedule, num_microbatches: int
     ) -> tuple[Sizes, tuple[str, ...]]:
         """Return balanced stages; for "auto" even ones, unless the others are clearly faster, and what decided."""
         most = _MOST_TASKS_UNASKED if self._search == "auto" else MOST_TASKS
         forward, backward = [w.forward for w in work], [w.backward for w in work]
         step = StepTime(
-            schedule=pipeline.schedule, num_microbatches=pipeline.num_microbatches, forward=forward, backward=backward,
+            schedule=schedule, num_microbatches=num_microbatches, forward=forward, backward=backward,
             most_tasks=most,
         )  # fmt: skip
 
         def found() -> Sizes:
-            return balance([w.total for w in work], pipeline.ranks, [0.0, *marks.sent], even_sizes, step)
+            return balance([w.total for w in work], _ranks_of(schedule), [0.0, *marks.sent], even_sizes, step)
 
         if self._search == "balanced":
             return found(), ()
@@ -155,8 +140,13 @@ class Assigner:
         return sizes, (_told("balanced", now, other),)
 
 
-def _work_of(marks: Marks, pipeline: Pipeline) -> Sequence[Work]:
-    return marks.work(flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform))
+def _work_of(marks: Marks, mesh: MpmdMesh) -> Sequence[Work]:
+    return marks.work(flops_per_byte(mesh.rank_devices(0)[0].platform))
+
+
+def _ranks_of(schedule: Schedule) -> tuple[int, ...]:
+    """Return the rank of each stage."""
+    return tuple(map(schedule.rank_of, range(schedule.num_stages)))
 
 
 def _told(chosen: str, even_step: float, step: float, what: str = "balanced") -> str:
@@ -171,7 +161,7 @@ def _told(chosen: str, even_step: float, step: float, what: str = "balanced") ->
     return f'assignment "auto": {chosen} stages; simulated step: {figures} ({change}; chosen from {-MARGIN:.0%} on)'
 
 
-def _known_of(plan: Plan, marks: Marks, pipeline: Pipeline) -> dict[str, Any]:
+def _known_of(plan: Plan, marks: Marks, scheduling: Scheduling) -> dict[str, Any]:
     """Return what a user's plan knows of the blocks; and of the step, if it is a plan for this schedule."""
     listed = {block.name: block for block in plan.blocks if block.cost is not None}
     names = segment_names(marks)
@@ -180,6 +170,6 @@ def _known_of(plan: Plan, marks: Marks, pipeline: Pipeline) -> dict[str, Any]:
         nothing = Work(0.0, 0.0)
         work = [Work(listed[n].forward or 0.0, listed[n].backward or 0.0) if n in listed else nothing for n in names]
         known |= {"work": work, "unit": plan.unit, "source": plan.source}
-    if (plan.schedule, plan.num_microbatches) == (pipeline.schedule, pipeline.num_microbatches):
+    if (plan.schedule, plan.num_microbatches) == (scheduling.schedule, scheduling.num_microbatches):
         known |= {"seconds": plan.seconds, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
     return known

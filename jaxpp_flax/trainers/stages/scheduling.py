@@ -33,26 +33,38 @@ class Scheduling:
         residuals: ResidualPlan | None = None,
     ) -> None:
         self.schedule, self.mesh = choose_ranks(schedule, num_stages, num_microbatches, num_ranks, mesh, mesh_axes)
-        self.num_stages, self.num_microbatches, self._residuals = num_stages, num_microbatches, residuals
+        self.num_stages, self.num_microbatches, self.residuals = num_stages, num_microbatches, residuals
         if self.mesh is not None and residuals is not None:
             residuals.check(num_stages)
         self.batch_shards = num_batch_shards(self.mesh)  # the devices of a stage that divide a microbatch's examples
 
+    def pipeline(self, what: str) -> tuple[Schedule, MpmdMesh]:
+        """Return the schedule and the mesh; refuse the call `what`, which needs ranks, if there are none.
+
+        Raises:
+          ValueError: with one stage on one device.
+        """
+        if self.schedule is None or self.mesh is None:
+            raise ValueError(
+                f"{what} needs a pipeline, but with num_stages=1 on one device the step runs under plain jax.jit. Give "
+                "num_stages=2 or more, or mesh={'data': 1} for a pipeline of one rank."
+            )
+        return self.schedule, self.mesh
+
     def use(self, schedule: Any, num_stages: int | None = None) -> None:
         """As `PipelineTrainer.use_schedule`."""
-        if self.mesh is None:
-            raise ValueError(no_pipeline(f"use_schedule({schedule!r})"))
+        _, mesh = self.pipeline(f"use_schedule({schedule!r})")
         if num_stages is None:
             num_stages = schedule.num_stages if isinstance(schedule, Schedule) else self.num_stages
-        if self._residuals is not None:
+        if self.residuals is not None:
             try:
-                self._residuals.check(num_stages)
+                self.residuals.check(num_stages)
             except ScheduleError as error:
                 raise ScheduleError(
                     f"use_schedule({schedule!r}) with Memory(residuals=): {error} The plan holds for all schedules of "
                     f"the trainer: keep num_stages={self.num_stages}, or make a trainer with another plan."
                 ) from error
-        made, _ = choose_ranks(schedule, num_stages, self.num_microbatches, self.mesh.mpmd_dim, self.mesh, None)
+        made, _ = choose_ranks(schedule, num_stages, self.num_microbatches, mesh.mpmd_dim, mesh, None)
         self.schedule, self.num_stages = made, num_stages
 
 
@@ -96,11 +108,3 @@ def choose_ranks(
     if num_stages == 1 and not axes:
         return None, None
     return made, build_mesh(made.num_ranks, axes)
-
-
-def no_pipeline(what: str) -> str:
-    """Return the message for a call that needs ranks, if there are none."""
-    return (
-        f"{what} needs a pipeline, but with num_stages=1 on one device the step runs under plain jax.jit. Give "
-        "num_stages=2 or more, or mesh={'data': 1} for a pipeline of one rank."
-    )

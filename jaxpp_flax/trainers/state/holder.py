@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place
-from jaxpp_flax.trainers.state.optimizer_state import trace_init
-from jaxpp_flax.trainers.state.placement import Ranks, fitting, put_on_ranks
+from jaxpp_flax.trainers.state.optimizer_state import copies_of
+from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
 from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, Source, compare_values
 from jaxpp_flax.trainers.state.train_state import (
     OF_MODEL,
@@ -126,6 +126,10 @@ class StateHolder:
 
         return jax.tree.unflatten(structure, [one(path, leaf) for path, leaf in leaves.items()])
 
+    def copies_of(self, params: Container[str]) -> tuple[dict[str, str], list[str]]:
+        """Return what the optimizer and the average keep of some parameters; see `optimizer_state.copies_of`."""
+        return copies_of(params, self.memory, self._init, self.valued())
+
     # ------------------------------------------------------------------ new sources
 
     def take(self, source: Source, *, low_memory: bool = False) -> None:
@@ -226,7 +230,7 @@ class StateHolder:
         if lacking := [path for path in to_make if path.startswith(OF_MODEL)]:
             raise ModelError(abstract_text(lacking, sum(path.startswith(OF_MODEL) for path in leaves)))
         if self._ranks is not None:
-            fitting({path: leaves[path] for path in places}, dict(places))
+            check_fits({path: leaves[path] for path in places}, dict(places))
             self._compare()
             leaves |= put_on_ranks(self._ranks.mesh, there, {path: places[path] for path in there})
             self.memory = jax.tree.unflatten(structure, leaves.values())
@@ -248,8 +252,8 @@ class StateHolder:
         self._compared, hashes = True, dict[str, str | None]()
         for source in dict.fromkeys(self._sources.values()):
             hashes |= source.hashes()
-        programs = trace_init(self._init, self.memory.params)
-        if programs is not None and not any(path.startswith("opt_state") for path in self._sources):
+        programs = LeafPrograms.trace(self._init, shapes_of(self.memory.params))
+        if not any(path.startswith("opt_state") for path in self._sources):
             numbers = {f"opt_state/{path}": text for path, text in programs.single_numbers().items()}
             begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
             hashes |= {**numbers, begins: programs.hash()}

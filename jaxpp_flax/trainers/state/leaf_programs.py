@@ -28,9 +28,8 @@ from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, values
 from jaxpp_flax.processes import value_hash, value_text
-from jaxpp_flax.trainers.state.train_state import shapes_of
 
-__all__ = ["LeafPrograms", "compute_tree"]
+__all__ = ["LeafPrograms"]
 
 # The most elements of a value that is computed once, for all leaves.
 _SMALL = 1 << 8
@@ -218,13 +217,6 @@ class _Program:
             graph = self.graph  # alone: what is compiled is kept, and `known` with it otherwise
             self.jitted[key] = jax.jit(lambda *of: graph.run(*of)[0], out_shardings=sharding)
         return self.jitted[key](*operands)
-
-
-def compute_tree(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
-    """Compute `function(argument)`, each leaf where `shardings` says: see `LeafPrograms.compute`."""
-    places, structure = flatten(shardings)
-    found = LeafPrograms.trace(function, shapes_of(argument)).compute(argument, places)
-    return jax.tree.unflatten(structure, [found[path] for path in places])
 
 
 def _with_arguments(equations: Sequence[Equation], result: Atom) -> tuple[Graph, list[Atom]]:

@@ -21,9 +21,9 @@ from jaxpp_flax.engine.runtime.reshard import on_every_process, spmd_to_mpmd_res
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.train_state import TrainState, parameter_of
 
-__all__ = ["Ranks", "balanced_order", "fitting", "on_parts", "put_on_ranks", "to_ordinary"]
+__all__ = ["Ranks", "balanced_order", "check_fits", "on_parts", "put_on_ranks", "to_ordinary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Ranks:
             listed = [None] * len(leaves) if specs is None else jax.tree.leaves(specs, is_leaf=_is_spec)
             total, before, found = max(1, sum(_nbytes(leaf) for _, leaf in leaves)), 0, list[MpmdSharding]()
             for (path, leaf), spec in zip(leaves, listed, strict=True):
-                tail = next((path[i:] for i in range(len(path)) if path[i:] in known), None) if beside else None
+                tail = parameter_of(path, known) if beside else None
                 ranks = (min(before * count // total, count - 1),) if math.prod(leaf.shape) != 1 else everywhere
                 ranks = known[tail] if tail is not None and math.prod(leaf.shape) != 1 else ranks
                 if isinstance(leaf, MpmdArray):
@@ -86,8 +86,8 @@ class Ranks:
         )
 
 
-def fitting(state: Any, shardings: Any) -> Any:
-    """Return the shardings; refuse a state that does not fit on the devices of its ranks, before anything is placed.
+def check_fits(state: Any, shardings: Any) -> None:
+    """Refuse a state that does not fit on the devices of its ranks, before anything is placed.
 
     Leaves that lie on their ranks already count as free. Leaves in host memory count only where the devices are CPUs,
     whose memory is the host's.
@@ -115,7 +115,7 @@ def fitting(state: Any, shardings: Any) -> Any:
                 kinds[name.partition("/")[0]] = kinds.get(name.partition("/")[0], 0) + size
     short = shortage(needed)
     if short is None:
-        return shardings
+        return
     device = short.device
     listing = ", ".join(f"{name} {amount(size, 'B')}" for name, size in parts[device].items() if size)
     memory = "the memory of the host, which all devices of this process share," if device.platform == "cpu" else "it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,11 @@ class TrainState:
     def for_inference(self) -> TrainState:
         """Return the part of the state that `evaluate` and `predict` read."""
         return replace(self, opt_state=(), ema=None, loss_scale=None)
+
+
+def parameter_of(path: tuple[Any, ...], known: Container[Any]) -> tuple[Any, ...] | None:
+    """Return the path of the parameter that a leaf of the optimizer belongs to: its longest end that is `known`."""
+    return next((path[i:] for i in range(len(path)) if path[i:] in known), None)
 
 
 def first_average(params: Any) -> Any:

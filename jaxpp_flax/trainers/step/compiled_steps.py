@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,12 +11,12 @@ from jax.sharding import PartitionSpec
 from rich.table import Table
 
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
-from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.plan import Plan as PlacedStep
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
-from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe, even
+from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
@@ -25,8 +24,8 @@ from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
-from jaxpp_flax.trainers.stages.assigner import Assigner, Pipeline
-from jaxpp_flax.trainers.stages.scheduling import Scheduling, no_pipeline
+from jaxpp_flax.trainers.stages.assigner import Assigner
+from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
@@ -37,8 +36,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` and `residuals` are for
-    training steps.
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` is for training steps.
     """
 
     def __init__(
@@ -51,12 +49,11 @@ class CompiledSteps:
         state_specs: TrainState | None,
         rules: AxisRules,
         fsdp: Fsdp = "microbatch",
-        residuals: ResidualPlan | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules, self._residuals = state_specs, rules, residuals
+        self.state_specs, self._rules = state_specs, rules
         self._fsdp: Fsdp = fsdp
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
@@ -79,16 +76,14 @@ class CompiledSteps:
         Raises:
           ValueError: without a pipeline.
         """
-        schedule, mesh, held = self._scheduling.schedule, self._scheduling.mesh, self._held
-        if schedule is None or mesh is None:
-            raise ValueError(no_pipeline("a plan"))
+        (schedule, mesh), held = self._scheduling.pipeline("a plan"), self._held
         state = held.kept.described(held.memory)
 
         def place(of: Schedule, policy: Any, residuals: ResidualPlan | None) -> PlacedStep:
-            form = replace(self._form(microbatches, donate=True), residuals=residuals)
+            form = {**self._form(microbatches, donate=True), "residuals": residuals}
+            function = self.training_function(microbatches, of)
             with self._axis_rules(mesh):
-                step = self._pipelined(self.training_function(microbatches, of), mesh, policy, form)
-                return step.place(state, microbatches)
+                return mpmd_jit_with_loop(function, mesh, cut_policy=policy, **form).place(state, microbatches)
 
         devices = mesh.rank_devices(0)
         return PlanningStep(
@@ -101,7 +96,7 @@ class CompiledSteps:
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
             place=place,
             cuts=self._assigner.fixed_cuts,
-            residuals=self._residuals,
+            residuals=self._scheduling.residuals,
         )
 
     def has_training(self, microbatches: Any) -> bool:
@@ -122,7 +117,8 @@ class CompiledSteps:
                 policy = self._ready_to_compile(kind, microbatches)
                 state = held.kept.described(held.memory) if donate else held.memory.for_inference()
                 function = build()
-                self.compiled[key] = self._compile(function, state, microbatches, policy, donate=donate)
+                form = self._form(microbatches, donate=donate)
+                self.compiled[key] = self._compile(function, (state, microbatches), policy, **form)
         compiled = self.compiled[key]
         if not donate:
             held.place_weights(lambda: compiled.in_shardings[0][0])
@@ -143,14 +139,14 @@ class CompiledSteps:
         key = (*self._key("generate", arguments), kind)
         if key not in self.compiled:
             policy = self._ready_to_compile("generate", {"tokens": arguments[1]})
-            form = _Form(
-                in_specs=(None if state_specs is None else state_specs.for_inference(), *specs),
-                out_specs=(*specs, None),
-                donated=(1,),
-                everywhere=False,
+            self.compiled[key] = self._compile(
+                step,
+                (held.memory.for_inference(), *arguments),
+                policy,
+                in_shardings=(None if state_specs is None else state_specs.for_inference(), *specs),
+                out_shardings=(*specs, None),
+                donate_argnums=(1,),
             )
-            all_arguments = (held.memory.for_inference(), *arguments)
-            self.compiled[key] = self._compile_form(step, all_arguments, policy, form)
         compiled = self.compiled[key]
         held.place_weights(lambda: compiled.in_shardings[0][0])
         return compiled
@@ -161,28 +157,16 @@ class CompiledSteps:
         if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
             refuse_disabled_jit("a pipelined step")
         self._held.meet("the compilation of a step", f" (a step to {kind} for {describe_batch(batch)})")
-        return self._cut_policy(kind, batch)
+        return self._assigner.policy(scheduling, training=kind == "train")
 
     def _key(self, kind: str, microbatches: Any) -> Any:
         return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())
 
-    def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
-        schedule, mesh = self._scheduling.schedule, self._scheduling.mesh
-        if schedule is None or mesh is None:
-            return even()  # plain `jax.jit` uses no policy
-        pipeline = Pipeline(
-            schedule=schedule,
-            num_microbatches=self._scheduling.num_microbatches,
-            mesh=mesh,
-            residuals=self._residuals,
-        )
-        return self._assigner.policy(pipeline, training=kind == "train")
+    def _form(self, batch: Any, *, donate: bool) -> dict[str, Any]:
+        """Return the arguments of `mpmd_jit_with_loop` for a function of the state and a batch.
 
-    def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
-        """Compile `function(state, batch)`. All processes get the function's results other than a new state."""
-        return self._compile_form(function, (state, batch), policy, self._form(batch, donate=donate))
-
-    def _form(self, batch: Any, *, donate: bool) -> _Form:
+        All processes get the function's results other than a new state.
+        """
         specs, mesh = self.state_specs, self._scheduling.mesh
         if specs is not None and not donate:
             specs = specs.for_inference()
@@ -194,55 +178,40 @@ class CompiledSteps:
             is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
             of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
             in_specs = (specs, jax.tree.unflatten(structure, of_batch))
-        return _Form(
-            in_specs=in_specs,
+        if not donate:
+            return {"in_shardings": in_specs, "everywhere": True}
+        return {
+            "in_shardings": in_specs,
             # A step returns the state with the shardings of its input state.
-            out_specs=(specs, None) if donate and specs is not None else None,
-            donated=(0,) if donate else (),
-            everywhere=(False, True) if donate else True,
-            fsdp=self._fsdp if donate else "microbatch",
-            residuals=self._residuals if donate else None,  # inference has no backward
-        )
+            "out_shardings": None if specs is None else (specs, None),
+            "donate_argnums": (0,),
+            "everywhere": (False, True),
+            "fsdp": self._fsdp,
+            "residuals": self._scheduling.residuals,
+        }
 
-    def _compile_form(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], policy: CutPolicy, form: _Form
+    def _compile(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        policy: CutPolicy,
+        *,
+        donate_argnums: tuple[int, ...] = (),
+        **form: Any,
     ) -> Any:
+        """Compile a function for such arguments; `form` has those of `mpmd_jit_with_loop`."""
         mesh = self._scheduling.mesh
         if mesh is None:
-            jitted = jax.jit(function, donate_argnums=form.donated)
+            jitted = jax.jit(function, donate_argnums=donate_argnums)
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # a compiled function would refuse to run operation by operation
             return jitted.lower(*arguments).compile()
         with self._axis_rules(mesh):
-            return self._pipelined(function, mesh, policy, form).compile(*arguments)
-
-    def _pipelined(self, function: Callable[..., Any], mesh: Any, policy: CutPolicy, form: _Form) -> MpmdFunction:
-        return mpmd_jit_with_loop(
-            function,
-            mesh,
-            in_shardings=form.in_specs,
-            out_shardings=form.out_specs,
-            donate_argnums=form.donated,
-            cut_policy=policy,
-            everywhere=form.everywhere,
-            fsdp=form.fsdp,
-            residuals=form.residuals,
-        )
+            step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
+            return step.compile(*arguments)
 
     def _axis_rules(self, mesh: Any) -> Any:
         return nn.logical_axis_rules(self._rules.on(inner_sizes(mesh)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """The form of a step on a mesh: the specs of its arguments and results, and who reuses and gets them."""
-
-    in_specs: Any
-    out_specs: Any
-    donated: tuple[int, ...]
-    everywhere: Any
-    fsdp: Fsdp = "microbatch"
-    residuals: ResidualPlan | None = None
 
 
 def stage_table(

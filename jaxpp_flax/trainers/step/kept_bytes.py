@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.train_state import TrainState, parameter_of
 
 __all__ = ["kept_bytes"]
 
@@ -39,7 +39,7 @@ def kept_bytes(
     extra = {path: [0.0, 0.0] for path in shapes}
     for tree, kind_of in ((state.opt_state, memory_kind), (state.ema, lambda leaf: None)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
+            tail = parameter_of(path, extra)
             if tail is not None:
                 extra[tail][kind_of(leaf) is not None] += (
                     leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)

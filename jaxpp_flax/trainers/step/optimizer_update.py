@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ import optax
 
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, fetched, put_back
-from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
+from jaxpp_flax.trainers.state.optimizer_state import shapes_of_init
 from jaxpp_flax.trainers.state.train_state import TrainState, first_average
 from jaxpp_flax.trainers.step.metrics import NO_METRICS, StepMetrics
 
@@ -59,6 +58,12 @@ class DynamicLossScale:
         return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
 
 
+_STEP_HAS = (
+    "A step of a pipeline gives the optimizer the gradients, the parameters and the loss of the whole batch (`value`), "
+    "and does not compute the loss again. Use an optimizer without line search and without estimates of the Hessian, "
+    "such as optax.adamw(3e-4); optax.lbfgs(learning_rate, linesearch=None) is one too, and optax.contrib.sam without "
+    "opaque_mode."
+)
 _ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_state`), and begins with a new one."
 
 
@@ -69,16 +74,6 @@ def _takes_value(tx: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return "value" in parameters or any(of.kind is of.VAR_KEYWORD for of in parameters.values())
-
-
-def _wanted(error: Exception) -> tuple[str, str] | None:
-    """Return the optimizer function that lacks arguments, and these arguments; None for other errors."""
-    missing = re.search(r"([\w.<>]+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
-    if missing is not None:
-        return missing[1].split(".")[0], " and ".join(f"{name}=" for name in re.findall(r"'(\w+)'", missing[2]))
-    # Words of Sophia, and of sam(opaque_mode=True).
-    required = re.match(r"(\w+) must be provided (?:to|when) (\w+)", str(error))
-    return None if required is None else (required[2], f"{required[1]}=")
 
 
 def _check_shapes(updates: Any, params: Any) -> None:
@@ -113,12 +108,12 @@ class Update:
     def first_state(self, params: Any, model_state: Any) -> TrainState:
         """Return the state before the first step.
 
-        The average has only shapes, and `opt_state` too if the optimizer can be traced.
+        The average and `opt_state` have only shapes.
         """
         return TrainState(
             step=jnp.int32(0),
             params=params,
-            opt_state=shapes_or_values(self.tx.init, params),
+            opt_state=shapes_of_init(self.tx.init, params),
             model_state=model_state,
             ema=None if self.ema_decay is None else jax.eval_shape(first_average, params),
             loss_scale=self.loss_scale.start() if isinstance(self.loss_scale, DynamicLossScale) else None,
@@ -203,22 +198,13 @@ class Update:
     def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
         """Return the optimizer's updates and its new state.
 
-        Raise a `TypeError` if the optimizer needs more than gradients, parameters and the loss.
+        If the optimizer needs more than gradients, parameters and the loss, its own error gets a note.
         """
         try:
             updates, opt_state = self._call(grads, state, {"value": loss} if _takes_value(self.tx) else {})
         except (TypeError, ValueError) as error:
-            wanted = _wanted(error)
-            if wanted is None:
-                raise
-            name, arguments = wanted
-            raise TypeError(
-                f"the optimizer cannot be used in a pipeline's step: its part `{name}` needs {arguments}, but a step "
-                "has the gradients, the parameters and the loss of the whole batch (`value`), and does not compute the "
-                "loss again. Use an optimizer without line search and without estimates of the Hessian, such as "
-                "optax.adamw(3e-4); optax.lbfgs(learning_rate, linesearch=None) is one too, and optax.contrib.sam "
-                "without opaque_mode."
-            ) from error
+            error.add_note(_STEP_HAS)
+            raise
         _check_shapes(updates, state.params)
         return updates, opt_state
 

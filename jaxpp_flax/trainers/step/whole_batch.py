@@ -10,7 +10,6 @@ Limited Setup" (GradCache), 2021, https://arxiv.org/abs/2101.06983.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from jaxpp_flax.engine.tracing.treduce import Concat, Last
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.errors import LossError, MicrobatchLossWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.calling import asked_for, call_function
+from jaxpp_flax.trainers.model.calling import call_function, check_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss
 from jaxpp_flax.trainers.step.loss_trace import trace_loss, used_inputs
@@ -80,32 +79,14 @@ class WholeBatchLoss:
     loss_fn: Callable[[Any, Any], Any]
 
     def __post_init__(self) -> None:
-        _check(self.embed_fn, "embed_fn", "(model, microbatch)", dict.fromkeys(asked_for(self.embed_fn)))
-        _check(self.loss_fn, "loss_fn", "(embeddings, batch)", {})
+        advice = "Give it two arguments. A parameter of the model that loss_fn needs is returned by embed_fn."
+        check_function("embed_fn", self.embed_fn, "(model, microbatch)", advice)
+        check_function("loss_fn", self.loss_fn, "(embeddings, batch)", advice)
         object.__setattr__(self, "__wrapped__", self.embed_fn)  # the arguments that a call may ask for by name
 
     def __call__(self, model: Any, batch: Any, **asked: Any) -> Any:
         """Return the loss of `batch` at once, without a pipeline."""
         return self.loss_fn(self.embed_fn(model, batch, **asked), batch)
-
-
-def _check(function: Any, name: str, arguments: str, asked: dict[str, Any]) -> None:
-    if not callable(function):
-        raise TypeError(
-            f"WholeBatchLoss: {name} must be a function of {arguments}, got {type(function).__name__}. It takes "
-            "embed_fn(model, microbatch) and loss_fn(embeddings, batch)."
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function that is not written in Python
-        return
-    try:
-        signature.bind(None, None, **asked)
-    except TypeError as error:
-        raise TypeError(
-            f"WholeBatchLoss: {name} is called as {name}{arguments}, but the one that was given takes {signature}. "
-            "Give it two arguments. A parameter of the model that loss_fn needs is returned by embed_fn."
-        ) from error
 
 
 Embed = Callable[[Any, Any, Any], tuple[Any, Any]]

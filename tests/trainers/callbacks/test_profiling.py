@@ -88,7 +88,7 @@ def test_a_step_that_fails_during_a_profile_is_the_error_of_fit(tmp_path, num_st
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Profile\(start=0\): it must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"Profile: start=0: it must be a whole number of at least 1"):
         Profile(start=0)
     with jax.profiler.trace(tmp_path / "other"):
         jnp.ones(2).block_until_ready()

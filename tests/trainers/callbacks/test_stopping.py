@@ -102,7 +102,7 @@ def test_a_file_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"min_delta": float("nan")}, {"min_delta": -1.0}, {"patience": 2.5}])
 def test_numbers_that_do_not_fit_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"EarlyStopping.{next(iter(wrong))}"):
+    with pytest.raises(ValueError, match=f"EarlyStopping.*{next(iter(wrong))}"):
         EarlyStopping(**wrong)
 
 

@@ -200,7 +200,7 @@ def test_a_pass_over_eval_data_begins_only_for_an_evaluation():
 def test_refusals():
     with pytest.raises(TypeError, match=r"callbacks holds a function; subclass jaxpp_flax.trainers.Callback, or wrap"):
         trainer().fit(DATA, callbacks=[test_refusals])
-    with pytest.raises(ValueError, match=r"Record\(every=0\): it must be a whole number"):
+    with pytest.raises(ValueError, match=r"Record: every=0: it must be a whole number"):
         Record(every=0)
     with pytest.raises(ValueError, match=r"eval_every=1 needs eval_data that can be iterated again"):
         trainer().fit(DATA, eval_data=generator(), eval_every=1)

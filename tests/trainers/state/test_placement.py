@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.arrays import device_memory
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.state.placement import Ranks, fitting, put_on_ranks
+from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 MESH = MpmdMesh(Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("stage", "tensor")), "stage")
@@ -63,15 +63,15 @@ def test_a_value_on_all_ranks_narrows_without_a_copy():
 def test_a_share_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
     first = state()
     places = Ranks(mesh=MESH).preliminary(first)
-    fitting(first, places)
+    check_fits(first, places)
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100)
     with pytest.raises(
         ModelError, match=r"the share of .* is 140 B \(step 4 B, params 64 B, opt_state 64 B, .*params/w1 with 32 B"
     ):
-        fitting(first, places)
+        check_fits(first, places)
     placed = put_on_ranks(MESH, first.params, places.params)
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 64 * 6 + 24)
-    fitting(
+    check_fits(
         TrainState(step=first.step, params=placed, opt_state={"mu": first.params}, model_state={}),
         places_without_key(places),
     )

@@ -150,7 +150,7 @@ def test_the_value_is_the_loss_of_the_whole_batch():
 REFUSED = {
     "sam in opaque mode": (
         lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
-        r"its part `opaque_mode` needs grad_fn=.*optax\.contrib\.sam without opaque_mode",
+        r"(?s)grad_fn must be provided when opaque_mode.*optax\.contrib\.sam without opaque_mode",
     ),
     "dpsgd": (
         lambda: optax.chain(
@@ -158,10 +158,13 @@ REFUSED = {
         ),
         r"the parameter layers/0/bias has shape \(\), and the parameter has \(4,\)\..*gradients of single examples",
     ),
-    "lbfgs": (lambda: optax.lbfgs(), r"its part `scale_by_zoom_linesearch` needs grad= and value_fn=, but a step has"),
+    "lbfgs": (
+        lambda: optax.lbfgs(),
+        r"(?s)'grad' and 'value_fn'.*A step of a pipeline gives the optimizer the gradients",
+    ),
     "sophia": (
         lambda: optax.contrib.sophia(1e-2),
-        r"its part `hutchinson` needs obj_fn=.* such as optax\.adamw\(3e-4\)",
+        r"(?s)obj_fn.* such as optax\.adamw\(3e-4\)",
     ),
 }
 
@@ -170,5 +173,5 @@ REFUSED = {
 def test_optimizers_that_need_more_than_a_step_has_are_refused(name):
     make, text = REFUSED[name]
     made = PipelineTrainer(Layers(), make(), squared_error, num_stages=2, num_microbatches=2, logging=False)
-    with pytest.raises(TypeError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         made.compile(batch(0))
