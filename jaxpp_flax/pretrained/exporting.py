@@ -122,9 +122,9 @@ class ExportPlan:
         """Check the leaves, and divide their tensors among files, in order."""
         fills, faults = map.resolve({path: leaf.shape for path, leaf in leaves.items()})
         faults += [
-            f"{path}: safetensors has no dtype {leaf.dtype}. Leave it out by only="
+            f"{path}: it has no dtype that safetensors and JAX have ({leaf.dtype}). Leave it out by only="
             for path, leaf in leaves.items()
-            if is_key(leaf) or dtype_name(leaf.dtype) is None
+            if leaf.dtype is None or is_key(leaf) or dtype_name(leaf.dtype) is None
         ]
         if faults:
             raise CheckpointMismatchError(f"cannot export to {target}: the map does not fit the leaves.", faults)

@@ -95,7 +95,7 @@ def dtype_name(dtype: Any) -> str | None:
       >>> dtype_name(jnp.bfloat16), dtype_name(np.complex128)
       ('BF16', None)
     """
-    return _NAMES.get(np.dtype(dtype))
+    return None if dtype is None else _NAMES.get(np.dtype(dtype))  # None is float64 for NumPy
 
 
 def lay_out(tensors: Sequence[tuple[str, tuple[int, ...], Any]]) -> tuple[bytes, dict[str, int], int]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import MpmdArray, MpmdMesh, MpmdSharding
 from jaxpp_flax.checkpoint import CheckpointMismatchError, CorruptCheckpointError, save
-from jaxpp_flax.pretrained import NameMap, Rule, load_pretrained
+from jaxpp_flax.pretrained import NameMap, Rule, export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.slices import Index, StoredTensor
 from jaxpp_flax.pretrained.sources import INDEX
 from tests.helpers import tree_allclose
@@ -174,8 +174,6 @@ def test_ties(tmp_path: Path):
 
 def test_names_without_the_prefix_and_tensors_that_are_ignored(tmp_path: Path):
     short = NameMap(tuple(dataclasses.replace(rule, tensor=rule.tensor.removeprefix("model.")) for rule in RULES))
-    from jaxpp_flax.pretrained import export_pretrained
-
     path = export_pretrained(make_tree(), tmp_path / "w", map=short)
     tree_allclose(load_pretrained(path, make_tree(), map=NAMES), make_tree(), rtol=0, atol=0)
     masked = NameMap((*short.rules, Rule("mask", "layers.0.mask")))
@@ -227,6 +225,8 @@ def test_an_unknown_dtype_is_named_where_a_leaf_needs_it(tmp_path: Path):
         f"head/kernel: lm_head.weight in {shard.name} has a dtype that JAX does not have. Convert it in the library "
         "that wrote it"
     )
+    with pytest.raises(CheckpointMismatchError, match=r"lm_head/weight: it has no dtype that safetensors and JAX have"):
+        export_pretrained(path, tmp_path / "again")
     assert json.loads((path / INDEX).read_text())["metadata"]["total_size"] > 0
 
 
