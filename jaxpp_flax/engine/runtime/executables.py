@@ -123,12 +123,12 @@ class _Walk:
         So the result's partition is one fact of a task, which other processes can be told.
         """
         task, shared = run.task, self.shared
-        elsewhere = shared is not None and self.program.tasks[task].rank not in self.mesh.local_ranks
+        elsewhere = None if self.program.tasks[task].rank in self.mesh.local_ranks else shared
         # Within a loop all runs of a task are alike; other programs may read values that were made elsewhere.
-        key = task, None if elsewhere else tuple([self.held[value].partition for value in run.inputs])
+        key = task, None if elsewhere is not None else tuple([self.held[value].partition for value in run.inputs])
         if key not in self.known:
-            if elsewhere:
-                self.known[key], self.made[task] = None, self._made_elsewhere(task, shared)
+            if elsewhere is not None:
+                self.known[key], self.made[task] = None, self._made_elsewhere(task, elsewhere)
             elif task in self.made:
                 self.known[key], _ = self._compile(run, [held.spec for held in self.made[task]])
             else:
