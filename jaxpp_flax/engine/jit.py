@@ -225,10 +225,11 @@ class MpmdFunction:
             given_away = [False] * len(consts) + list(donated)
             idle = frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1))
             names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
-            fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
+            rule = FsdpRule(mesh=mesh.abstract_submesh, names=dict(zip(graph.inputs, names, strict=True)))
             built = build(
                 graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes,
-                result_ranks=result_ranks, idle_ranks=idle, residuals=self._residuals, fsdp=fsdp,
+                result_ranks=result_ranks, idle_ranks=idle, residuals=self._residuals,
+                fsdp=rule if self._fsdp == "step" else None,
             )  # fmt: skip
         chosen = built.settings.residual_plan
         if chosen is not None and any(stage.offload for stage in chosen.stages):

@@ -41,13 +41,8 @@ class ProgramBuilder:
         """Add an argument of the program that lies on these ranks."""
         found = self.arguments.setdefault(edge, {})
         for rank in ranks:
-            (found[rank],) = self.define([edge], rank)
-
-    def define(self, edges: Sequence[Atom], rank: int) -> tuple[int, ...]:
-        """Return new values of edges on a rank."""
-        made = self.new(len(edges))
-        self.at.update(zip([(edge, rank) for edge in edges], made, strict=True))
-        return made
+            (value,) = self.new(1)
+            found[rank] = self.at[edge, rank] = value
 
     def values_of(self, edges: Iterable[Atom], rank: int) -> tuple[int, ...]:
         """Return the values of edges on a rank that has them."""

@@ -68,16 +68,13 @@ class TaskCompiler(Generic[MeshT]):
     def executables(self) -> int:
         return sum(len(distinct.executables) for distinct in self._distinct.values())
 
-    def compile(
-        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
-    ) -> Any:
-        """Return the executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
-        return self.start(task, in_specs, out_specs)()
-
     def start(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Callable[[], Any]:
-        """Let a thread compile a task; a call of the result waits for its executable."""
+        """Let a thread compile a task for its rank's devices; a call of the result waits for the executable.
+
+        `None` in `out_specs` leaves the choice to XLA.
+        """
         mesh, options = self._lowering_mesh(task), self.rank_options.get(task.rank, self.options)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (

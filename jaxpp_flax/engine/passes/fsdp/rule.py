@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value
 from jaxpp_flax.error_codes import documented
-from jaxpp_flax.schedules.gathers import Fsdp
 
 __all__ = ["FsdpRule", "FsdpWarning", "Gather"]
 
@@ -34,11 +33,6 @@ class FsdpRule:
     def name_of(self, atom: Atom) -> str:
         """Return the name of an input of the step."""
         return self.names.get(atom, "a value made before the loop") if isinstance(atom, Value) else "a constant"
-
-    @classmethod
-    def of(cls, fsdp: Fsdp, mesh: AbstractMesh, names: Mapping[Value, str]) -> FsdpRule | None:
-        """Make the rule of a checked setting; None for "microbatch"."""
-        return cls(mesh=mesh, names=names) if fsdp == "step" else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -16,9 +16,8 @@ from jaxpp_flax.schedules.gathers import check_fsdp
 def test_settings():
     mesh: Any = None
     assert check_fsdp("microbatch") == "microbatch"
-    assert FsdpRule.of("microbatch", mesh, {}) is None
-    rule = FsdpRule.of(check_fsdp("step"), mesh, {})
-    assert rule is not None
+    assert check_fsdp("step") == "step"
+    rule = FsdpRule(mesh=mesh, names={})
     assert rule.name_of(Constant(1, jax.typeof(jnp.int32(1)))) == "a constant"
 
 
