@@ -192,18 +192,6 @@ def test_a_linen_model(tmp_path: Path):
     tree_allclose(trainer.gather_variables(), source, rtol=0, atol=0)
 
 
-def test_an_optimizer_whose_first_state_cannot_be_traced(files: Path):
-    def init(params: Any) -> Any:
-        float(jax.tree.leaves(params)[0].sum())
-        return jax.tree.map(lambda x: x + 1, params)
-
-    tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
-    trainer = make_trainer(0, tx=tx)
-    trainer.load_pretrained(files, map=NAMES)
-    state = trainer.state
-    tree_allclose(state.opt_state, jax.tree.map(lambda x: x + 1, state.params), rtol=0, atol=0)
-
-
 def test_the_average_is_written(tmp_path: Path):
     trainer = make_trainer(0, 1, training=Training(ema_decay=0.5))
     trainer.train_step(BATCH)
