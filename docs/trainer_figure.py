@@ -21,8 +21,8 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.sources import Checkpoint, Factory
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps

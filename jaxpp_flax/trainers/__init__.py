@@ -8,7 +8,7 @@ from jaxpp_flax.planning.profile import StepProfile
 from jaxpp_flax.trainers.callbacks import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
-from jaxpp_flax.trainers.callbacks.preemption import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks.sigterm import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,

@@ -21,7 +21,7 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
 )
 from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Training
-from jaxpp_flax.trainers.callbacks import OnMetrics
+from jaxpp_flax.trainers.callbacks import Callback, OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.progress import Display
@@ -66,6 +66,24 @@ def after_four(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("run") / "ckpt"
     fit(make_trainer(checkpoints=Checkpoints(directory, every=2)), steps=4)
     return directory
+
+
+def test_a_callback_saves_on_a_condition_of_its_own(tmp_path):
+    found: list[Any] = []
+
+    class SaveSecond(Callback):
+        def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == 2:
+                trainer.save(tmp_path / f"good_{step}")
+                found.append(to_ordinary(trainer.state))
+
+    fitted = make_trainer()
+    fitted.fit(BATCHES, steps=3, eval_data=BATCHES[:1], eval_every=1, callbacks=[SaveSecond()])
+    assert [path.name for path in tmp_path.iterdir()] == ["good_2"]
+    again = make_trainer(stages=1)
+    again.restore(tmp_path / "good_2")
+    assert again.step == 2
+    tree_allclose(to_ordinary(again.state).params, found[0].params, rtol=0, atol=0)  # saved bits
 
 
 def copy_of(directory: Path, tmp_path: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint.processes import make_trainer, run, start
 from tests.checkpoint.program import batches

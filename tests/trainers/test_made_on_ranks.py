@@ -18,7 +18,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Training
-from jaxpp_flax.trainers.state import leaf_programs
+from jaxpp_flax.trainers.state import first_values
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
 
@@ -151,14 +151,14 @@ class Peak:
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
     """Sampled after each leaf that is made, too."""
-    found, call = Peak(), leaf_programs._Program.__call__
+    found, call = Peak(), first_values._Program.__call__
 
     def sampled(self: Any, *operands: Any) -> Any:
         value = call(self, *operands)
         found.at("while a leaf is made")
         return value
 
-    monkeypatch.setattr(leaf_programs._Program, "__call__", sampled)
+    monkeypatch.setattr(first_values._Program, "__call__", sampled)
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.pretrained import exporting
-from jaxpp_flax.trainers.state import leaf_programs
+from jaxpp_flax.trainers.state import first_values
 from tests.trainers.lives import LAYERS, LIVES, RANKS, data, live, live_bytes, num_bytes
 
 WIDTH = 64
@@ -28,7 +28,7 @@ class Peak:
         for owner, name in (
             (MpmdArray, "__init__"),
             (MpmdArray, "delete"),
-            (leaf_programs._Program, "__call__"),
+            (first_values._Program, "__call__"),
             (exporting, "write_part"),
         ):
             monkeypatch.setattr(owner, name, self._sampled(getattr(owner, name)))

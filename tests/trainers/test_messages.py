@@ -18,7 +18,7 @@ from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps

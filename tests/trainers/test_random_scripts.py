@@ -34,7 +34,7 @@ from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint import save as save_tree
 from jaxpp_flax.trainers import Checkpoints, DictTracker
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
-from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from tests.helpers import slow
 from tests.trainers.script_damage import DAMAGES, damage
 from tests.trainers.script_data import Data, happen

@@ -53,6 +53,13 @@ class Callback:
       ...         self.last = (step, metrics["loss"])
       >>> Remember(every=10).wants(20)
       True
+
+      Save on a condition of your own. Every process gets equal metrics of an evaluation, so all of them save:
+
+      >>> class SaveGood(Callback):
+      ...     def on_evaluate(self, trainer, step, metrics):
+      ...         if metrics["loss"] < 0.5:
+      ...             trainer.save(f"good/{step}")
     """
 
     def __init__(self, *, every: int = 1) -> None:
@@ -180,7 +187,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
       ValueError: if two of them have the same name; a checkpoint could not tell their states apart.
 
     Example:
-      >>> from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
+      >>> from jaxpp_flax.trainers.callbacks.stop_conditions import EarlyStopping
       >>> list(named([EarlyStopping("accuracy", mode="max"), Callback(), EarlyStopping("loss")]))
       ['EarlyStopping(accuracy)', 'EarlyStopping(loss)']
     """
@@ -207,7 +214,7 @@ class CallbackStates:
     """The states of the callbacks of the last loop, by the names of these callbacks.
 
     Example:
-      >>> from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
+      >>> from jaxpp_flax.trainers.callbacks.stop_conditions import EarlyStopping
       >>> states = CallbackStates()
       >>> states.begin([EarlyStopping(), Callback()], resumed=False)
       >>> states.to_json()

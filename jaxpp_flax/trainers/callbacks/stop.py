@@ -10,8 +10,8 @@ from typing import Any, Literal
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
-from jaxpp_flax.trainers.callbacks.interruption import STEPS_AHEAD, Interruption
-from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS, Preemption
+from jaxpp_flax.trainers.callbacks.ctrl_c import STEPS_AHEAD, Interruption
+from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS, Preemption
 
 __all__ = ["CommonStop", "Stop", "StopReason"]
 

@@ -16,18 +16,18 @@ from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.generation.decoding import Decode, MakeCache, check_calls, decode_linen, decode_nnx
+from jaxpp_flax.trainers.generation.decoding_form import Decode, MakeCache, check_calls, decode_linen, decode_nnx
+from jaxpp_flax.trainers.generation.generation_loop import first_progress, make_step, take_turns
 from jaxpp_flax.trainers.generation.layout import check_fits, make_carried, rank_specs
 from jaxpp_flax.trainers.generation.prompts import check_vocabulary, make_groups, read_prompts, tokens_of_calls
 from jaxpp_flax.trainers.generation.sampling import Sampling
-from jaxpp_flax.trainers.generation.steps import first_progress, make_step, take_turns
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 

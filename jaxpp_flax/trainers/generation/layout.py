@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.placing import place, place_on_ranks
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import batch_spec
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 
 __all__ = ["check_fits", "make_carried", "rank_specs"]
 

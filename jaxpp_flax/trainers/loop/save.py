@@ -10,7 +10,7 @@ from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, 
 from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
-from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.errors import NonFiniteLossError

@@ -16,10 +16,10 @@ from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import compare_lines
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates, StepRecord, end_callbacks, named, overrides
+from jaxpp_flax.trainers.callbacks.ctrl_c import Interruption
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
-from jaxpp_flax.trainers.callbacks.interruption import Interruption
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
-from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS, Preemption
+from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS, Preemption
 from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.position import DataPosition

@@ -18,7 +18,7 @@ from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import model_part
 
 __all__ = ["ChosenModel", "check_memory", "check_parameters", "choose_model"]

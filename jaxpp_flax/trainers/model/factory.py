@@ -12,7 +12,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import model_part
 
 __all__ = ["call_factory", "trace_factory"]

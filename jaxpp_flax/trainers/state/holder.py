@@ -11,7 +11,7 @@ import jax
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place
 from jaxpp_flax.trainers.state.optimizer_state import copies_of
 from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks

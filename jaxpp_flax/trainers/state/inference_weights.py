@@ -12,8 +12,8 @@ import optax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.messages import listed
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
 from jaxpp_flax.trainers.state.optimizer_memory import fetched
 from jaxpp_flax.trainers.state.train_state import TrainState, shapes_of
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import TrainState, shapes_of
 
 

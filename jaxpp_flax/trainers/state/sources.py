@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.pretrained.loading import LoadPlan
 from jaxpp_flax.processes import compare_hashes, process_group, value_text
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.train_state import own_path
 

@@ -16,7 +16,7 @@ from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError
 from jaxpp_flax.trainers.callbacks import SamplePredictions, has_failed
 from jaxpp_flax.trainers.callbacks.base import StepRecord
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
-from jaxpp_flax.trainers.callbacks.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker

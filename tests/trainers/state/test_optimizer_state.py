@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.trainers import Training
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import is_abstract, shapes_of
 from tests.trainers.models import Layers
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxpp_flax.trainers.generation.generation_loop import take_turns
 from jaxpp_flax.trainers.generation.prompts import make_groups, read_prompts, tokens_of_calls
-from jaxpp_flax.trainers.generation.steps import take_turns
 
 
 def test_groups_take_turns_and_an_ended_one_stops_a_few_calls_later():

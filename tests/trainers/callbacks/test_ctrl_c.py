@@ -12,7 +12,7 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback, log_metrics
-from jaxpp_flax.trainers.callbacks.interruption import STEPS_AHEAD, Interruption
+from jaxpp_flax.trainers.callbacks.ctrl_c import STEPS_AHEAD, Interruption
 from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose

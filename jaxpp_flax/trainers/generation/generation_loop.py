@@ -13,7 +13,7 @@ import numpy as np
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules import Schedule
-from jaxpp_flax.trainers.generation.decoding import Decode
+from jaxpp_flax.trainers.generation.decoding_form import Decode
 from jaxpp_flax.trainers.generation.sampling import Sampling
 from jaxpp_flax.trainers.state.train_state import TrainState
 

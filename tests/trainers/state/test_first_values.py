@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.trainers.state.leaf_programs import LeafPrograms
+from jaxpp_flax.trainers.state.first_values import LeafPrograms
 
 SHAPE = (80, 16)  # larger than what is computed once for all leaves
 OTHER = (80, 24)  # compiled by one test alone
