@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine.arrays.mesh import lies_alike
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.runtime.debug_switches import looking_away
+from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
@@ -136,8 +136,9 @@ class BoundProgram:
                         self._place_value(leaf, argument, environment, given_away)
         except RuntimeError as error:
             raise self._signature.name_deleted(leaves, error) from error
-        for leaf in given_away:  # only now: if another argument is refused, the donated ones stay alive
-            leaf.delete()
+        if given_away and not kinds_looked_for():  # else `jax.jit` donates nothing
+            for leaf in given_away:  # only now: if another argument is refused, the donated ones stay alive
+                leaf.delete()
         return environment
 
     def _collect(self, environment: list[Any]) -> Any:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -22,12 +22,16 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
-    """Tensors by name. `optional` names those that a model may leave unread; `architecture` is for messages."""
+    """Tensors by name. `optional` names those that a model may leave unread; `architecture` is for messages.
+
+    `revision` is the commit of a repository of the Hugging Face Hub.
+    """
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     optional: frozenset[str] = frozenset()
     architecture: str | None = None
+    revision: str | None = None
 
     def find(self, name: str, prefix: str) -> StoredTensor | None:
         """Return the tensor of this name, with or without `prefix`."""
@@ -35,7 +39,8 @@ class WeightSource:
 
     def describe(self) -> list[str]:
         """Return the tensors' names and types as lines, the same for copies of the same files."""
-        return [f"{name}: {of.dtype} {of.shape}" for name, of in sorted(self.tensors.items())]
+        tensors = [f"{name}: {of.dtype} {of.shape}" for name, of in sorted(self.tensors.items())]
+        return tensors if self.revision is None else [f"revision {self.revision}", *tensors]
 
 
 def open_source(path: str | os.PathLike[str]) -> WeightSource:
@@ -60,7 +65,8 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
     if not place.exists():
         if not _HUB_NAME.fullmatch(os.fspath(path)):
             raise CheckpointNotFoundError(f"no weights at {place}: there is no such file or directory. Check the path.")
-        place = _from_hub(os.fspath(path))
+        place = _from_hub(os.fspath(path))  # whose name is the commit
+        return replace(open_source(place), revision=place.name)
     if place.is_file():
         return _open_file(place)
     single = place / "model.safetensors"
@@ -82,21 +88,25 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
 
 def _from_hub(name: str) -> Path:
     """Return the directory with the files of a repository of the Hugging Face Hub."""
-    none = f"no weights at {name}: there is no such file or directory here"
+    none = f"no weights at {name}: there is no such file or directory here. Check the path"
     try:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
         from huggingface_hub.errors import HfHubHTTPError  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"{none}. Check the path. To read a repository of the Hugging Face Hub, install the package "
+            f"{none}. To read a repository of the Hugging Face Hub, install the package "
             "'huggingface_hub': `pip install 'jaxpp-flax[huggingface]'`."
         ) from error
     try:
         return Path(
-            snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json"])
+            snapshot_download(
+                name,
+                allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json"],
+                ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+            )
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise CheckpointNotFoundError(f"{none}, and the Hugging Face Hub does not give them: {error}") from error
+        raise CheckpointNotFoundError(f"{none}; and the Hugging Face Hub does not give them: {error}") from error
 
 
 def _without_weights(place: Path) -> str:

@@ -7,7 +7,7 @@ For stage ``s`` and microbatch ``m``:
   ``I(s+1, m)`` makes;
 - ``W(s, m)`` reads the values that ``I(s, m)`` keeps.
 
-The simulator, the validation, the walk of memory, the drawings and the search read the table :data:`MEANING`.
+The simulator, the validation, the walk of memory and the drawings read the table :data:`MEANING`.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         pretrained=PretrainedWeights(held, inference_weights, mesh, weights.abstract_model),
         display=display,
         evaluation=evaluation,
-        generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, held.meet),
+        generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights),
         checkpoints=checkpoints,
         train_step=train_step,
         loop=loop,

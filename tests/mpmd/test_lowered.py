@@ -158,6 +158,16 @@ def test_results_made_from_several_meshes(meshes):
         tree_allclose(lowered.compile()(x), jax.jit(fun)(x))
 
 
+def test_a_result_that_reads_no_argument_is_made_as_it_is_asked_for(meshes):
+    """First values of a model: no device makes the whole array, and no second program partitions it."""
+    function = mpmd.jit(lambda: jnp.ones((8, 4)), config(meshes, {}), out_shardings=P("data"))
+    compiled = function.lower().compile()
+    made = compiled()
+    assert made.sharding.spec == P("data")
+    assert compiled.as_text().count("mpmd.fragment") == 1
+    np.testing.assert_array_equal(made, np.ones((8, 4)))
+
+
 def test_host_memory_in_the_names_of_meshes(meshes):
     def fun(w, x):
         y = mpmd.named_computation(jnp.dot, name="dot")(x, jax.device_put(w, jax.memory.Space.Device))

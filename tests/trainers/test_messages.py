@@ -33,6 +33,7 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
         memory=TrainState(step=1, params={}, opt_state=(), model_state={}),
         place_weights=lambda _: None,
         meet=lambda *_: None,
+        is_across=False,
         kept=OptimizerMemory(),
     )
     steps = CompiledSteps(scheduling, Assigner("even"), unused, after_step_12, state_specs=None, rules=AxisRules())

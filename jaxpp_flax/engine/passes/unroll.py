@@ -17,6 +17,7 @@ from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -206,7 +207,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
     Each rank runs the equations around the loops in rounds: a round is a program, made of all that no transfer is
     missing for. A loop has a round of its own. `specs` are the partitions of the step's inputs inside a submesh.
     """
-    spec_of: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
+    spec_of = _known_specs(placed, specs)
     builder = ProgramBuilder(num_ranks)
     for edge in placed.inputs:
         builder.argument(edge, sorted(placed.need[edge]))
@@ -226,6 +227,18 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
     for atom in placed.outputs:
         builder.result(atom, placed.need[atom] if isinstance(atom, Value) else ())
     return builder.finish()
+
+
+def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
+    """Return the partitions of the step's inputs, in their order, of casts of them, and of gathered parameters."""
+    found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
+    for equation in placed.equations:
+        if (loop := placed.loop_of.get(equation)) is not None:
+            found.update({gather.made: gather.spec for gather in loop.gathered.values()})
+        elif facts_of(equation.primitive).batch is Batch.ELEMENTWISE and len(equation.inputs) == 1:
+            (read,), (made,) = equation.inputs, equation.outputs
+            found.update({made: found[read]} if read in found else {})
+    return found
 
 
 class _Rounds:

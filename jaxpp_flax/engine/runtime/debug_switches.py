@@ -1,9 +1,10 @@
-"""JAX's switches for debugging: `debug_nans` and `debug_infs` name the task that errs; `disable_jit` is refused."""
+"""JAX's switches for debugging: `debug_nans` and `debug_infs` work as in `jax.jit`; `disable_jit` is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.engine.program.program import Program, Run
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run
 
 __all__ = ["kinds_looked_for", "looking_away", "refuse_disabled_jit", "watched"]
 
@@ -42,7 +44,7 @@ def kinds_looked_for() -> tuple[str, ...]:
 
 @contextmanager
 def looking_away() -> Generator[None]:
-    """Stop JAX's own search for special values: arguments may hold them, and its error would name no task."""
+    """Stop JAX's own search for special values: arguments, and values that reach no result, may hold them."""
     if not kinds_looked_for():
         yield
         return
@@ -50,43 +52,73 @@ def looking_away() -> Generator[None]:
         yield
 
 
-def watched(program: Program, steps: Sequence[Step | None]) -> Sequence[Step | None]:
-    """Return the runtime's steps so that they look for the special values that the switches ask for now.
+@contextmanager
+def watched(program: Program, steps: Sequence[Step | None], environment: list[Any]) -> Generator[Sequence[Step | None]]:
+    """Look for the special values that the switches ask for, in one step of a program; give the steps to run for it.
 
-    The error names the task that made the first one. As under `jax.jit`, what a task makes and does not return may hold
-    them; what goes from one task to another may not. The step waits for every task, so it is slower than others.
+    As under `jax.jit`, only special values that reach a result are an error; a masked one is not. The error names the
+    task that made the first special value. The step waits for every task, so it is slower than others.
 
     Args:
       program: the program that runs.
       steps: the runtime's steps, one for each instruction; None for work of other processes.
+      environment: arguments in their places; receives the results.
     """
     kinds = kinds_looked_for()
     if not kinds:
-        return steps
-    return [
-        partial(_run_watched, kinds, program, instruction, step)
-        if step is not None and isinstance(instruction, Run)
-        else step
+        yield steps
+        return
+    watch = _Watch(program, kinds)
+    watch.keep_arguments(environment)
+    yield [
+        None if step is None else partial(watch.step, instruction, step)
         for instruction, step in zip(program.instructions, steps, strict=True)
     ]
+    watch.check_results(environment)
 
 
-def _run_watched(kinds: Sequence[str], program: Program, run: Run, step: Step, environment: list[Any]) -> None:
-    step(environment)
-    kind = next(filter(None, (_found(kinds, environment[value]) for value in run.outputs)), "")
-    if kind:
-        task = program.tasks[run.task]
-        stage = "" if task.stage is None else f", stage {task.stage}, microbatch {run.microbatch}"
-        raise FloatingPointError(
-            f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage}). To find the operation, "
-            "run the same step under `jax.jit`, with the same switch."
-        )
+@dataclass(eq=False)
+class _Watch:
+    """Watches one step of a program for some `kinds` of special values, "nan" and "inf"."""
 
+    program: Program
+    kinds: tuple[str, ...]
+    first: str = ""  # what the first task did that made one
 
-def _found(kinds: Sequence[str], array: Any) -> str:
-    """Return the first of the kinds that an array holds in this process, or "" if there is none."""
-    if not jnp.issubdtype(array.dtype, np.inexact):
-        return ""
-    tests = {"nan": np.isnan, "inf": np.isinf}
-    shards = [np.asarray(shard.data) for shard in array.addressable_shards]
-    return next((kind for kind in kinds if any(tests[kind](shard).any() for shard in shards)), "")
+    def keep_arguments(self, environment: list[Any]) -> None:
+        """Copy donated arguments, so that the step reuses the copies: with these switches `jax.jit` donates nothing."""
+        deleted = {value for i in self.program.instructions if isinstance(i, Free) for value in i.delete}
+        for value in (deleted | self.program.donated).intersection(self.program.preset):
+            if environment[value] is not None:
+                with looking_away():
+                    environment[value] = place(environment[value], environment[value].sharding, may_alias=False)
+
+    def step(self, instruction: Instruction, step: Step, environment: list[Any]) -> None:
+        """Run one step; note the first task that makes a special value."""
+        # JAX's own check would also refuse values that reach no result, and its error names no task.
+        with looking_away():
+            step(environment)
+            if self.first or not isinstance(instruction, Run):
+                return
+            kind = next(filter(None, (self._found(environment[value]) for value in instruction.outputs)), "")
+        if kind:
+            task = self.program.tasks[instruction.task]
+            stage = "" if task.stage is None else f", stage {task.stage}, microbatch {instruction.microbatch}"
+            self.first = f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage})"
+
+    def check_results(self, environment: list[Any]) -> None:
+        """Refuse results that hold a special value."""
+        results = (environment[value] for value in self.program.returned - self.program.preset.keys())
+        with looking_away():
+            if self.first and any(map(self._found, results)):
+                raise FloatingPointError(
+                    f"{self.first}. To find the operation, run the same step under `jax.jit`, with the same switch."
+                )
+
+    def _found(self, array: Any) -> str:
+        """Return the first of the kinds that an array holds in this process, or "" if there is none."""
+        if array is None or not jnp.issubdtype(array.dtype, np.inexact):
+            return ""
+        tests = {"nan": np.isnan, "inf": np.isinf}
+        shards = [np.asarray(shard.data) for shard in array.addressable_shards]
+        return next((kind for kind in self.kinds if any(tests[kind](shard).any() for shard in shards)), "")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
-from jaxpp_flax.engine.runtime.debug_switches import looking_away, watched
+from jaxpp_flax.engine.runtime.debug_switches import watched
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.profile import (
@@ -133,12 +133,12 @@ class Runtime:
         """Run one step; `environment` holds the arguments in their places and receives the results in theirs.
 
         Raises:
-          FloatingPointError: if a task makes a value that `jax.debug_nans` or `jax.debug_infs` look for.
+          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         if is_collecting():
             collect(self.program, self._run_timed(environment))
         else:
-            self._run(environment, watched(self.program, self._steps))
+            self._run(environment)
 
     def profile(self, environment: Environment) -> list[TaskTiming]:
         """Run one step as `run` does, waiting for each instruction; return the timeline of the loop's tasks.
@@ -155,17 +155,17 @@ class Runtime:
 
     def _run_timed(self, environment: Environment) -> Times:
         times: Times = {}
-        self._run(environment, timed(self.program, watched(self.program, self._steps), times))
+        self._run(environment, times)
         return times
 
-    def _run(self, environment: Environment, steps: Iterable[Step | None]) -> None:
+    def _run(self, environment: Environment, times: Times | None = None) -> None:
         self._calls += 1
         if self._distributed is not None:
             self._distributed.connection.group.runs += 1
         for value, index in self._indices.items():
             environment[value] = index
-        with looking_away():
-            for step in steps:
+        with watched(self.program, self._steps, environment) as steps:
+            for step in steps if times is None else timed(self.program, steps, times):
                 if step is not None:
                     step(environment)
 

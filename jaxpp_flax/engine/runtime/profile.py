@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.program.program import Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.schedules.task import FusedTask, Task
@@ -83,6 +83,9 @@ def timeline(program: Program, times: Mapping[int, tuple[float, float]]) -> list
     ready: dict[int, float] = {}
     timings: list[TaskTiming] = []
     for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Wait):
+            copied = max(ready.get(value, 0.0) for value in instruction.copies)
+            free[instruction.rank] = max(free[instruction.rank], copied)
         if not isinstance(instruction, (Run, Transfer)):
             continue
         begin, end = times.get(number, (0.0, 0.0))

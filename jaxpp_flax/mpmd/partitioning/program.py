@@ -98,8 +98,9 @@ def _task(
     """Make a fragment's task; what sums start with is partitioned as the arguments that they update."""
     key = fragment.key
     task = ProgramTask(fragment.label, key.rank, graph, stage=key.stage, kind=key.kind)
-    given = tuple(PartitionSpec() if k is None else specs[k] for k in updated)
-    return task if graph.inputs else replace(task, out_specs=given)
+    if graph.inputs or all(k is None for k in updated):  # nothing starts a sum: results are partitioned as asked for
+        return task
+    return replace(task, out_specs=tuple(PartitionSpec() if k is None else specs[k] for k in updated))
 
 
 def _pins(runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:

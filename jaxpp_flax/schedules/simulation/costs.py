@@ -1,4 +1,4 @@
-"""The inputs of the simulator and of the search: times, memory and links."""
+"""The inputs of the simulator: times, memory and links."""
 
 from __future__ import annotations
 

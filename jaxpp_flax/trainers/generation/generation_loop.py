@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -91,11 +92,13 @@ def take_turns(
     """
     chosen: list[Any] = [None] * len(groups)
     ended, under_way = set[int](), deque[tuple[int, Any]]()
+    ends = [list(itertools.accumulate(taken)) for taken in calls]
     for turn in range(max(map(len, calls))):
         for i, (group, taken) in enumerate(zip(groups, calls, strict=True)):
             if i in ended or turn >= len(taken):
                 continue
-            begin, end = sum(taken[:turn]), sum(taken[: turn + 1])
+            end = ends[i][turn]
+            begin = end - taken[turn]
             # Up to the end of the shortest prompt, all tokens are known here; then the call before has chosen them.
             tokens = group["tokens"][:, begin:end] if not turn or end <= group["lengths"].min() else chosen[i]
             carried[i], chosen[i], has_ended = steps[taken[turn]](state, carried[i], tokens)

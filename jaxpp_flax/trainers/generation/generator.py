@@ -16,7 +16,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.generation.decoding_form import Decode, MakeCache, check_calls, decode_linen, decode_nnx
+from jaxpp_flax.trainers.generation.decoding_form import Decode, check_calls, decode_linen, decode_nnx
 from jaxpp_flax.trainers.generation.generation_loop import first_progress, make_step, take_turns
 from jaxpp_flax.trainers.generation.layout import check_fits, make_carried, rank_specs
 from jaxpp_flax.trainers.generation.prompts import check_vocabulary, make_groups, read_prompts, tokens_of_calls
@@ -41,11 +41,11 @@ _MOST_UNDER_WAY = 16
 class _Program:
     """What was traced for groups of `rows` sequences and one length of the cache."""
 
-    make_cache: MakeCache
     decode: Decode
     step: Callable[..., Any]
     rows: int
     cache: LeafPrograms
+    specs: tuple[Any, Any]  # of `(carried, tokens)` on a rank
     vocabularies: dict[int, int] = field(default_factory=dict)  # by the tokens of a call for which it was checked
 
     def tokens(self, taken: int) -> jax.ShapeDtypeStruct:
@@ -62,8 +62,7 @@ class _Program:
 class Generator:
     """Continues sequences with the current weights; the state does not change.
 
-    `meet` is called with the name of a call that every process must make after the same step. `programs` keeps what
-    was traced.
+    `programs` keeps what was traced.
     """
 
     adapter: ModelAdapter
@@ -71,7 +70,6 @@ class Generator:
     executables: CompiledSteps
     held: StateHolder
     weights: InferenceWeights
-    meet: Callable[[str], None]
     programs: dict[Any, _Program] = field(default_factory=dict)
 
     def generate(
@@ -86,15 +84,16 @@ class Generator:
         cache_length = cache_length if cache_length is None else check_count("cache_length", cache_length)
         shards = scheduling.batch_shards
         work = make_groups(rows, count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
-        self.meet("trainer.generate")
+        self.held.meet("trainer.generate")
         BatchComparison(scheduling.mesh, "generation").before([first_progress(group, sampling) for group in work])
-        program, calls = self._program(work[0], sampling, cache_dtype), [tokens_of_calls(of, prefill) for of in work]
+        progress = [first_progress(group, sampling) for group in work]
+        program = self._program(progress[0], sampling, cache_dtype)
+        calls = [tokens_of_calls(of, prefill) for of in work]
         counts = sorted({taken for of_group in calls for taken in of_group})
         for taken in counts:
             vocabulary = program.vocabulary(self.held.memory.for_inference(), taken)
             check_vocabulary(rows, vocabulary)
             sampling.check_vocabulary(vocabulary)
-        progress = [first_progress(group, sampling) for group in work]
         steps, places = self._compile(program, sampling, progress[0], counts)
         check_fits(program.cache.shapes, places[0], len(work))
         carried = [make_carried(program.cache, of_group, places) for of_group in progress]
@@ -108,9 +107,9 @@ class Generator:
             found |= _new_tokens(group, ended["tokens"], sampling.end_tokens)
         return [found[i] for i in range(len(found))]
 
-    def _program(self, group: Mapping[str, np.ndarray], sampling: Sampling, dtype: Any) -> _Program:
-        """Return the program for groups like this one; it is made once."""
-        (size, width), schedule = group["tokens"].shape, self.scheduling.schedule
+    def _program(self, progress: Mapping[str, Any], sampling: Sampling, dtype: Any) -> _Program:
+        """Return the program for groups with a progress like this one; it is made once."""
+        (size, width), schedule, mesh = progress["tokens"].shape, self.scheduling.schedule, self.scheduling.mesh
         key = (size, width, None if dtype is None else jnp.dtype(dtype), sampling.compiled, schedule, trace_settings())
         if key not in self.programs:
             if isinstance(self.adapter, LinenModel):
@@ -118,7 +117,9 @@ class Generator:
             else:
                 make_cache, decode = decode_nnx(cast(NnxModel, self.adapter), self.held.memory, width - 1, dtype)
             step = make_step(decode, sampling, ForwardOnly(schedule) if schedule is not None else None)
-            self.programs[key] = _Program(make_cache, decode, step, size, LeafPrograms.trace(lambda: make_cache(size)))
+            specs = (None, None) if mesh is None else rank_specs(mesh, make_cache, progress)
+            cache = LeafPrograms.trace(lambda: make_cache(size))
+            self.programs[key] = _Program(decode, step, size, cache, specs)
         return self.programs[key]
 
     def _compile(
@@ -126,10 +127,9 @@ class Generator:
     ) -> tuple[dict[int, Any], Any]:
         """Return the step for each number of tokens, and the places of `carried`; place the weights."""
         mesh, carried, steps = self.scheduling.mesh, (program.cache.shapes, progress), dict[int, Any]()
-        specs = (None, None) if mesh is None else rank_specs(mesh, program.make_cache, progress)
         for taken in counts:
             arguments = (carried, program.tokens(taken))
-            steps[taken] = self.executables.for_decoding(program.step, sampling.compiled, arguments, specs)
+            steps[taken] = self.executables.for_decoding(program.step, sampling.compiled, arguments, program.specs)
         if mesh is not None:
             return steps, steps[counts[0]].in_shardings[0][1]
         default = jnp.zeros(()).sharding

@@ -75,7 +75,7 @@ class Sampling:
     @property
     def compiled(self) -> tuple[Any, ...]:
         """The part that is compiled into a step; the numbers may change without a new compilation."""
-        return (self.is_greedy, self.top_k, self.top_p is not None, self.end_tokens)
+        return (self.is_greedy, self.top_k, self.top_p is not None, tuple(map(int, self.end_tokens)))
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse what a vocabulary of this size does not have.

@@ -40,6 +40,8 @@ class Assigner:
         # How stages are searched: "auto" or "balanced"; None: the policy alone decides.
         self._search = assignment if isinstance(assignment, str) and assignment in ("auto", "balanced") else None
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
+        self._inferred: dict[Any, tuple[int, ...]] = {}
+        self._told: Plan | None = None
 
     @property
     def fixed_cuts(self) -> CutPolicy | None:
@@ -51,9 +53,10 @@ class Assigner:
         found = self._plans.get((schedule, num_microbatches))
         return None if found is None else found[1]
 
-    def has_asked_costs(self, plan: Plan) -> bool:
-        """Return True if a plan has costs that somebody asked for."""
-        return plan.rank_costs is not None and self._search != "auto"
+    def is_to_be_told(self, plan: Plan) -> bool:
+        """Return True, once for a plan, if it has costs that somebody asked for."""
+        told, self._told = self._told, plan
+        return plan is not told and plan.rank_costs is not None and self._search != "auto"
 
     def policy(self, scheduling: Scheduling, *, training: bool) -> CutPolicy:
         """Return the policy for a training step; inference uses the cuts of training, once these exist."""
@@ -68,11 +71,15 @@ class Assigner:
             return self._plans[key][0]
 
         def infer(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-            current, _ = scheduling.pipeline("an assignment")
+            current = _ranks_of(scheduling.pipeline("an assignment")[0])
             for (schedule, _), (cuts, plan) in self._plans.items():
-                if _ranks_of(schedule) == _ranks_of(current) and len(plan.blocks) == len(marks) + 1:
+                if _ranks_of(schedule) == current and len(plan.blocks) == len(marks) + 1:
                     return cuts
-            return self._unplanned(cast(Marks, marks), num_stages, scheduling)
+            # The first cuts stay: calls of other shapes would balance otherwise, and weights would move for each call.
+            key = current, len(marks)
+            if key not in self._inferred:
+                self._inferred[key] = self._unplanned(cast(Marks, marks), num_stages, scheduling)
+            return self._inferred[key]
 
         return train if training else infer
 

@@ -33,7 +33,7 @@ def copies_in(init: Any, params: Any) -> dict[str, str | None]:
     """Return the leaves of an optimizer's first state that depend on the parameters' values, by path.
 
     A plain copy of a parameter has the parameter's path; any other function of parameters has None. A leaf that only
-    has a parameter's shape, such as a moment, is left out. An optimizer that cannot be traced gives no leaves.
+    has a parameter's shape, such as a moment, is left out.
 
     Example:
       >>> import jax.numpy as jnp, optax

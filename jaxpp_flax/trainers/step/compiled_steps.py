@@ -17,7 +17,7 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe
-from jaxpp_flax.processes import process_group
+from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
@@ -152,11 +152,16 @@ class CompiledSteps:
         return compiled
 
     def _ready_to_compile(self, kind: str, batch: Any) -> CutPolicy:
-        """Return the policy of the cuts, once every process compiles a step; the engine compares these steps."""
+        """Return the policy of the cuts, once every process compiles this step; the engine compares the programs."""
         scheduling = self._scheduling
         if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
             refuse_disabled_jit("a pipelined step")
-        self._held.meet("the compilation of a step", f" (a step to {kind} for {describe_batch(batch)})")
+        step = f"a step to {kind} for {describe_batch(batch)}"
+        self._held.meet("the compilation of a step", f" ({step})")
+        if self._held.is_across:  # before the long trace, and in the words of a call
+            compared = {"the step": step, "the schedule": repr(scheduling.schedule)}
+            remedy = "Make the same call with batches of the same shapes, and the same schedule, in every process."
+            compare_hashes(process_group(), "what to compile", compared, remedy)
         return self._assigner.policy(scheduling, training=kind == "train")
 
     def _key(self, kind: str, microbatches: Any) -> Any:

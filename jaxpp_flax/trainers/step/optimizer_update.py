@@ -58,6 +58,7 @@ class DynamicLossScale:
         return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
 
 
+_LACKS_AN_ARGUMENT = ("required keyword-only argument", "must be provided")  # Python's words, and those of Optax
 _STEP_HAS = (
     "A step of a pipeline gives the optimizer the gradients, the parameters and the loss of the whole batch (`value`), "
     "and does not compute the loss again. Use an optimizer without line search and without estimates of the Hessian, "
@@ -203,7 +204,8 @@ class Update:
         try:
             updates, opt_state = self._call(grads, state, {"value": loss} if _takes_value(self.tx) else {})
         except (TypeError, ValueError) as error:
-            error.add_note(_STEP_HAS)
+            if any(words in str(error) for words in _LACKS_AN_ARGUMENT):
+                error.add_note(_STEP_HAS)
             raise
         _check_shapes(updates, state.params)
         return updates, opt_state

@@ -65,6 +65,28 @@ def test_an_activation_of_the_type_of_a_weight_gives_no_spec():
     assert P("data", None, "tensor") in made
 
 
+def specs_of_sums(step: Any, weights: P, **options: Any) -> set[P]:
+    """The specs of the first values of a step that updates nothing, on a mesh of data and tensor."""
+    in_specs = ([{"w": weights, "b": P()}] * 2, P(None, "data"))
+    program = mpmd_jit_with_loop(step, mesh_of(2, data=2, tensor=2), in_specs=in_specs, **options)
+    compiled = program.compile(chain(2), batch_of(4, rows=DIM))
+    return {spec for task in compiled.program.tasks if task.name.startswith("init") for spec in task.out_specs}
+
+
+def test_gathered_parameters_and_casts_say_how_their_gradients_are_partitioned():
+    """The loop reads what is made of a parameter before it; its gradients are partitioned as the parameter is."""
+
+    def cast(params: Any, batch: Any) -> Any:
+        return square(Std1F1B(2), *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch)))
+
+    def uncast(params: Any, batch: Any) -> Any:
+        return square(Std1F1B(2), params, batch)
+
+    expected = P("data", None, "tensor")
+    assert expected in specs_of_sums(cast, P(None, "tensor"))
+    assert expected in specs_of_sums(uncast, P("data", "tensor"), fsdp="step")
+
+
 def test_shards_lead_once():
     """Whatever is partitioned over the axis of the shards is not taken as well."""
     both = P("data", "tensor"), P("data", None, "tensor")  # as ZeRO partitions an optimizer's state

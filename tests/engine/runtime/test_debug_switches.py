@@ -26,7 +26,7 @@ def loss(params: Any, mb: Any) -> jax.Array:
 
 
 def step(params: Any, batch: Any) -> Any:
-    """One with values that are not finite and leave no task: the logarithms of negative numbers."""
+    """One with values that are not finite and reach no result: the logarithms of negative numbers."""
     losses, grads = treduce(lambda mb: jax.value_and_grad(loss)(params, mb), batch, Std1F1B(2))
     masked = jnp.where(losses > 0, losses, jnp.log(-losses))
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), masked
@@ -47,9 +47,7 @@ def pipelined() -> MpmdFunction:
 
 @pytest.mark.parametrize("called_before", [False, True], ids=["new", "called before"])
 @pytest.mark.parametrize(("kind", "value"), [("nan", np.nan), ("inf", np.inf)], ids=["nan", "inf"])
-def test_a_special_value_is_an_error_that_names_the_task(
-    pipelined: MpmdFunction, kind: str, value: float, called_before: bool
-):
+def test_a_special_value_is_the_error_of_jit(pipelined: MpmdFunction, kind: str, value: float, called_before: bool):
     if called_before:
         pipelined(chain(2), batch_of(3))
     params, batch = chain(2), batch_with(value, microbatch=1)
@@ -59,10 +57,11 @@ def test_a_special_value_is_an_error_that_names_the_task(
         place = rf"invalid value \({kind}\) encountered in task fwd_bwd_1 \(rank 1, stage 1, microbatch 1\)"
         with pytest.raises(FloatingPointError, match=place):
             pipelined(params, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("timed", [False, True], ids=["", "timed"])
-def test_values_that_leave_no_task_are_none(pipelined: MpmdFunction, timed: bool):
+def test_values_that_reach_no_result_are_none(pipelined: MpmdFunction, timed: bool):
     with jax.debug_nans(True), jax.debug_infs(True), collect_task_times_ms(timed) as times:
         expected = jax.jit(step)(chain(2), batch_of(3))
         actual = pipelined(chain(2), batch_of(3))
@@ -71,14 +70,24 @@ def test_values_that_leave_no_task_are_none(pipelined: MpmdFunction, timed: bool
     tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
 
 
+def test_a_donated_array_on_a_device_of_no_rank_is_kept_too(pipelined: MpmdFunction):
+    params = jax.device_put(chain(2), jax.devices()[5])
+    with jax.debug_nans(True):
+        pipelined(params, batch_of(3))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+    pipelined(params, batch_of(3))
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+
+
 @pytest.mark.parametrize("by_context", [True, False], ids=["context", "config"])
-def test_a_measured_step_looks_at_its_tasks(pipelined: MpmdFunction, by_context: bool):
-    good, bad = batch_of(3), batch_with(np.nan, microbatch=1)
-    compiled = pipelined.compile(chain(2), good)
+def test_a_measured_step_looks_at_its_results(pipelined: MpmdFunction, by_context: bool):
+    params, good, bad = chain(2), batch_of(3), batch_with(np.nan, microbatch=1)
+    compiled = pipelined.compile(params, good)
     with jax.debug_nans(True) if by_context else switched_on("jax_debug_nans"):
-        compiled.profile(chain(2), good)  # holds NaNs that leave no task
+        compiled.profile(params, good)  # holds NaNs that reach no result
         with pytest.raises(FloatingPointError, match=r"\(nan\) .* in task .* \(rank 1, stage 1, microbatch 1\)"):
-            compiled.profile(chain(2), bad)
+            compiled.profile(params, bad)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
 @contextmanager

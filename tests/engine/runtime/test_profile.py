@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, ProgramTask, Run, Transfer, Wait
 from jaxpp_flax.engine.runtime.profile import timeline
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.schedules.task import Task, TaskKind
@@ -32,6 +32,19 @@ def test_work_overlaps_as_it_may():
         (1, Task(_F, 1, 0)): (2.5, 5.5),
         (1, Task(_F, 1, 1)): (5.5, 8.5),
     }
+
+
+def test_a_rank_that_waits_for_an_offload_runs_nothing_meanwhile():
+    task = ProgramTask("fwd_0", 0, Graph((), (), ()), stage=0, kind=_F)
+    instructions = (
+        Run(0, 0, 0, (0,), (1,)),
+        Transfer(0, 0, (1,), (2,), HOST_MEMORY),
+        Wait(0, (1,), (2,)),
+        Run(0, 1, 0, (0,), (3,)),
+    )
+    program = Program(instructions, (task,), ({0: 0},), (), {}, 4, 1)
+    times = {0: (0.0, 1.0), 1: (10.0, 14.0), 3: (20.0, 21.0)}
+    assert [(timing.start, timing.end) for timing in timeline(program, times)] == [(0.0, 1.0), (5.0, 6.0)]
 
 
 def test_a_clock_that_is_late_makes_no_time_negative():
