@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpp_flax.trainers import KILLED_STATUS, Checkpoints
-from jaxpp_flax.trainers.callbacks import preemption as module
+from jaxpp_flax.trainers.callbacks import sigterm as module
 from jaxpp_flax.trainers.callbacks.sigterm import Preemption
 from tests.checkpoint.program import make_trainer
 from tests.running import wait_for
