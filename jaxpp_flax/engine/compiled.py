@@ -68,7 +68,7 @@ class Compiled:
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
-          FloatingPointError: if a task makes a value that `jax.debug_nans` or `jax.debug_infs` look for.
+          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         self._refuse_described_devices()
         return self._bound.profile(self._signature.leaves_of(args, kwargs))

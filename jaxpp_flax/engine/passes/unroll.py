@@ -15,9 +15,8 @@ from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask
-from jaxpp_flax.engine.program.specs import accumulator_spec
+from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
-from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -230,14 +229,13 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
 
 
 def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
-    """Return the partitions of the step's inputs, in their order, of casts of them, and of gathered parameters."""
+    """Return the partitions of the step's inputs, in their order, of what follows them, and of gathered parameters."""
     found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
         if (loop := placed.loop_of.get(equation)) is not None:
             found.update({gather.made: gather.spec for gather in loop.gathered.values()})
-        elif facts_of(equation.primitive).batch is Batch.ELEMENTWISE and len(equation.inputs) == 1:
-            (read,), (made,) = equation.inputs, equation.outputs
-            found.update({made: found[read]} if read in found else {})
+        elif (spec := followed_spec(equation, found)) is not None:
+            found[equation.outputs[0]] = spec
     return found
 
 

@@ -11,10 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, keep_axes
 from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, memory_kind_of, values
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 
 __all__ = [
     "accumulator_spec",
+    "followed_spec",
     "specs_wanted",
     "usable_donations",
     "uses_host_memory",
@@ -48,6 +50,21 @@ def accumulator_spec(
     wish = keep_axes(wish, lambda name: name not in axes_in((axes,)))
     entries = (*wish, *[None] * (dim - len(wish)))
     return canonical(PartitionSpec(*entries[:dim], axes, *entries[dim:]))
+
+
+def followed_spec(equation: Equation, spec_of: Mapping[Any, PartitionSpec]) -> PartitionSpec | None:
+    """Return the partition of a result whose operand is converted, scaled, transposed or fetched from the host.
+
+    None for other equations, and for an operand that `spec_of` does not have.
+    """
+    arrays = [v for v in values(equation.inputs) if v.aval.shape]
+    if len(arrays) != 1 or len(equation.outputs) != 1 or (spec := spec_of.get(arrays[0])) is None:
+        return None
+    batch = facts_of(equation.primitive).batch
+    if batch is Batch.TRANSPOSE:
+        entries = (*spec.partitions, *[None] * (arrays[0].aval.ndim - len(spec.partitions)))
+        return PartitionSpec(*(entries[i] for i in equation.params["permutation"]))
+    return spec if batch is Batch.ELEMENTWISE or equation.name == "device_put" else None
 
 
 def specs_wanted(

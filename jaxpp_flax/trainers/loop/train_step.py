@@ -56,7 +56,7 @@ class TrainStep:
             memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
             plan = self.assigner.plan_of(scheduling.schedule, scheduling.num_microbatches)
             display.message(stage_table(compiled.stages, memory, title, plan))
-            if plan is not None and self.assigner.is_to_be_told(plan):
+            if plan is not None and self.assigner.note_told(plan):
                 display.message(plan.table())
         return compiled
 

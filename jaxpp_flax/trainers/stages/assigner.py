@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount
@@ -53,8 +52,8 @@ class Assigner:
         found = self._plans.get((schedule, num_microbatches))
         return None if found is None else found[1]
 
-    def is_to_be_told(self, plan: Plan) -> bool:
-        """Return True, once for a plan, if it has costs that somebody asked for."""
+    def note_told(self, plan: Plan) -> bool:
+        """Note that a plan is told; return True if it is a new one, with costs that somebody asked for."""
         told, self._told = self._told, plan
         return plan is not told and plan.rank_costs is not None and self._search != "auto"
 
@@ -87,11 +86,8 @@ class Assigner:
         """Return cuts that no plan keeps: those of inference before a training, say."""
         if self._search is None:
             return tuple(self._policy(marks, num_stages))
-        schedule, mesh = scheduling.pipeline("an assignment")
         even_sizes = sizes_of(even()(marks, num_stages), marks)
-        work = _work_of(marks, mesh)
-        sizes, _ = self._balanced(marks, work, even_sizes, schedule, scheduling.num_microbatches)
-        return cuts_of(sizes)
+        return cuts_of(self._balanced(marks, even_sizes, scheduling)[0])
 
     def _make(self, marks: Marks, num_stages: int, scheduling: Scheduling) -> tuple[tuple[int, ...], Plan]:
         schedule, mesh = scheduling.pipeline("an assignment")
@@ -101,8 +97,7 @@ class Assigner:
             cuts = tuple(self._policy(marks, num_stages))
             known = _known_of(self._policy, marks, scheduling) if isinstance(self._policy, Plan) else {}
         else:
-            work = _work_of(marks, mesh)
-            sizes, notes = self._balanced(marks, work, even_sizes, schedule, scheduling.num_microbatches)
+            sizes, work, notes = self._balanced(marks, even_sizes, scheduling)
             cuts = cuts_of(sizes)
             known = {"work": work, "unit": "FLOP", "source": "operations and bytes estimated", "notes": notes}
         plan = Plan.of(
@@ -119,13 +114,18 @@ class Assigner:
         return cuts, plan
 
     def _balanced(
-        self, marks: Marks, work: Sequence[Work], even_sizes: Sizes, schedule: Schedule, num_microbatches: int
-    ) -> tuple[Sizes, tuple[str, ...]]:
-        """Return balanced stages; for "auto" even ones, unless the others are clearly faster, and what decided."""
+        self, marks: Marks, even_sizes: Sizes, scheduling: Scheduling
+    ) -> tuple[Sizes, Sequence[Work], tuple[str, ...]]:
+        """Return balanced stages, the work of each block, and what decided.
+
+        For "auto" they are even ones, unless the others are clearly faster.
+        """
+        schedule, mesh = scheduling.pipeline("an assignment")
+        work = marks.work(flops_per_byte(mesh.rank_devices(0)[0].platform))
         most = _MOST_TASKS_UNASKED if self._search == "auto" else MOST_TASKS
         forward, backward = [w.forward for w in work], [w.backward for w in work]
         step = StepTime(
-            schedule=schedule, num_microbatches=num_microbatches, forward=forward, backward=backward,
+            schedule=schedule, num_microbatches=scheduling.num_microbatches, forward=forward, backward=backward,
             most_tasks=most,
         )  # fmt: skip
 
@@ -133,22 +133,18 @@ class Assigner:
             return balance([w.total for w in work], _ranks_of(schedule), [0.0, *marks.sent], even_sizes, step)
 
         if self._search == "balanced":
-            return found(), ()
+            return found(), work, ()
         now = step(even_sizes)
         if not is_clearly_less(equal := step.with_equal_stages(), now):
-            return even_sizes, (_told("even", now, equal, "stages of equal cost"),)
+            return even_sizes, work, (_told("even", now, equal, "stages of equal cost"),)
         sizes = found()
         other = step(sizes)
         if not is_clearly_less(other, now):
-            return even_sizes, (_told("even", now, other),)
+            return even_sizes, work, (_told("even", now, other),)
         if not marks.blocks.can_cut(cuts_of(sizes)):
             why = "even stages (the model cannot be cut into the balanced ones)"
-            return even_sizes, (_told("even", now, other).replace("even stages", why, 1),)
-        return sizes, (_told("balanced", now, other),)
-
-
-def _work_of(marks: Marks, mesh: MpmdMesh) -> Sequence[Work]:
-    return marks.work(flops_per_byte(mesh.rank_devices(0)[0].platform))
+            return even_sizes, work, (_told("even", now, other).replace("even stages", why, 1),)
+        return sizes, work, (_told("balanced", now, other),)
 
 
 def _ranks_of(schedule: Schedule) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
+from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
-from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
 __all__ = ["follow", "warn_of_derived"]
@@ -25,13 +26,9 @@ def follow(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -
     inputs = set(spec_of)
     behind: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     for equation in equations:
-        facts, arrays = facts_of(equation.primitive), [v for v in values(equation.inputs) if v.aval.shape]
-        if len(arrays) == 1 == len(equation.outputs) and (spec := spec_of.get(arrays[0])) is not None:
-            if facts.batch is Batch.TRANSPOSE:
-                entries = (*spec.partitions, *[None] * (arrays[0].aval.ndim - len(spec.partitions)))
-                spec_of[equation.outputs[0]] = PartitionSpec(*(entries[i] for i in equation.params["permutation"]))
-            elif facts.batch is Batch.ELEMENTWISE or equation.name == "device_put":
-                spec_of[equation.outputs[0]] = spec
+        facts = facts_of(equation.primitive)
+        if (spec := followed_spec(equation, spec_of)) is not None:
+            spec_of[equation.outputs[0]] = spec
         found = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
         if found and equation.primitive is not treduce_p and not facts.is_reduction and not facts.placing:
             behind.update((v, found) for v in equation.outputs if v.aval.size > 1)
