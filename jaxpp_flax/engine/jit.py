@@ -19,17 +19,15 @@ from jaxpp_flax.engine.arrays.layouts import (
     layout_of,
     with_memories,
 )
-from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
-from jaxpp_flax.engine.pipeline import build
-from jaxpp_flax.engine.plan import Plan
+from jaxpp_flax.engine.pipeline import prepare
+from jaxpp_flax.engine.plan import Plan, PreparedStep, passes_context
 from jaxpp_flax.engine.program.one_pass import OnePass
-from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
@@ -165,6 +163,13 @@ class MpmdFunction:
         """Trace a step for arguments like these and place it on ranks, and compile nothing; see `compile`."""
         return self._plan(self._parameters.split(self._fun, args, kwargs))
 
+    def prepare(self, *args: Any, **kwargs: Any) -> PreparedStep:
+        """Trace a step for arguments like these, to place it with several policies, residuals and schedules."""
+        call = self._parameters.split(self._fun, args, kwargs)
+        asked, structs = self._asked(call, self._key(call))
+        with context_mesh(None):
+            return self._prepare(call, structs, asked.layouts)
+
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument of the latest compilation: a tree like `(args, kwargs)`."""
@@ -199,16 +204,23 @@ class MpmdFunction:
         key = self._key(call)
         if (known := self._plans.get(key)) is not None:
             return known
-        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in key.types]
-        # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
-        asked = key._replace(layouts=tuple(self._argument_layouts(call.tree, key.layouts, structs)))
+        asked, structs = self._asked(call, key)
         if asked not in self._plans:
             with context_mesh(None):  # no mesh around the call may change what is compiled
                 self._plans[asked] = self._make_plan(call, structs, asked.layouts)
         self._plans[key] = self._plans[asked]
         return self._plans[asked]
 
+    def _asked(self, call: Call, key: _Key) -> tuple[_Key, list[jax.ShapeDtypeStruct]]:
+        """Return the key with the layouts that arguments end up in, and the types of the arguments."""
+        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in key.types]
+        # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
+        return key._replace(layouts=tuple(self._argument_layouts(call.tree, key.layouts, structs))), structs
+
     def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
+        return self._prepare(call, structs, layouts).place(self._policy, self._residuals)
+
+    def _prepare(self, call: Call, structs: Sequence[Any], layouts: tuple[Layout, ...]) -> PreparedStep:
         refuse_disabled_jit("a pipelined step")
         mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
@@ -216,30 +228,25 @@ class MpmdFunction:
         check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
         traced = self._trace(call, structs, layouts)
         graph, consts = from_jaxpr(traced.jaxpr)
-        graph = on_submesh(graph, self.mpmd_mesh)
+        graph = on_submesh(graph, mesh)
         donated = self._parameters.donated(call)
-        specs = [PartitionSpec()] * len(consts) + list(in_specs)
         everywhere = [bool(flag) for _, flag in broadcast_prefix(self._everywhere, traced.out_info, "everywhere")]
-        result_ranks = ResultRanks.of(mesh, everywhere)
-        with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
-            given_away = [False] * len(consts) + list(donated)
-            idle = frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1))
-            names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
-            rule = FsdpRule(mesh=mesh.abstract_submesh, names=dict(zip(graph.inputs, names, strict=True)))
-            built = build(
-                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes,
-                result_ranks=result_ranks, idle_ranks=idle, residuals=self._residuals,
+        names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
+        rule = FsdpRule(mesh=mesh.abstract_submesh, names=dict(zip(graph.inputs, names, strict=True)))
+        with passes_context(mesh):
+            prepared = prepare(
+                graph, mesh.mpmd_dim, [False] * len(consts) + list(donated),
+                [PartitionSpec()] * len(consts) + in_specs, sizes,
+                result_ranks=ResultRanks.of(mesh, everywhere),
+                idle_ranks=frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1)),
                 fsdp=rule if self._fsdp == "step" else None,
             )  # fmt: skip
-        chosen = built.settings.residual_plan
-        if chosen is not None and any(stage.offload for stage in chosen.stages):
-            check_devices(HOST_MEMORY, self.mpmd_mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
-        wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
+        wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
         signature = Signature.of(call, structs, in_specs, jax.tree.structure(traced.out_info), donated)
-        return Plan(mesh, built, signature, tuple(consts), out_specs)
+        return PreparedStep(mesh, prepared, signature, tuple(consts), out_specs)
 
     def _trace(self, call: Call, structs: Sequence[Any], layouts: Sequence[Layout]) -> Any:
         mesh = self.mpmd_mesh

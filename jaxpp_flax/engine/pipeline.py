@@ -1,9 +1,9 @@
-"""Turn the graph of a step into its program: build the shared settings of the passes, and run the passes."""
+"""Turn the graph of a step into its program, in two parts: the passes before the choices, and those after them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -11,13 +11,16 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.loop.loop import Loop
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
+from jaxpp_flax.engine.passes.runner import Observer, Residuals, Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
+from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["Built", "build"]
+__all__ = ["Built", "Prepared", "ScheduleOf", "prepare"]
+
+ScheduleOf = Callable[[Schedule], Schedule]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,38 +37,58 @@ class Built:
         return tuple(self.placed.loop_of.values())
 
 
-def build(
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step after the passes that no choice of schedules, cuts and residuals changes; a planner tries many."""
+
+    step: Step
+    settings: Settings
+    observe: Sequence[Observer]
+    arguments: Mapping[Value, tuple[int, PartitionSpec]]  # of the step: the place of each, and its spec
+
+    def build(self, policy: CutPolicy, residuals: Residuals = None, schedule_of: ScheduleOf | None = None) -> Built:
+        """Run the other passes; `schedule_of` gives a loop another schedule than its own, for as many ranks.
+
+        Raises:
+          ValueError: if a loop's marks or residuals do not fit its schedule.
+        """
+        shards = self.settings.shards
+
+        def choose_cuts(loop: Loop) -> Sequence[int]:
+            return policy(Marks(_blocks(loop, self.arguments, shards)), loop.schedule.num_stages)
+
+        settings, step = replace(self.settings, choose_cuts=choose_cuts, residuals=residuals), self.step
+        if schedule_of is not None:
+            step = step.each(lambda loop: replace(loop, schedule=schedule_of(loop.schedule)))
+        found = run_passes(PASSES[_FIRST_CHOICE:], step, settings, self.observe, first=_FIRST_CHOICE + 1)
+        made = {each.name: structure for each, structure in found if each.name in ("place", "liveness")}
+        return Built(made["liveness"], made["place"], settings)
+
+
+_FIRST_CHOICE = [each.name for each in PASSES].index("choose_cuts")
+
+
+def prepare(
     graph: Graph,
     num_ranks: int,
-    policy: CutPolicy,
     donated: Sequence[bool],
     specs: Sequence[PartitionSpec],
     axis_sizes: Mapping[str, int],
     **others: Any,
-) -> Built:
-    """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
+) -> Prepared:
+    """Run the first passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the others.
 
     Raises:
-      ValueError: if the step holds no loop, a loop's schedule or marks do not fit, or a marker cannot cut.
+      ValueError: if the step holds no loop, a loop's schedule does not fit, or a marker cannot cut.
     """
-    shards = ShardCounts(axis_sizes)
     position = {value: i - len(graph.inputs) for i, value in enumerate(graph.inputs)}
     arguments = {value: (position[value], spec) for value, spec in zip(graph.inputs, specs, strict=True)}
-
-    def choose_cuts(loop: Loop) -> Sequence[int]:
-        return policy(Marks(_blocks(loop, arguments, shards)), loop.schedule.num_stages)
-
     settings = Settings(
-        num_ranks=num_ranks,
-        choose_cuts=choose_cuts,
-        donated=tuple(donated),
-        specs=tuple(specs),
-        shards=shards,
-        **others,
+        num_ranks=num_ranks, donated=tuple(donated), specs=tuple(specs), shards=ShardCounts(axis_sizes), **others
     )
-    found = run_passes(PASSES, graph, settings, observers())
-    made = {each.name: structure for each, structure in found if each.name in ("place", "liveness")}
-    return Built(made["liveness"], made["place"], settings)
+    observe = observers()
+    *_, (_, step) = run_passes(PASSES[:_FIRST_CHOICE], graph, settings, observe)
+    return Prepared(step, settings, observe, arguments)
 
 
 def _blocks(loop: Loop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:

@@ -1,8 +1,9 @@
-"""A step that is traced and placed on ranks, before any of its tasks is compiled."""
+"""A step that is traced, and then placed on ranks, before any of its tasks is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.engine.pipeline import Built
+from jaxpp_flax.engine.blocks import CutPolicy
+from jaxpp_flax.engine.passes.runner import Residuals
+from jaxpp_flax.engine.pipeline import Built, Prepared, ScheduleOf
+from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "PreparedStep", "passes_context"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,3 +64,28 @@ class Plan:
             for ranks, spec, aval in zip(self.built.program.arguments, self.in_specs, self.avals, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self.signature.tree, found[len(self.consts) :])
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """The step of a `Plan` before its cuts and residuals are chosen. One trace serves all choices of a planner."""
+
+    mesh: MpmdMesh
+    prepared: Prepared
+    signature: Signature
+    consts: tuple[Any, ...]
+    out_specs: Sequence[PartitionSpec | None]
+
+    def place(self, policy: CutPolicy, residuals: Residuals = None, schedule_of: ScheduleOf | None = None) -> Plan:
+        """Place the step on ranks; see `Prepared.build`."""
+        with passes_context(self.mesh):
+            built = self.prepared.build(policy, residuals, schedule_of)
+        chosen = built.settings.residual_plan
+        if chosen is not None and any(stage.offload for stage in chosen.stages):
+            check_devices(HOST_MEMORY, self.mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
+        return Plan(self.mesh, built, self.signature, self.consts, self.out_specs)
+
+
+def passes_context(mesh: MpmdMesh) -> AbstractContextManager[Any]:
+    """Return the context in which passes trace operations of their own: no mesh of the caller's may change them."""
+    return context_mesh(mesh.abstract_submesh if mesh.is_explicit else None)

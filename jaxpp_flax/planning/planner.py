@@ -46,7 +46,7 @@ class PlanningStep:
       platform: of the devices; `devices_of_a_rank` is their number on each rank.
       fsdp: how often parameters are gathered.
       kept: for each leaf of the step's arguments, the bytes of the optimizer on each device, and on the host.
-      place: traces the step with a schedule, cuts and residuals, and places it on ranks; nothing is compiled.
+      place: places the step, which is traced once, on ranks by a schedule, cuts and residuals; nothing is compiled.
       cuts: the cuts that the trainer's `assignment=` asks for; None if the planner is free.
       residuals: those of the trainer's `Memory(residuals=)`; None if the planner is free.
     """

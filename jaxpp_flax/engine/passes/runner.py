@@ -18,7 +18,14 @@ from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
-__all__ = ["Observer", "Pass", "Settings", "observers", "run_passes", "wants_verification"]
+__all__ = ["Observer", "Pass", "Residuals", "Settings", "observers", "run_passes", "wants_verification"]
+
+
+Residuals = ResidualPlan | Callable[[], ResidualPlan | None] | None
+
+
+def _no_cuts(loop: Loop) -> Sequence[int]:
+    raise NotImplementedError("the cuts are not chosen yet")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,26 +34,26 @@ class Settings:
 
     Attributes:
       num_ranks: the number of the mesh's ranks.
-      choose_cuts: the cut policy; returns the indices of the marks that cut.
       donated: for each input of the step, whether its buffers may be reused.
       specs: the partition of each input inside a submesh.
       shards: returns the number of shards over an entry of a spec.
       result_ranks: with several processes, the results that all of them get.
       fsdp: gathers parameters before the loops; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
+      choose_cuts: the cut policy; returns the indices of the marks that cut.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
     """
 
     num_ranks: int
-    choose_cuts: Callable[[Loop], Sequence[int]]
     donated: Sequence[bool]
     specs: Sequence[PartitionSpec]
     shards: ShardCounts
     result_ranks: ResultRanks | None = None
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
-    residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
+    choose_cuts: Callable[[Loop], Sequence[int]] = _no_cuts
+    residuals: Residuals = None
 
     @cached_property
     def residual_plan(self) -> ResidualPlan | None:
@@ -77,10 +84,13 @@ Observer = Callable[[int, Pass, Any], None]
 
 
 def run_passes(
-    passes: Iterable[Pass], structure: Any, settings: Settings, observe: Sequence[Observer] = ()
+    passes: Iterable[Pass], structure: Any, settings: Settings, observe: Sequence[Observer] = (), *, first: int = 1
 ) -> Iterator[tuple[Pass, Any]]:
-    """Hand a structure from pass to pass; yield each pass with its structure, and keep no structure."""
-    for number, each in enumerate(passes, 1):
+    """Hand a structure from pass to pass; yield each pass with its structure, and keep no structure.
+
+    `first` is the number of the first of these passes.
+    """
+    for number, each in enumerate(passes, first):
         structure = each.run(structure, settings)
         for observer in observe:
             observer(number, each, structure)

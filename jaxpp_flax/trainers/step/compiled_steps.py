@@ -28,7 +28,7 @@ from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
+from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache, with_schedule
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
 
 
@@ -64,10 +64,9 @@ class CompiledSteps:
             self._held.place(lambda: compiled.in_shardings[0][0])
         return compiled
 
-    def training_function(self, microbatches: Any, schedule: Schedule | None = None) -> Callable[..., Any]:
-        """Return the pure function that a training step compiles; the default schedule is the current one."""
-        schedule = self._scheduling.schedule if schedule is None else schedule
-        loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=schedule)
+    def training_function(self, microbatches: Any) -> Callable[..., Any]:
+        """Return the pure function that a training step compiles."""
+        loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
         return self._builders.for_training(self._held.memory, microbatches).train(loop)
 
     def to_plan(self, microbatches: Any) -> PlanningStep:
@@ -79,11 +78,13 @@ class CompiledSteps:
         (schedule, mesh), held = self._scheduling.pipeline("a plan"), self._held
         state = held.kept.described(held.memory)
 
+        function = self.training_function(microbatches)
+        with self._axis_rules(mesh):
+            step = mpmd_jit_with_loop(function, mesh, **self._form(microbatches, donate=True))
+            prepared = step.prepare(state, microbatches)
+
         def place(of: Schedule, policy: Any, residuals: ResidualPlan | None) -> PlacedStep:
-            form = {**self._form(microbatches, donate=True), "residuals": residuals}
-            function = self.training_function(microbatches, of)
-            with self._axis_rules(mesh):
-                return mpmd_jit_with_loop(function, mesh, cut_policy=policy, **form).place(state, microbatches)
+            return prepared.place(policy, residuals, lambda own: with_schedule(own, of))
 
         devices = mesh.rank_devices(0)
         return PlanningStep(

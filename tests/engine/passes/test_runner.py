@@ -18,7 +18,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.passes.runner import observers, run_passes
-from jaxpp_flax.engine.pipeline import build
+from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import GPipe
 from tests.engine.toys import built, chain, sgd_step
@@ -91,7 +91,7 @@ def test_text_after_every_pass(texts: list[dict[str, str]], name: str):
 
 def test_text_tells_the_chosen_cuts(tmp_path: Path):
     graph, specs = traced(chain(4), batch_of(2))
-    make = lambda: build(graph, 2, lambda marks, num_stages: [1], [False] * len(specs), specs, {})  # noqa: E731
+    make = lambda: prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, num_stages: [1])  # noqa: E731
     assert "marks: layer_0, layer_1 (cuts), layer_2" in texts_of(make, tmp_path)[0]["choose_cuts"]
 
 
@@ -119,7 +119,7 @@ def test_each_structure_is_verified_before_the_next_pass(monkeypatch: pytest.Mon
 
     broken = (*PASSES[:at], replace(place, run=without_moves), *PASSES[at + 1 :])
     graph, specs = traced(chain(2), batch_of(2))
-    settings = build(graph, 2, lambda marks, n: [0], [False] * len(specs), specs, {}).settings
+    settings = prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, n: [0]).settings
     ran: list[str] = []
     monkeypatch.setenv("JAXPP_FLAX_VERIFY", "1")
     with pytest.raises(VerificationError, match="a rank does not have"):

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.pipeline import build
+from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
@@ -116,6 +116,6 @@ def test_the_estimate_before_the_cut_follows_the_same_rule():
         return [0]
 
     specs = [spec_of[value.aval.ndim] for value in graph.inputs]
-    build(graph, 2, policy, [False] * len(specs), specs, {"data": 2, "tensor": 2})
+    prepare(graph, 2, [False] * len(specs), specs, {"data": 2, "tensor": 2}).build(policy)
     assert found[2, DIM, DIM] == P("data", None, "tensor")
     assert found[2, DIM] == P("data")
