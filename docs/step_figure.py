@@ -18,7 +18,7 @@ from jaxpp_flax import mark_stage_end, treduce
 from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.runner import Pass, run_passes
-from jaxpp_flax.engine.pipeline import build
+from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
 
@@ -66,7 +66,7 @@ def _structures() -> Iterator[tuple[Pass, type]]:
 
     graph, _ = from_jaxpr(jax.jit(step).trace([jnp.ones((4, 4))] * 2, jnp.ones((2, 8, 4))).jaxpr)
     nothing = [PartitionSpec()] * len(graph.inputs)
-    built = build(graph, 2, cut_at_every_mark, [False] * len(nothing), nothing, {})
+    built = prepare(graph, 2, [False] * len(nothing), nothing, {}).build(cut_at_every_mark)
     return ((each, type(structure)) for each, structure in run_passes(PASSES, graph, built.settings))
 
 

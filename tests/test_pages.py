@@ -1,4 +1,7 @@
-"""The code on the pages of docs/ runs, block after block, as a reader would try it."""
+"""The code on the pages of docs/ runs, block after block, as a reader would try it.
+
+Long pages are slow tests; `.ci/run` runs them on one version.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
     return namespace
 
 
+@pytest.mark.slow
 def test_the_pages_about_the_trainer_and_its_data_run(capsys: pytest.CaptureFixture[str]):
     names = run_page("guides/trainer.md", blocks=9)
     run_page("guides/data.md", blocks=2, trainer=names["trainer"], batches=names["batches"])
@@ -96,6 +100,7 @@ class Normalized(Block):
         return self.norm(super().__call__(x))
 
 
+@pytest.mark.slow
 def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
     """With `axis_name` deleted, the statistics are over all data-parallel devices."""
 
@@ -121,6 +126,7 @@ def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
         trained("batch", {"data": 2})
 
 
+@pytest.mark.slow
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     given = unmarked()
     pipeline_stage(given["Block"])  # type: ignore[arg-type]
@@ -134,6 +140,7 @@ def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     assert "offload" in chosen
 
 
+@pytest.mark.slow
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     run_page("guides/stages.md", blocks=4, **unmarked())
     out = capsys.readouterr().out
@@ -162,6 +169,7 @@ def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
     assert out.endswith("[4, 5, 6, 7]\n")
 
 
+@pytest.mark.slow
 def test_the_page_about_generation_runs(capsys: pytest.CaptureFixture[str]):
     run_page("guides/generation.md", blocks=3)
     assert len(capsys.readouterr().out.splitlines()) == 2
@@ -172,6 +180,7 @@ def next_token_loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
+@pytest.mark.slow
 def test_the_page_about_pretrained_weights_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -240,6 +249,7 @@ def test_a_short_page_runs(page: str, blocks: int, marked: bool, tmp_path: Path,
     run_page(page, blocks, **given)
 
 
+@pytest.mark.slow
 def test_the_page_about_profiling_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -254,6 +264,7 @@ def test_the_page_about_profiling_runs(
     assert "% simulated" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_first_notebook_runs(capsys: pytest.CaptureFixture[str]):
     run_page("start/first_training.md", blocks=6)
     out = capsys.readouterr().out
@@ -261,6 +272,7 @@ def test_the_first_notebook_runs(capsys: pytest.CaptureFixture[str]):
     assert "step 61 loss 0.0" in out
 
 
+@pytest.mark.slow
 def test_the_notebook_about_meshes_runs(capsys: pytest.CaptureFixture[str]):
     run_page("guides/mpmd.md", blocks=4)
     out = capsys.readouterr().out

@@ -16,7 +16,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.pipeline import Built, build
+from jaxpp_flax.engine.pipeline import Built, prepare
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
@@ -140,7 +140,7 @@ def built(
     assert not consts
     size = len(graph.inputs)
     specs = [jax.sharding.PartitionSpec()] * size
-    return build(graph, num_ranks, policy, donated or [False] * size, specs, {}, residuals=residuals)
+    return prepare(graph, num_ranks, donated or [False] * size, specs, {}).build(policy, residuals)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

@@ -127,6 +127,7 @@ def test_a_slow_link_recomputes_and_a_fast_one_moves():
         assert bool(found.prediction.moved) == (not recomputes)
 
 
+@pytest.mark.slow
 def test_many_stages_and_microbatches_take_seconds():
     model = seven_billion(Std1F1B(16), 16, 128)
     start = time.process_time()

@@ -36,7 +36,7 @@ def exact_bytes(trainer, batch) -> list[int]:
     ("options", "card", "does"),
     [
         ({}, SLOW_LINK, "recompute"),
-        ({"num_stages": 8, "schedule": "interleaved_1f1b", "mesh": MeshOptions(num_ranks=4)}, CARD, "offload"),
+        slow({"num_stages": 8, "schedule": "interleaved_1f1b", "mesh": MeshOptions(num_ranks=4)}, CARD, "offload"),
     ],
     ids=["1f1b", "interleaved"],
 )
@@ -73,7 +73,7 @@ OPTIONS = {
 }
 
 
-DEFAULT = ("zbv", "data", "clip", "host")
+DEFAULT = ("zbv", "data")
 
 
 @pytest.mark.parametrize("name", [*DEFAULT, *(slow(name) for name in OPTIONS if name not in DEFAULT)])
@@ -220,13 +220,13 @@ def test_a_gpt_trains_with_sixty_percent_of_the_peak_in_at_most_1_05_of_the_step
 
 def test_the_best_of_several_schedules():
     batch = m.make_batch(64)
-    found = plan(trainer_of(), batch, schedules=["gpipe", "1f1b", "zero_bubble"], hardware=CARD)
+    found = plan(trainer_of(), batch, schedules=["1f1b", "zero_bubble"], hardware=CARD)
     assert found.schedule == by_name("zero_bubble", 4)
-    assert found.notes[-1] == "the best of 3 schedules"
-    each = [plan(trainer_of(schedule=name), batch, hardware=CARD) for name in ("gpipe", "1f1b", "zero_bubble")]
+    assert found.notes[-1] == "the best of 2 schedules"
+    each = [plan(trainer_of(schedule=name), batch, hardware=CARD) for name in ("1f1b", "zero_bubble")]
     assert found.seconds == min(of.seconds for of in each)
     # A limit that one of them does not meet leaves it out.
-    limit = 1.01 * max(each[1].peak_bytes)
+    limit = 1.01 * max(each[0].peak_bytes)
     tight = plan(
         trainer_of(memory=Memory(residuals=ResidualPlan.keep(4))), batch, memory_limit=limit,
         schedules=["gpipe", "1f1b"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from jaxpp_flax.planning.stages.balancing import balance, rank_loads
 from jaxpp_flax.planning.stages.step_time import StepTime
 from jaxpp_flax.schedules import Costs, by_name, simulate
-from tests.helpers import slow
 
 
 def assignments(count: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -74,9 +74,16 @@ def balanced_for(schedule, forward, num_microbatches, **options):
 SEVERAL_ON_A_RANK = ["interleaved_1f1b", "interleaved_gpipe", "kimi_k2", "circular", "zbv", "dualpipe_v"]
 
 
-@pytest.mark.parametrize("name", SEVERAL_ON_A_RANK)
-@pytest.mark.parametrize("forward", [GROWING, LARGE_HEAD], ids=["growing", "large_head"])
-@pytest.mark.parametrize("num_microbatches", [8, slow(64)])
+def default_and_slow(names: list[str]) -> list[Any]:
+    """Each schedule once, with one kind of costs or the other; the other cases are slow."""
+    costs = {"growing": GROWING, "large_head": LARGE_HEAD}
+    return [
+        pytest.param(name, costs[kind], count, marks=[] if number % 8 in (0, 6) else pytest.mark.slow)
+        for number, (name, kind, count) in enumerate(itertools.product(names, costs, (8, 64)))
+    ]
+
+
+@pytest.mark.parametrize(("name", "forward", "num_microbatches"), default_and_slow(SEVERAL_ON_A_RANK))
 def test_with_several_stages_on_a_rank_the_simulated_step_decides(name, forward, num_microbatches):
     schedule = by_name(name, 8, 4)
     found, step = balanced_for(schedule, forward, num_microbatches, even=EVEN)
@@ -108,7 +115,8 @@ def test_with_one_microbatch_nothing_is_better_than_even():
     assert found == EVEN
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zbv")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
 def test_a_large_model_is_searched_with_few_simulations(name):
     schedule = by_name(name, 16, 8)
     forward = [3.0 + (7 * i) % 5 for i in range(99)] + [60.0]
