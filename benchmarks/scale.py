@@ -26,7 +26,7 @@ def main() -> None:
 
     from jaxpp_flax.api import Std1F1B, mark_stage_end, treduce
     from jaxpp_flax.engine.blocks import cut_at_every_mark
-    from jaxpp_flax.engine.pipeline import prepare
+    from jaxpp_flax.engine import pipeline
     from jaxpp_flax.engine.tracing.ir import from_jaxpr
 
     rows: list[dict[str, object]] = []
@@ -47,10 +47,10 @@ def main() -> None:
             jaxpr = jax.jit(step).trace([jnp.ones((4, 4))] * ranks, jnp.ones((microbatches, 2, 4))).jaxpr
             graph, _ = from_jaxpr(jaxpr)
             specs = [PartitionSpec()] * len(graph.inputs)
-            built = prepare(graph, ranks, [False] * len(specs), specs, {}).build(cut_at_every_mark)
+            built = pipeline.prepare(graph, ranks, [False] * len(specs), specs, {}).build(cut_at_every_mark)
             seconds = time.perf_counter() - start
             tracemalloc.start()
-            again = prepare(graph, ranks, [False] * len(specs), specs, {}).build(cut_at_every_mark)
+            again = pipeline.prepare(graph, ranks, [False] * len(specs), specs, {}).build(cut_at_every_mark)
             held, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             tasks = 2 * ranks * microbatches
