@@ -387,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not narrower than is legible, where the output is a file or a log.
         console = Console() if sys.stdout.isatty() else Console(width=140)
         console.print(report(findings, measurements))
-        console.print(f"{len(wrong)} to mend" if wrong else "all is well")
+        console.print(f"{len(wrong)} to fix" if wrong else "all is well")
     return 1 if wrong else 0
 
 

@@ -16,8 +16,9 @@ from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
+from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 
 __all__ = ["TrainStep"]
@@ -52,10 +53,12 @@ class TrainStep:
         with display.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
             compiled = self.executables.for_training(microbatches)
         if scheduling.mesh is not None:
-            title = f"{scheduling.num_stages} stages on {describe_mesh(scheduling.mesh)}, {scheduling.schedule!r}"
+            schedule, mesh = scheduling.pipeline("the table of stages")
+            title = f"{schedule.num_stages} stages on {describe_mesh(mesh)}, {schedule!r}"
             memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
-            plan = self.assigner.plan_of(scheduling.schedule, scheduling.num_microbatches)
-            display.message(stage_table(compiled.stages, memory, title, plan))
+            plan = self.assigner.plan_of(schedule, scheduling.num_microbatches)
+            table = stage_table(compiled.stages, memory, title, schedule, scheduling.num_microbatches, plan)
+            display.message(table)
             if plan is not None and self.assigner.note_told(plan):
                 display.message(plan.table())
         return compiled

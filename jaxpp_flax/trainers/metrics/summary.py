@@ -91,4 +91,4 @@ def after_error(step: int, saved: int | None, directory: Path | None, again: str
         )
     if saved is None:
         return f"{begin} {directory} holds no checkpoint yet, so the next run begins anew. Save more often: every=."
-    return f"{begin} Mend the cause and run again with {again}: it goes on from step {saved} of {directory}."
+    return f"{begin} Fix the cause and run again with {again}: it goes on from step {saved} of {directory}."

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import linen as nn
 from jax.sharding import PartitionSpec
-from rich.table import Table
 
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.plan import Plan as PlacedStep
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.summary import StageSummary
-from jaxpp_flax.messages import amount
-from jaxpp_flax.planning import CutPolicy, Plan, PlanningStep, describe
+from jaxpp_flax.planning import CutPolicy, PlanningStep
 from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
@@ -218,40 +215,3 @@ class CompiledSteps:
 
     def _axis_rules(self, mesh: Any) -> Any:
         return nn.logical_axis_rules(self._rules.on(inner_sizes(mesh)))
-
-
-def stage_table(
-    stages: Sequence[StageSummary], memory: Mapping[int, int], title: str, plan: Plan | None = None
-) -> Table:
-    """Make the table that is printed before the first step.
-
-    It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank; with a plan,
-    also what each stage does with its residuals, and the bytes of each rank that it predicted.
-    """
-    table = Table(title=title, title_justify="left")
-    for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
-    for column in ("size", "FLOPs", "sent", "memory", "devices"):
-        table.add_column(column, justify="right")
-    residuals = None if plan is None or plan.residuals is None or plan.residuals.is_kept else plan.residuals
-    predicted = () if plan is None else plan.peak_bytes
-    for column in ("residuals",) * (residuals is not None) + ("predicted",) * bool(predicted):
-        table.add_column(column, justify="right")
-    if plan is not None and plan.notes:
-        table.caption, table.caption_justify = "\n".join(plan.notes), "left"
-    for stage in stages:
-        row = [
-            str(stage.stage),
-            str(stage.rank),
-            ", ".join(names) if len(names := stage.blocks) <= 3 else f"{names[0]} … {names[-1]} ({len(names)})",
-            f"{stage.parameter_count:,}",
-            amount(stage.parameter_bytes, "B"),
-            amount(stage.flops, ""),
-            amount(stage.sent_bytes, "B"),
-            amount(memory.get(stage.rank), "B"),
-            ", ".join(str(getattr(device, "id", device)) for device in stage.devices),
-        ]
-        row += [describe(residuals.of(stage.stage))] if residuals is not None else []
-        row += [amount(predicted[stage.rank], "B")] if predicted else []
-        table.add_row(*row)
-    return table

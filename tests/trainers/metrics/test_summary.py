@@ -123,7 +123,7 @@ def test_an_error_says_from_which_checkpoint_to_go_on(tmp_path):
     with pytest.raises(RuntimeError, match="broken callback") as error:
         trainer.fit(BATCHES, callbacks=[Breaks()])
     assert advice(error) == (
-        "Training stopped after step 3. Mend the cause and run again with fit(..., resume=True): it goes on from "
+        "Training stopped after step 3. Fix the cause and run again with fit(..., resume=True): it goes on from "
         f"step 2 of {tmp_path}."
     )
     other, _ = make(Checkpoints(tmp_path, every=2))
@@ -150,7 +150,7 @@ def test_a_loop_of_the_users_own_gets_advice_too(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as error:
         list(trainer.training_steps(fails_after(BATCHES[:3])))
     assert advice(error) == (
-        "Training stopped after step 3. Mend the cause and run again with trainer.restore() before "
+        "Training stopped after step 3. Fix the cause and run again with trainer.restore() before "
         f"training_steps(the data after the saved step): it goes on from step 2 of {tmp_path}."
     )
     other, _ = make(Checkpoints(tmp_path, every=2))
