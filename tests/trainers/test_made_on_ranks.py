@@ -30,10 +30,10 @@ class Tied(m.Model):
     """Dropout, running statistics, an annotated kernel, and an embedding that the first and the last stage read."""
 
     def __init__(self, rngs: nnx.Rngs):
-        super().__init__(3, rngs=rngs, dropout=0.1, batch_norm=True)
+        super().__init__(2, rngs=rngs, dropout=0.1, batch_norm=True)
         cut = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "tensor"))
-        self.blocks[1].widen = nnx.Linear(m.WIDTH, 2 * m.WIDTH, rngs=rngs, kernel_init=cut)
-        self.blocks[2].narrow = nnx.Linear(2 * m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=nnx.initializers.orthogonal())
+        self.blocks[0].widen = nnx.Linear(m.WIDTH, 2 * m.WIDTH, rngs=rngs, kernel_init=cut)
+        self.blocks[1].narrow = nnx.Linear(2 * m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=nnx.initializers.orthogonal())
 
     def __call__(self, tokens):
         return super().__call__(tokens) + self.embed.attend(jnp.ones((*tokens.shape, m.WIDTH)))
@@ -76,16 +76,18 @@ def same(tree: Any, eager: Any) -> None:
             np.testing.assert_array_equal(value, wanted[path], err_msg=path)
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[:2], slow(LAYOUTS)], ids=len)
-def test_a_factory_gives_every_layout_the_same_bits(layouts: list[Any]):
+@pytest.mark.parametrize("every", [False, slow(True)])
+def test_a_factory_gives_every_layout_the_same_bits(every: bool):
     """They are the values of the eager model."""
+    layouts = LAYOUTS if every else LAYOUTS[:2]
     first, *others = (make(lambda rngs: Tied(rngs), **layout) for layout in layouts)
     with nnx.use_eager_sharding(False):
         eager = make(Tied(nnx.Rngs(0)), **layouts[0])
     batch = m.make_batch(8)
-    for trainer in (first, *others, eager):
+    for trainer in (first, eager, *(others if every else ())):
         trainer.compile(batch)
-        assert trainer is eager or bits(trainer.state) == bits(first.state)
+    for trainer in others:
+        assert bits(trainer.state) == bits(first.state)
     same(first.state, eager.state)
     placed = jax.tree.leaves(first.state)
     assert all(isinstance(leaf, MpmdArray) for leaf in placed)
