@@ -27,6 +27,7 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
+    Precision,
     Training,
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -72,6 +73,7 @@ __all__ = [
     "NonFiniteLossError",
     "NoopTracker",
     "PREEMPTED_STATUS",
+    "Precision",
     "Training",
     "PipelineTrainer",
     "StepProfile",

@@ -33,6 +33,7 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
+    Precision,
     Training,
 )
 from jaxpp_flax.trainers.options.planned import Planned
@@ -109,6 +110,7 @@ def make_core(
     assignment: Any,
     variables: Mapping[str, Any] | Callable[..., Any] | None,
     training: Training,
+    precision: Precision,
     memory: Memory,
     logging: Logging,
 ) -> Core:
@@ -117,14 +119,14 @@ def make_core(
     Raises:
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
-    skips, kept = training.rule == "skip", OptimizerMemory(memory.optimizer_state)
+    on_nonfinite, kept = training.rule(scaled=precision.scale is not None), OptimizerMemory(memory.optimizer_state)
     _check_options(loss_fn, memory, scheduling, devices)
     update = Update(
-        tx=tx, loss_scale=training.scale, gradient_dtype=training.gradient_dtype, ema_decay=training.ema_decay,
-        skips_nonfinite=skips, kept=kept,
+        tx=tx, loss_scale=precision.scale, gradient_dtype=precision.summed, ema_decay=training.ema_decay,
+        skips_nonfinite=on_nonfinite == "skip", kept=kept,
     )  # fmt: skip
     chosen = choose_model(model, variables, training.wrt, training.frozen, training.seed)
-    check_parameters(chosen.params, chosen.name)
+    check_parameters(chosen.params, chosen.name, precision.stored)
     check_memory(chosen.params, chosen.rest, chosen.name)
     assigner = Assigner(assignment)
     first = update.first_state(chosen.params, chosen.rest)
@@ -133,16 +135,17 @@ def make_core(
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
-    builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
+    adapter = chosen.adapter.computing_in(precision.computed)
+    builder = StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
     builders = StepBuilderCache(builder, scheduling.num_microbatches, training.unused)
     rows = BatchSharding(mesh, scheduling.num_microbatches)
     measures = _run_metrics(logging, held, builders, rows)
     return Core(
-        adapter=chosen.adapter,
+        adapter=adapter,
         model_name=chosen.name,
         update=update,
         loss_fn=loss_fn,
-        on_nonfinite=training.rule,
+        on_nonfinite=on_nonfinite,
         scheduling=scheduling,
         assigner=assigner,
         held=held,

@@ -11,6 +11,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.planning import Plan, PlanningStep, StepProfile
@@ -27,6 +28,7 @@ from jaxpp_flax.trainers.options import (
     Logging,
     Memory,
     MeshOptions,
+    Precision,
     Training,
 )
 from jaxpp_flax.trainers.options.planned import Planned, take_plan
@@ -74,8 +76,10 @@ class PipelineTrainer(TrainedModel):
         sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file, or a policy.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
-      training: `Training(wrt=, frozen=, ema_decay=, gradient_dtype=, loss_scale=, on_nonfinite=, seed=)`: the trained
-        parameters and their moving average, number types, losses that are not finite, random numbers.
+      training: `Training(wrt=, frozen=, ema_decay=, on_nonfinite=, seed=)`: the trained parameters and their moving
+        average, losses that are not finite, random numbers.
+      precision: "bfloat16" or "float16": the model computes in this type; parameters, sums of gradients and the loss
+        stay float32. `Precision(compute=, params=, gradients=, loss_scale=)` has more.
       memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed or
         lies in host memory; see `docs/guides/memory.md`.
       inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
@@ -122,6 +126,7 @@ class PipelineTrainer(TrainedModel):
         assignment: AssignmentLike = "auto",
         variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
         training: Training | None = None,
+        precision: Precision | DTypeLike | None = None,
         memory: Memory | None = None,
         inference: Inference | None = None,
         logging: Logging | bool = True,
@@ -141,6 +146,7 @@ class PipelineTrainer(TrainedModel):
             assignment=chosen.assignment,
             variables=variables,
             training=Training.of(training),
+            precision=Precision.of(precision),
             memory=chosen.memory,
             logging=logged,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
-from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Training
+from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Precision, Training
 from jaxpp_flax.trainers.callbacks import Callback, OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
@@ -354,7 +354,7 @@ def test_resuming_a_finished_run(after_four: Path, whole: Whole):
 
 
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
-    options = {"training": Training(ema_decay=0.9, loss_scale="dynamic")}
+    options = {"training": Training(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
     trainer = make_trainer(checkpoints=tmp_path / "ckpt", **options)
     fit(trainer, steps=2)
     trainer.save()

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import DynamicLossScale, Training
+from jaxpp_flax.trainers import DynamicLossScale, Precision, Training
 from tests.helpers import slow, tree_allclose
 
 pytestmark = pytest.mark.full_compilation
@@ -86,7 +86,8 @@ def snapshot(made):
 
 def test_dynamic_scale_skips_on_all_stages_halves_and_grows():
     made = trainer(
-        training=Training(loss_scale=DynamicLossScale(initial=64.0, growth_interval=2), ema_decay=0.5),
+        training=Training(ema_decay=0.5),
+        precision=Precision(loss_scale=DynamicLossScale(initial=64.0, growth_interval=2)),
     )
     plain = trainer(stages=1, training=Training(ema_decay=0.5))
     scales = []
@@ -107,9 +108,9 @@ def test_dynamic_scale_skips_on_all_stages_halves_and_grows():
     assert made.state.params["blocks"][1]["linear"]["kernel"].get_value().mpmd_idxs == (1,), "there were two stages"
 
 
-def one_step(training=None, dtype=None, stages=STAGES, **options):
+def one_step(precision=None, dtype=None, stages=STAGES, **options):
     """What SGD with rate 1 takes off the weights: the gradients."""
-    made = trainer(stages, dtype, optax.sgd(1.0), training=training, **options)
+    made = trainer(stages, dtype, optax.sgd(1.0), precision=precision, **options)
     before = jax.tree.map(np.asarray, made.state.params)
     metrics = made.train_step(batch(0))
     return jax.tree.map(lambda a, b: np.asarray(a - np.asarray(b)), before, made.state.params), metrics, made
@@ -117,7 +118,7 @@ def one_step(training=None, dtype=None, stages=STAGES, **options):
 
 @pytest.mark.slow
 def test_gradients_summed_in_bfloat16_by_choice():
-    (exact, _, _), (rounded, _, made) = one_step(), one_step(Training(gradient_dtype=jnp.bfloat16))
+    (exact, _, _), (rounded, _, made) = one_step(), one_step(Precision(gradients=jnp.bfloat16))
     compiled = made.compile(batch(0))
     dtypes = {str(r.aval.dtype) for r in compiled._built.loops[0].results if r.aval.shape}
     assert dtypes == {"bfloat16"}
@@ -130,8 +131,8 @@ def test_gradients_summed_in_bfloat16_by_choice():
 @pytest.mark.parametrize("stages", [slow(1), STAGES])
 def test_gradients_of_bfloat16_weights_summed_in_float32(stages):
     """Equal to a loop in plain JAX that casts each microbatch's gradients and adds these up."""
-    wide = Training(gradient_dtype=jnp.float32)
-    made = trainer(stages, jnp.bfloat16, keep_gradients(), training=wide, param_dtype=jnp.bfloat16)
+    wide = Precision(gradients=jnp.float32)
+    made = trainer(stages, jnp.bfloat16, keep_gradients(), precision=wide, param_dtype=jnp.bfloat16)
     graphdef, params, rest = nnx.split(Model(jnp.bfloat16, jnp.bfloat16), nnx.Param, ...)
 
     @jax.jit
@@ -167,7 +168,7 @@ def keep_gradients():
 
 @pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), slow(jnp.float16, 2.0**-11)])
 def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
-    scale = Training(loss_scale=2.0**8 if dtype == jnp.float16 else None)
+    scale = Precision(loss_scale=2.0**8 if dtype == jnp.float16 else None)
     found, metrics, made = one_step(scale, dtype)
     expected, reference, _ = one_step(dtype=dtype, stages=1)
     assert {leaf.dtype for leaf in jax.tree.leaves(made.state.params)} == {jnp.dtype(jnp.float32)}

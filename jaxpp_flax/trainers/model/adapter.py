@@ -15,6 +15,14 @@ class ModelAdapter(Protocol):
     The adapter holds no arrays, so that the user's arrays can be freed.
     """
 
+    def computing_in(self, compute: Any) -> ModelAdapter:
+        """Return the adapter of the same model that computes in this type; None: in its own types."""
+        ...
+
+    def narrowed(self, params: Any, rest: Any) -> tuple[Any, Any]:
+        """Return both with all parameters, frozen ones too, in the type of the computation."""
+        ...
+
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
         """Return the model for a loss function; its random numbers depend only on step and microbatch."""
         ...

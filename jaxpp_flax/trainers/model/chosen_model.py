@@ -142,8 +142,11 @@ def _what_to_pass(model: Any) -> str:
     return ""
 
 
-def check_parameters(params: Any, name: str) -> None:
-    """Refuse a model without parameters, or with parameters that have no gradient; `name` is its class."""
+def check_parameters(params: Any, name: str, stored: Any) -> None:
+    """Refuse a model without parameters, or with parameters that have no gradient or another type than `stored`.
+
+    `name` is the model's class; a `stored` that is None allows all types.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise ModelError(
@@ -155,6 +158,12 @@ def check_parameters(params: Any, name: str) -> None:
             raise ModelError(
                 f"the parameter {jax.tree_util.keystr(path)} of {name} has dtype {leaf.dtype}, which "
                 "has no gradient. Keep it in a variable of another type (NNX) or collection (Linen)."
+            )
+        if stored not in (None, leaf.dtype):
+            raise ModelError(
+                f"the parameter {jax.tree_util.keystr(path)} of {name} has dtype {leaf.dtype}, but precision= stores "
+                f"parameters in {stored}. Make the model with param_dtype=jnp.{stored}, or allow this type: "
+                f"precision=Precision(..., params={str(leaf.dtype)!r})."
             )
 
 

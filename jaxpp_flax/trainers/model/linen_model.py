@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
+from jaxpp_flax.trainers.model.precision import narrowed, widened
 from jaxpp_flax.trainers.model.sharding import is_box
 
 STREAMS = ("params", "dropout")
@@ -37,13 +38,20 @@ class LinenCall:
     """
 
     def __init__(
-        self, module: nn.Module, variables: Mapping[str, Any], *, rngs: Mapping[str, jax.Array], training: bool
+        self,
+        module: nn.Module,
+        variables: Mapping[str, Any],
+        *,
+        rngs: Mapping[str, jax.Array],
+        training: bool,
+        compute: Any = None,
     ) -> None:
         self.module = module
         self.variables: dict[str, Any] = dict(variables)
         self.training = training
         self._rngs = dict(rngs)
         self._calls = 0
+        self._compute = compute
 
     @property
     def params(self) -> Any:
@@ -60,11 +68,15 @@ class LinenCall:
         rngs = kwargs.pop("rngs", None) or self.rngs
         self._calls += 1
         mutable = [name for name in self.variables if name != "params"]
+        args, kwargs = narrowed((args, kwargs), self._compute)
         if "mutable" in kwargs or not mutable:
-            return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
+            return self._wide(self.module.apply(self.variables, *args, rngs=rngs, **kwargs))
         outputs, written = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **kwargs)
         self.variables.update(written)
-        return outputs
+        return self._wide(outputs)
+
+    def _wide(self, outputs: Any) -> Any:
+        return outputs if self._compute is None else widened(outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,7 @@ class LinenModel:
     """A Linen module; the rest of its state is `{"collections": ..., "key": ...}`, and `"frozen"` parameters."""
 
     module: nn.Module
+    compute: Any = None  # the type in which the module computes; None: its own
 
     @classmethod
     def take_apart(
@@ -87,11 +100,18 @@ class LinenModel:
             params, rest["frozen"] = split_frozen(params, frozen_filter(frozen, paths))
         return cls(module=module), params, rest
 
+    def computing_in(self, compute: Any) -> LinenModel:
+        return replace(self, compute=compute)
+
+    def narrowed(self, params: Any, rest: Any) -> tuple[Any, Any]:
+        frozen = {name: narrowed(tree, self.compute) for name, tree in rest.items() if name == "frozen"}
+        return narrowed(params, self.compute), {**rest, **frozen}
+
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> LinenCall:
         # Keys depend on step, microbatch and name; modules fold in their paths.
         rngs = self.rngs(rest, step=step, microbatch=microbatch)
         variables = {"params": _all(params, rest), **rest["collections"]}
-        return LinenCall(self.module, variables, rngs=rngs, training=training)
+        return LinenCall(self.module, variables, rngs=rngs, training=training, compute=self.compute)
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> dict[str, jax.Array]:
         key = fold(rest["key"], step, microbatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
+from jaxpp_flax.trainers.model.precision import calling_in, narrowed
 
 # Makes these keys differ from the streams of a module with the same seed.
 _OF_THE_CALL = 1
@@ -17,11 +18,15 @@ _OF_THE_CALL = 1
 
 @dataclass(frozen=True, kw_only=True)
 class NnxModel:
-    """An NNX module, split into trained variables (`wrt`, a filter) and the rest; `seed` is the seed of `rngs`."""
+    """An NNX module, split into trained variables (`wrt`, a filter) and the rest.
+
+    `seed` is the seed of `rngs`; `compute` is the type in which the module computes (None: its own).
+    """
 
     graphdef: Any
     wrt: Any
     seed: int = 0
+    compute: Any = None
 
     @classmethod
     def take_apart(
@@ -35,12 +40,22 @@ class NnxModel:
         graphdef, params, rest = nnx.split(module, wrt, ...)
         return cls(graphdef=graphdef, wrt=wrt, seed=seed), numbers_as_arrays(params), numbers_as_arrays(rest)
 
+    def computing_in(self, compute: Any) -> NnxModel:
+        return replace(self, compute=compute)
+
+    def narrowed(self, params: Any, rest: Any) -> tuple[Any, Any]:
+        def one(variable: Any) -> Any:
+            is_param = isinstance(variable, nnx.Param)
+            return variable.replace(narrowed(variable.get_value(), self.compute)) if is_param else variable
+
+        return narrowed(params, self.compute), jax.tree.map(one, rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
         """Make a new module for each microbatch: only a copy is legal inside the loop."""
         module = nnx.merge(self.graphdef, params, _fold_keys(rest, step, microbatch), copy=True)
         if not training:
             module.eval()
-        return module
+        return calling_in(module, self.compute)
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> nnx.Rngs:
         """Return one stream for all names, with keys in the order of calls."""

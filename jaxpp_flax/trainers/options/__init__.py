@@ -4,6 +4,7 @@ from jaxpp_flax.trainers.options.checkpoints import Checkpoints
 from jaxpp_flax.trainers.options.logging import Logging
 from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.options.mesh import MeshOptions
+from jaxpp_flax.trainers.options.precision import Precision
 from jaxpp_flax.trainers.options.training import Inference, Training
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "Logging",
     "Memory",
     "MeshOptions",
+    "Precision",
     "Training",
 ]

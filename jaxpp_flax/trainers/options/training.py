@@ -1,16 +1,13 @@
-"""The options of what is trained, in which types, and from which random numbers; and of inference."""
+"""The options of what is trained, and from which random numbers; and of inference."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.trainers.model.calling import check_functions
@@ -18,7 +15,6 @@ from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.nonfinite import OnNonFinite
-from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused
 
 __all__ = ["Inference", "Training"]
@@ -26,7 +22,7 @@ __all__ = ["Inference", "Training"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Options):
-    """The options of what is trained, in which number types, and from which random numbers: `training=`.
+    """The options of what is trained, and from which random numbers: `training=`.
 
     Args:
       wrt: filter of the NNX variables to train; the other variables are not changed.
@@ -35,12 +31,9 @@ class Training(Options):
         `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
       ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `gather_model(ema=True)`, and
         `Inference(params=lambda state: state.ema)`.
-      gradient_dtype: the type in which gradients are summed over the microbatches. None: their own type.
-      loss_scale: "dynamic", a `DynamicLossScale` or a number. The loss is multiplied by this scale before
-        differentiation, and a step with a gradient that is not finite is skipped.
       on_nonfinite: "stop" raises two steps after a loss that is not finite, and before anything is saved. "skip" skips
         a step whose loss or gradients are not finite. "ignore" goes on. "stop" and "skip" check the parameters before
-        each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss scale.
+        each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss scale (`Precision`).
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds).
 
@@ -50,17 +43,12 @@ class Training(Options):
     Example:
       >>> Training(frozen=["embed/*", "blocks/[01]"], ema_decay=0.999).ema_decay
       0.999
-      >>> import jax.numpy as jnp
-      >>> Training(gradient_dtype=jnp.float32, loss_scale="dynamic").rule
-      'skip'
     """
 
     wrt: nnx.filterlib.Filter = nnx.Param
     frozen: NameFilter | None = None
     unused: OnUnused = "warn"
     ema_decay: float | None = None
-    gradient_dtype: DTypeLike | None = None
-    loss_scale: Literal["dynamic"] | DynamicLossScale | float | None = None
     on_nonfinite: OnNonFinite | None = None
     seed: int = 0
 
@@ -71,34 +59,23 @@ class Training(Options):
             raise ValueError(f'unused={self.unused!r}: it must be "warn" or "error".')
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
-        if self.gradient_dtype is not None and not jnp.issubdtype(self.gradient_dtype, jnp.floating):
-            raise ValueError(f"gradient_dtype={self.gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonFinite):
             raise ValueError(f'on_nonfinite={self.on_nonfinite!r}: it must be "stop", "skip" or "ignore".')
-        if self.loss_scale is not None and self.on_nonfinite in ("stop", "ignore"):
-            raise ValueError(
-                f"on_nonfinite={self.on_nonfinite!r} and loss_scale={self.loss_scale!r}: a step whose scaled gradients "
-                'overflow is skipped, and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
-            )
-        number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool) and 0 < self.scale < math.inf
-        if not (number or self.scale is None or isinstance(self.scale, DynamicLossScale)):
-            raise ValueError(
-                f"loss_scale={self.loss_scale!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0."
-            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise misfit("seed", self.seed, "a whole number")
 
-    @property
-    def scale(self) -> DynamicLossScale | float | None:
-        """The loss scale: "dynamic" is `DynamicLossScale()`."""
-        return (
-            DynamicLossScale() if isinstance(self.loss_scale, str) and self.loss_scale == "dynamic" else self.loss_scale
-        )
+    def rule(self, *, scaled: bool) -> OnNonFinite:
+        """Return `on_nonfinite`, or its default value: "stop", but "skip" if the loss is scaled, which skips anyway.
 
-    @property
-    def rule(self) -> OnNonFinite:
-        """`on_nonfinite`, or its default value: "stop", but "skip" with a loss scale, which skips steps anyway."""
-        return self.on_nonfinite or ("stop" if self.loss_scale is None else "skip")
+        Raises:
+          ValueError: for another rule than "skip" with a scaled loss.
+        """
+        if scaled and self.on_nonfinite in ("stop", "ignore"):
+            raise ValueError(
+                f"on_nonfinite={self.on_nonfinite!r} and a loss scale (precision=): a step whose scaled gradients "
+                'overflow is skipped, and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
+            )
+        return self.on_nonfinite or ("skip" if scaled else "stop")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
-from jaxpp_flax.trainers.step.loss_trace import LossTrace, trace_loss, warn_of_microbatches
+from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_written, trace_loss, warn_of_microbatches
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
@@ -91,11 +91,11 @@ class StepBuilder:
         """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-            loss = self._in_two_passes(loop)
+            loss, computed = self._in_two_passes(loop), self._computed(state)
             if loss is None:
-                carried, (terms, grads) = self._accumulate(state, batch, loop)
+                carried, (terms, grads) = self._accumulate(computed, batch, loop)
             else:
-                carried, (terms, grads) = self._accumulate_in_two_passes(loss, state, batch, loop)
+                carried, (terms, grads) = self._accumulate_in_two_passes(loss, computed, batch, loop)
             metrics, divisor = whole_batch(terms, loop.num_microbatches if loss is None else 1)
             leaves, tree = jax.tree.flatten(state.model_state)
 
@@ -111,6 +111,17 @@ class StepBuilder:
             return new, {**metrics, **more}
 
         return step
+
+    def _computed(self, state: TrainState) -> TrainState:
+        """Return the state with the parameters in the type of the computation: converted before the loop, once."""
+        params, rest = self.model.narrowed(state.params, state.model_state)
+        return replace(state, params=params, model_state=rest)
+
+    def computed_shapes(self, state: TrainState) -> TrainState:
+        """Return the shapes of what the loss computes with."""
+        shapes = jax.tree.map(shape_of, (state.params, state.model_state))
+        params, rest = jax.eval_shape(self.model.narrowed, *shapes)
+        return replace(state, params=params, model_state=rest)
 
     def _accumulate(self, state: TrainState, batch: Any, loop: Loop) -> tuple[tuple[Any, Any], tuple[LossTerms, Any]]:
         """Return the carried leaves before and after the loop, and the summed terms and gradients."""
@@ -185,7 +196,8 @@ class StepBuilder:
             )
             return read_loss(output).total
 
-        shapes = jax.tree.map(shape_of, (state.params, state.model_state, state.step, microbatch))
+        computed = self.computed_shapes(state)
+        shapes = jax.tree.map(shape_of, (computed.params, computed.model_state, state.step, microbatch))
         index = jax.ShapeDtypeStruct((), jnp.int32)
         return count_flops(from_jaxpr(jax.make_jaxpr(jax.value_and_grad(loss_of))(*shapes, index))[0].equations)
 
@@ -193,6 +205,7 @@ class StepBuilder:
         """Return `evaluate(state, batch) -> LossTerms`: sums over the microbatches; writes to the state are dropped."""
 
         def evaluate(state: TrainState, batch: Any) -> LossTerms:
+            state = self._computed(state)
             if (loss := self._in_two_passes(loop)) is not None:
                 stacked = self._embed_all(loss, state, batch, loop, training=False)
                 return summed(loss_of_all(loss, stacked, batch), loop.num_microbatches)
@@ -208,6 +221,8 @@ class StepBuilder:
         """Return `predict(state, batch)` -> outputs stacked by microbatch."""
 
         def predict(state: TrainState, batch: Any) -> Any:
+            state = self._computed(state)
+
             def body(index: Any) -> Any:
                 return self._infer(predict_fn, state, batch, index)
 
@@ -259,11 +274,13 @@ class StepBuilderCache:
         if key not in self._traced:
             one = _one_of(microbatches)
             model, loss_fn = self._untraced.model, self._untraced.loss_fn
-            found = trace_loss(model, loss_fn, state, one)
+            computed = self._untraced.computed_shapes(state)
+            found = trace_loss(model, loss_fn, computed, one)
+            check_written(found, state.model_state, computed.model_state)
             if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
                 found = replace(found, divided=None, mixed=None)
                 if self._num_microbatches > 1 and not self._has_warned:
-                    self._has_warned = warn_of_mixing(loss_fn, model, state, one, self._num_microbatches)
+                    self._has_warned = warn_of_mixing(loss_fn, model, computed, one, self._num_microbatches)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
             if not self._reported.issuperset(found.unused):
                 report_unused(found.unused, state.params, self._on_unused)

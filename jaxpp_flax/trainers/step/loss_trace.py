@@ -15,7 +15,7 @@ from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
-from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning
+from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
@@ -77,6 +77,18 @@ def _joins_of_loss(graph: Graph, batch: Sequence[Value], position: int) -> Joins
 
 def _paths(tree: Any) -> list[str]:
     return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def check_written(trace: LossTrace, stored: Any, computed: Any) -> None:
+    """Refuse a loss that writes a frozen parameter of which it has a copy in the type of the computation."""
+    paths, leaves = _paths(stored), zip(jax.tree.leaves(stored), jax.tree.leaves(computed), strict=True)
+    converted = [i for i, (kept, used) in enumerate(leaves) if kept.dtype != used.dtype]
+    if written := sorted(paths[i] for i in {*trace.carried} & {*converted}):
+        raise ModelError(
+            f"the model's call writes the frozen parameter {shortened(written, 3)}, but with precision= it computes "
+            "with a copy in a narrower type, and what it writes would be rounded. Keep what the call writes in a "
+            "variable of another type (NNX) or collection (Linen)."
+        )
 
 
 def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:

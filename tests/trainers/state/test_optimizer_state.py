@@ -16,7 +16,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.trainers import Training
+from jaxpp_flax.trainers import Precision, Training
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import is_abstract, shapes_of
 from tests.trainers.models import Layers
@@ -101,7 +101,7 @@ def test_before_the_first_step_the_state_is_whole_for_whoever_asks():
 
 
 def test_evaluating_first_needs_no_optimizer():
-    trainer = make_trainer(training=Training(ema_decay=0.5, loss_scale="dynamic"))
+    trainer = make_trainer(training=Training(ema_decay=0.5), precision=Precision(loss_scale="dynamic"))
     assert trainer.evaluate([BATCH])["loss"] > 0
     trainer.predict(BATCH)
     assert is_abstract(trainer._core.held.memory.opt_state)

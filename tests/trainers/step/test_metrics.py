@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.layers import add_lora
-from jaxpp_flax.trainers import Logging, LossError, Memory, MeshOptions, Training
+from jaxpp_flax.trainers import Logging, LossError, Memory, MeshOptions, Precision, Training
 from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.model import test_sharding as sharded
@@ -59,8 +59,8 @@ STEPS = {
     "zero bubble": {"schedule": "zero_bubble"},
     "data parallel": {"mesh": {"data": 2}},
     "moving average": {"training": Training(ema_decay=0.9)},
-    "loss scale": {"training": Training(loss_scale=1024.0)},
-    "dynamic loss scale": {"training": Training(loss_scale="dynamic")},
+    "loss scale": {"precision": Precision(loss_scale=1024.0)},
+    "dynamic loss scale": {"precision": Precision(loss_scale="dynamic")},
     "skip": {"training": Training(on_nonfinite="skip")},
     "optimizer on the host": {"memory": Memory(optimizer_state="pinned_host")},
     "remat": {"memory": Memory(remat="full")},

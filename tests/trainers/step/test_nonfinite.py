@@ -10,7 +10,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
-from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Training
+from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Precision, Training
 from jaxpp_flax.trainers.step import nonfinite
 from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from tests.trainers.models import Layers, squared_error
@@ -120,9 +120,9 @@ def test_ignore_goes_on(tmp_path):
 def test_arguments_that_contradict_each_other():
     with pytest.raises(ValueError, match=r"on_nonfinite='wait': it must be"):
         trainer(training=Training(on_nonfinite="wait"))
-    with pytest.raises(ValueError, match=r"on_nonfinite='stop' and loss_scale='dynamic': .* is skipped"):
-        trainer(training=Training(on_nonfinite="stop", loss_scale="dynamic"))
-    trainer(training=Training(on_nonfinite="skip", loss_scale="dynamic"))
+    with pytest.raises(ValueError, match=r"on_nonfinite='stop' and a loss scale .* is skipped"):
+        trainer(training=Training(on_nonfinite="stop"), precision=Precision(loss_scale="dynamic"))
+    trainer(training=Training(on_nonfinite="skip"), precision=Precision(loss_scale="dynamic"))
 
 
 def test_every_kind_of_leaf_is_looked_at():
@@ -144,7 +144,7 @@ def test_a_mesh_around_the_trainer_and_arrays_of_the_host_are_no_matter():
 
 def test_skipping_for_ever_ends_with_a_loss_scale_too(monkeypatch):
     monkeypatch.setattr(nonfinite, "_MAX_SKIPPED", 3)
-    it = trainer(training=Training(loss_scale="dynamic"))
+    it = trainer(precision=Precision(loss_scale="dynamic"))
     with pytest.raises(NonFiniteLossError, match="the last 3 steps, up to step 4, were all skipped"):
         it.fit(data(2, 3, 4, 5, 6))
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import Training
+from jaxpp_flax.trainers import Precision
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers.models import Layers, make_xy, squared_error
 
@@ -139,7 +139,7 @@ def test_the_value_is_the_loss_of_the_whole_batch():
         value, grads = jax.value_and_grad(mean)(params)
         return value, jax.tree.map(lambda p, g: p - 0.1 * value * g, params, grads)
 
-    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, "training": Training(loss_scale=8.0)}
+    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, "precision": Precision(loss_scale=8.0)}
     made = PipelineTrainer(Layers(), scaled_by_loss(), weighted_loss, **options)
     loss = made.train_step(data)["loss"]
     value, after = plain(params)

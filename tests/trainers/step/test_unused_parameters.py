@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Training, UnusedParametersWarning
+from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Precision, Training, UnusedParametersWarning
 from jaxpp_flax.trainers.step.unused_parameters import covering_globs
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -100,7 +100,15 @@ BATCHES = [ONE, TWO, ONE, ONE, TWO]
     [
         (1, {}),
         (2, {"logging": Logging(metrics=("parameter_norm", "gradient_norm"), progress=False)}),
-        (2, {"mesh": {"data": 2}, "schedule": "zero_bubble", "training": Training(ema_decay=0.9, loss_scale=8.0)}),
+        (
+            2,
+            {
+                "mesh": {"data": 2},
+                "schedule": "zero_bubble",
+                "training": Training(ema_decay=0.9),
+                "precision": Precision(loss_scale=8.0),
+            },
+        ),
     ],
 )
 def test_steps_of_two_structures_equal_plain_jax(num_stages, options):

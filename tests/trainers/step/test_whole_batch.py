@@ -21,6 +21,7 @@ from jaxpp_flax.trainers import (
     Memory,
     MeshOptions,
     MicrobatchLossWarning,
+    Precision,
     Training,
 )
 from tests.helpers import slow_but, tree_allclose
@@ -121,8 +122,8 @@ def test_linen():
 def test_a_scaled_loss_and_its_average_and_a_step_that_is_skipped():
     expected = t.whole_batch_step(t.CONTRASTIVE, BATCH)
     scale = DynamicLossScale(initial=1024.0)
-    training = Training(loss_scale=scale, gradient_dtype=jnp.float32, ema_decay=0.75)
-    trainer = t.trainer_of(num_stages=2, training=training)
+    training, precision = Training(ema_decay=0.75), Precision(loss_scale=scale, gradients=jnp.float32)
+    trainer = t.trainer_of(num_stages=2, training=training, precision=precision)
     before = nnx.state(t.TwoTowers(), nnx.Param)
     check_step(trainer, before, expected)
     average = [
@@ -146,7 +147,8 @@ def test_a_loss_scale_reaches_the_gradients_of_narrow_embeddings():
         t.trainer_of(
             loss,
             tx=optax.sgd(1e8),
-            training=Training(loss_scale=scale, frozen=["text/*", "log_scale"]),
+            training=Training(frozen=["text/*", "log_scale"]),
+            precision=Precision(loss_scale=scale),
         )
         for scale in (None, 2.0**16)
     ]
