@@ -6,18 +6,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+import jax
+
 from jaxpp_flax import PipelineTrainer
 
 P = ParamSpec("P")
 
 
 def sharing_steps(*beside: str) -> Callable[[Callable[P, PipelineTrainer]], Callable[P, PipelineTrainer]]:
-    """Let the trainers of a function share their compiled steps, if its arguments were equal.
+    """Let the trainers of a function share their compiled steps, if its arguments and the states' forms are equal.
 
     Args:
       beside: the names of arguments that no step depends on, such as a seed or a directory.
     """
-    steps: dict[str, tuple[Any, dict[Any, Any]]] = {}  # with the arguments: a name may be an address in memory
+    steps: dict[Any, tuple[Any, dict[Any, Any]]] = {}  # with the arguments: a name may be an address in memory
 
     def sharing(make: Callable[P, PipelineTrainer]) -> Callable[P, PipelineTrainer]:
         signature = inspect.signature(make)
@@ -29,7 +31,8 @@ def sharing_steps(*beside: str) -> Callable[[Callable[P, PipelineTrainer]], Call
             given |= given.pop("options", {})
             given = {name: value for name, value in sorted(given.items()) if name not in beside}
             trainer = make(*args, **kwargs)
-            trainer._core.executables.compiled = steps.setdefault(repr(given), (given, {}))[1]
+            key = repr(given), jax.tree.structure(trainer._core.held.memory)
+            trainer._core.executables.compiled = steps.setdefault(key, (given, {}))[1]
             return trainer
 
         return made

@@ -31,12 +31,15 @@ from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss, squared_error
+from tests.trainers.sharing import sharing_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 BATCHES = [make_batch(8, seed) for seed in range(3)]
+make_small = sharing_steps("checkpoints")(program.make_trainer)
 
 
+@sharing_steps("checkpoints")
 def make_trainer(
     stages: int = 2, checkpoints: Path | Checkpoints | None = None, blocks: int = 2, **options
 ) -> PipelineTrainer:
@@ -84,7 +87,7 @@ def after_four(whole: Whole, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def one_stage(tmp_path_factory) -> PipelineTrainer:
     """A trainer after a step; its directory was empty."""
-    trainer = program.make_trainer(tmp_path_factory.mktemp("one") / "run", stages=1)
+    trainer = make_small(tmp_path_factory.mktemp("one") / "run", stages=1)
     trainer.fit(OTHER, steps=1, resume=True)
     assert trainer.step == 1
     return trainer
@@ -99,10 +102,10 @@ def test_a_callback_saves_to_a_path_on_a_condition_of_its_own(one_stage: Pipelin
                 trainer.save(tmp_path / f"good_{step}")
                 found.append(to_ordinary(trainer.state))
 
-    fitted = program.make_trainer(None, stages=1)
+    fitted = make_small(None, stages=1)
     fitted.fit(OTHER, steps=3, eval_data=OTHER[:1], eval_every=1, callbacks=[SaveSecond()])
     assert [path.name for path in tmp_path.iterdir()] == ["good_2"]
-    again = program.make_trainer(None)
+    again = make_small(None)
     again.restore(tmp_path / "good_2")
     assert again.step == 2
     tree_allclose(to_ordinary(again.state), found[0], rtol=0, atol=0)
@@ -124,12 +127,12 @@ def test_interrupted_equals_uninterrupted_bitwise(whole: Whole, after_four: Path
 
 
 def test_with_another_number_of_stages(tmp_path: Path):
-    first = program.make_trainer(tmp_path / "run", stages=3, depth=3)
+    first = make_small(tmp_path / "run", stages=3, depth=3)
     fit(first, program.batches(), steps=1)
     first.save()
     loss = float(first.train_step(OTHER[1])["loss"])
     for stages in (1, 2):
-        second = program.make_trainer(tmp_path / "run", stages=stages, depth=3)
+        second = make_small(tmp_path / "run", stages=stages, depth=3)
         assert fit(second, program.batches(), steps=2, resume=True)[2] == pytest.approx(loss, rel=1e-6)
         tree_allclose(to_ordinary(second.state.params), to_ordinary(first.state.params), rtol=1e-6, atol=1e-6)
 
@@ -227,13 +230,13 @@ def test_an_unpipelined_model_of_stock_orbax(tmp_path: Path):
     plain = program.MLP(2, rngs=nnx.Rngs(5))
     with ocp.StandardCheckpointer() as stock:
         stock.save(tmp_path / "plain", nnx.state(plain))
-    trainer = program.make_trainer(None)
+    trainer = make_small(None)
     trainer.train_step(OTHER[0])  # on its two ranks by now
     trainer.restore(tmp_path / "plain", only="params/*", rename={"params": ""})
     tree_allclose(to_ordinary(trainer.state.params), nnx.state(plain, nnx.Param), rtol=0, atol=0)
     assert trainer.step == 1
     with pytest.raises(CheckpointMismatchError, match=r"params/layers/2/kernel: missing .*looked for layers/2/kernel"):
-        program.make_trainer(None, depth=3).restore(tmp_path / "plain", only="params/*", rename={"params": ""})
+        make_small(None, depth=3).restore(tmp_path / "plain", only="params/*", rename={"params": ""})
 
 
 def test_a_failed_background_save_is_told_by_the_next_step(one_stage: PipelineTrainer, monkeypatch):
@@ -308,9 +311,9 @@ def grain_loader():
     ],
 )
 def test_data_goes_on_where_it_stood(data, tmp_path: Path):
-    whole = fit(program.make_trainer(Checkpoints(tmp_path / "whole", every=3), stages=1), data(), steps=5)
+    whole = fit(make_small(Checkpoints(tmp_path / "whole", every=3), stages=1), data(), steps=5)
     shutil.copytree(tmp_path / "whole" / "3", tmp_path / "run" / "3")
-    rest = fit(program.make_trainer(tmp_path / "run", stages=1), data(), steps=5, resume=True)
+    rest = fit(make_small(tmp_path / "run", stages=1), data(), steps=5, resume=True)
     assert rest == {step: whole[step] for step in (4, 5)}
 
 
@@ -405,7 +408,7 @@ def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> No
     def init(params: Any) -> Any:
         return {"first_norm": optax.tree.norm(params)}
 
-    path = program.make_trainer(None, stages=1).save(tmp_path / "first")
+    path = make_small(None, stages=1).save(tmp_path / "first")
     tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
     trainer = PipelineTrainer(
         program.MLP(2, rngs=nnx.Rngs(5)), tx, squared_error, num_stages=1, num_microbatches=2, logging=False

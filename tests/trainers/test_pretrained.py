@@ -22,6 +22,7 @@ from jaxpp_flax.trainers import ModelError, Training
 from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.helpers import slow, tree_allclose
 from tests.trainers.models import LENGTH, LinenModel, Model, make_batch, mean_loss
+from tests.trainers.sharing import sharing_steps
 
 NAMES = NameMap(
     (
@@ -38,6 +39,7 @@ NAMES = NameMap(
 BATCH = make_batch(8)
 
 
+@sharing_steps("seed")
 def make_trainer(seed: int, stages: int = 2, tx: Any = None, model: Any = None, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
         model or Model(2, rngs=nnx.Rngs(seed)), tx or optax.adam(0.1), mean_loss, num_stages=stages,
@@ -65,6 +67,7 @@ def trained() -> Any:
     return values(trainer.state)
 
 
+@sharing_steps("kind")
 def make(kind: str, **options: Any) -> PipelineTrainer:
     """A trainer with other weights, or one whose model is not there yet."""
     model = lambda rngs: Model(2, rngs=rngs, **options)  # noqa: E731
