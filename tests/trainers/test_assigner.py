@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,10 +70,31 @@ def trainer_of(linen=False, fsdp=False, tx=None, **options):
     return PipelineTrainer(model, tx, loss_fn, **options)
 
 
-@pytest.mark.parametrize("linen", [False, slow(True)])
-def test_a_large_head_gets_a_stage_of_its_own(linen):
-    trainer = trainer_of(linen, assignment="balanced")
+def predict(model, batch):
+    return model(batch)
+
+
+@pytest.fixture(scope="module")
+def balanced():
+    """A trainer that has trained, and what it has shown."""
+    trainer = trainer_of(assignment="balanced", logging=True, inference=Inference(predict_fn=predict))
+    console = shown_by(trainer)
+    before = trainer.predict(tokens())
+    assert trainer.plan is None, "nothing is planned yet"
     trainer.compile(tokens())
+    after = trainer.predict(tokens(4))
+    np.testing.assert_allclose(before[:4], after, rtol=1e-5, atol=1e-6)
+    for _ in range(2):
+        trainer.fit([tokens()], steps=1)
+    return trainer, console.export_text()
+
+
+@pytest.mark.parametrize("linen", [False, slow(True)])
+def test_a_large_head_gets_a_stage_of_its_own(linen, balanced):
+    trainer = balanced[0]
+    if linen:
+        trainer = trainer_of(linen, assignment="balanced")
+        trainer.compile(tokens())
     plan = trainer.plan
     assert [block.name for block in plan.blocks] == [*(f"b{i}" for i in range(6)), "after_b5"]
     assert plan.unit == "FLOP"
@@ -81,10 +104,16 @@ def test_a_large_head_gets_a_stage_of_its_own(linen):
     assert plan.gain > 0.02
 
 
+@functools.cache
+def plain_training():
+    model = m.Model(5, rngs=nnx.Rngs(0), marked=False)
+    return m.plain_training(model, optax.sgd(0.1), m.mean_loss, [m.make_batch(8, seed) for seed in range(2)], 4)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"assignment": "balanced"},
+        slow({"assignment": "balanced"}),
         {"assignment": "balanced", "num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "interleaved_1f1b"},
         slow({"assignment": "balanced", "num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "zbv"}),
         {},
@@ -98,9 +127,7 @@ def test_results_are_those_of_plain_training(options):
     trainer = PipelineTrainer(m.Model(5, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, **options)
     trainer.compile(batches[0])
     losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
-    plain, params = m.plain_training(
-        m.Model(5, rngs=nnx.Rngs(0), marked=False), optax.sgd(0.1), m.mean_loss, batches, 4
-    )
+    plain, params = plain_training()
     # float32, sums of a few dozen terms in another order
     np.testing.assert_allclose(losses, plain, rtol=1e-5)
     found = jax.tree.leaves(nnx.state(trainer.gather_model(), nnx.Param))
@@ -108,26 +135,19 @@ def test_results_are_those_of_plain_training(options):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_evaluating_and_predicting_keep_the_stages_of_training():
-    trainer = trainer_of(assignment="balanced", inference=Inference(predict_fn=lambda model, batch: model(batch)))
-    before = trainer.predict(tokens())  # nothing is planned yet
-    assert trainer.plan is None
-    trainer.compile(tokens())
-    plan = trainer.plan
+def test_evaluating_and_predicting_keep_the_stages_of_training(balanced):
+    trainer, plan = balanced[0], balanced[0].plan
     trainer.evaluate([tokens()])
-    after = trainer.predict(tokens(4))
     assert trainer.plan is plan
-    np.testing.assert_allclose(before[:4], after, rtol=1e-5, atol=1e-6)
     compiled = {key[0]: executable for key, executable in trainer._core.executables.compiled.items()}
     sizes = [stage.parameter_count for stage in compiled["train"].stages]
     assert [stage.parameter_count for stage in compiled["evaluate"].stages] == sizes
 
 
-def test_a_plan_is_saved_edited_and_loaded(tmp_path):
-    trainer = trainer_of(assignment="balanced")
-    trainer.compile(tokens())
-    path = trainer.plan.save(tmp_path / "plan.json")
-    assert [block.stage for block in trainer.plan.blocks] == [0, 0, 0, 1, 1, 1, 2]
+def test_a_plan_is_saved_edited_and_loaded(balanced, tmp_path):
+    plan = balanced[0].plan
+    path = plan.save(tmp_path / "plan.json")
+    assert [block.stage for block in plan.blocks] == [0, 0, 0, 1, 1, 1, 2]
     path.write_text(path.read_text().replace('"b3", "stage": 1', '"b3", "stage": 0'))
     moved = Plan.load(path)
     again = trainer_of(assignment=str(path))
@@ -146,12 +166,8 @@ def shown_by(trainer):
     return console
 
 
-def test_the_table_is_printed_once_before_the_first_step():
-    trainer = trainer_of(assignment="balanced", logging=True)
-    console = shown_by(trainer)
-    trainer.fit([tokens()], steps=1)
-    trainer.fit([tokens()], steps=1)
-    text = console.export_text()
+def test_the_table_is_printed_once_before_the_first_step(balanced):
+    text = balanced[1]
     assert text.count("assignment of 7 blocks to 3 stages, operations and bytes estimated") == 1
     assert "slowest rank over the mean: even" in text
 
@@ -226,15 +242,6 @@ def test_a_model_that_cannot_be_cut_at_some_mark():
         plan(sharing(), m.make_batch(8))
 
 
-# ------------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"num_stages": 8}, AssignmentError, r"num_stages=8 needs at least 7 marks"),
-    ],
-)
-def test_refusals(options, error, text):
-    with pytest.raises(error, match=text):
-        trainer_of(**{"assignment": "balanced", **options}).compile(tokens())
+def test_too_few_marks_are_refused():
+    with pytest.raises(AssignmentError, match=r"num_stages=8 needs at least 7 marks"):
+        trainer_of(assignment="balanced", num_stages=8).compile(tokens())

@@ -15,12 +15,14 @@ from jaxpp_flax.checkpoint import CheckpointNotFoundError
 from jaxpp_flax.checkpoint.best import read_metrics
 from jaxpp_flax.trainers import Checkpoints, Inference
 from jaxpp_flax.trainers.callbacks import EarlyStopping
+from tests.trainers.sharing import sharing_steps
 
 DATA = [jnp.ones((4, 2))] * 6
 # The losses of evaluations at steps 1 to 6.
 TARGETS = [3.0, 1.0, 0.5, 2.0, 4.0, 5.0]
 
 
+@sharing_steps("checkpoints", "logging")
 def trainer(checkpoints, logging=False):
     """A trainer whose parameter counts the steps: evaluation's loss at step n is `TARGETS[n - 1]`."""
 

@@ -19,10 +19,13 @@ from jaxpp_flax.trainers import BatchError, LossError, MeshError, MeshOptions, M
 from jaxpp_flax.trainers.mesh import build_mesh
 from tests.trainers import models as m
 
+MODEL = m.Model(2, rngs=nnx.Rngs(0))
+SMALL = m.Model(1, rngs=nnx.Rngs(0))
+
 
 def trainer(model=None, loss_fn=m.mean_loss, **options):
     options = {"num_stages": 2, "num_microbatches": 4, "logging": False, **options}
-    model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
+    model = model if model is not None else MODEL
     return PipelineTrainer(model, options.pop("tx", optax.sgd(0.1)), loss_fn, **options)
 
 
@@ -227,7 +230,7 @@ LOSSES = {
 def test_losses(case):
     loss_fn, text = LOSSES[case]
     with pytest.raises(LossError, match=text) as error:
-        trainer(loss_fn=loss_fn).train_step(m.make_batch(8))
+        trainer(SMALL, loss_fn, num_stages=1).train_step(m.make_batch(8))
     check_text(error)
 
 
@@ -293,7 +296,7 @@ def test_a_first_loss_that_is_not_finite_names_the_switch_that_finds_it(stages):
 def test_a_first_loss_that_is_infinite_names_the_switch_for_that():
     loss = lambda model, batch: m.mean_loss(model, batch) + jnp.inf  # noqa: E731
     with pytest.raises(NonFiniteLossError, match=r"the loss of step 1 is inf.*jax.debug_infs"):
-        trainer(loss_fn=loss, num_stages=1).train_step(m.make_batch(8))
+        trainer(SMALL, loss, num_stages=1).train_step(m.make_batch(8))
 
 
 def test_predict_of_a_dict():

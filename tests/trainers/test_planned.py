@@ -28,19 +28,15 @@ def make(plan, **options) -> PipelineTrainer:
     return PipelineTrainer(model, optax.sgd(0.1), m.mean_loss, plan=plan, logging=False, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
+def test_a_plan_gives_what_is_left_out(tmp_path):
+    for options in (
         {"num_stages": 2, "num_microbatches": 4, "schedule": "gpipe", "mesh": {"data": 2}},
         {"schedule": GPipe(2), "memory": Memory(residuals=AGAIN), "mesh": MeshOptions(num_ranks=2)},
-    ],
-    ids=["plan", "names", "values"],
-)
-def test_a_plan_gives_what_is_left_out(tmp_path, options):
-    trainer = make(PLAN.save(tmp_path / "plan.json"), **options)
-    assert (trainer.num_stages, trainer.num_microbatches, trainer.schedule) == (2, 4, GPipe(2))
-    assert dict(trainer.mesh.jax_mesh.shape) == {"stage": 2, "data": 2}
+        {},
+    ):
+        trainer = make(PLAN.save(tmp_path / "plan.json"), **options)
+        assert (trainer.num_stages, trainer.num_microbatches, trainer.schedule) == (2, 4, GPipe(2))
+        assert dict(trainer.mesh.jax_mesh.shape) == {"stage": 2, "data": 2}
     batch = m.make_batch(16)
     loss = float(trainer.train_step(batch)["loss"])
     expected, _ = m.plain_training(m.Model(3, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, [batch], 4)

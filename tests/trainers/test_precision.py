@@ -184,7 +184,7 @@ def test_a_scale_that_cannot_grow_is_refused(wrong):
         DynamicLossScale(**wrong)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [slow(1), 2])
 def test_the_average_of_narrow_weights_is_wide(stages):
     """In bfloat16, a thousandth of a small change is rounded away, and the average stands still."""
     made = trainer(stages, jnp.bfloat16, optax.sgd(1e-2), jnp.bfloat16, training=Training(ema_decay=0.999))

@@ -36,11 +36,15 @@ from jaxpp_flax.trainers import Checkpoints, DictTracker
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from tests.helpers import slow
+from tests.trainers import script_program
 from tests.trainers.script_damage import DAMAGES, damage
 from tests.trainers.script_data import Data, happen
 from tests.trainers.script_model import DAMAGE, Event, Fails, Fit, Outcome, Run, Saved
 from tests.trainers.script_moves import SETTINGS, Does, continuations, data_sets, fits, limits
-from tests.trainers.script_program import State, features_of, make_trainer
+from tests.trainers.script_program import State, features_of
+from tests.trainers.sharing import sharing_steps
+
+make_trainer = sharing_steps("checkpoints", "tracker")(script_program.make_trainer)
 
 
 class Scripts(RuleBasedStateMachine):

@@ -16,8 +16,10 @@ from jaxpp_flax.trainers.callbacks.ctrl_c import STEPS_AHEAD, Interruption
 from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
+from tests.trainers.sharing import sharing_steps
 
 BATCHES = list(program.batches(4))
+make_trainer = sharing_steps("checkpoints")(program.make_trainer)
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +63,14 @@ def notes_of(trainer: PipelineTrainer, *callbacks: Callback) -> str:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> Any:
-    trainer = program.make_trainer(None)
+    trainer = make_trainer(None)
     trainer.fit(BATCHES)
     return to_ordinary(trainer.state)
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["within_a_step", "between_steps"])
 def test_the_step_is_finished_and_saved(within: bool, tmp_path: Path, monkeypatch: Any, uninterrupted: Any, capfd: Any):
-    trainer = program.make_trainer(tmp_path / "run")
+    trainer = make_trainer(tmp_path / "run")
     if within:
         interrupted_within(trainer, 2, monkeypatch)
     notes = notes_of(trainer, *([] if within else [InterruptsAfter()]))
@@ -91,7 +93,7 @@ def test_with_several_processes_the_notice_and_stop_say_when_all_of_them_end(cap
 
 
 def test_without_a_directory_the_state_in_memory_goes_on(monkeypatch: Any, uninterrupted: Any):
-    trainer = program.make_trainer(None)
+    trainer = make_trainer(None)
     interrupted_within(trainer, 2, monkeypatch)
     assert "The state in memory is that of step 2: fit goes on from it" in notes_of(trainer)
     monkeypatch.undo()
@@ -100,7 +102,7 @@ def test_without_a_directory_the_state_in_memory_goes_on(monkeypatch: Any, unint
 
 
 def test_a_second_one_ends_at_once(tmp_path: Path, monkeypatch: Any, uninterrupted: Any):
-    trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=1))
+    trainer = make_trainer(Checkpoints(tmp_path / "run", every=1))
     interrupted_within(trainer, 3, monkeypatch, times=2)
     assert "Step 3 was interrupted, and its state is lost: fit(resume=True) goes on" in notes_of(trainer)
     monkeypatch.undo()
@@ -113,7 +115,7 @@ def test_a_second_one_after_the_step_waits_for_nothing(times: int, monkeypatch: 
     waits: list[float] = []
     fetch = log_metrics._fetch_within
     monkeypatch.setattr(log_metrics, "_fetch_within", lambda seconds, of: waits.append(seconds) or fetch(seconds, of))
-    trainer = program.make_trainer(None, stages=1)
+    trainer = make_trainer(None, stages=1)
     interrupted_within(trainer, 2, monkeypatch)
     notes_of(trainer, *([] if times == 1 else [InterruptsAfter()]))
     assert waits == [log_metrics._PATIENCE if times == 1 else log_metrics._AT_ONCE]
@@ -121,7 +123,7 @@ def test_a_second_one_after_the_step_waits_for_nothing(times: int, monkeypatch: 
 
 def test_a_program_that_ignores_it_is_left_alone():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    trainer = program.make_trainer(None, stages=1)
+    trainer = make_trainer(None, stages=1)
     trainer.fit(BATCHES[:3], callbacks=[InterruptsAfter()])
     assert trainer.step == 3
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -131,7 +133,7 @@ def test_a_handler_of_the_users_own_is_left_alone():
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
-        program.make_trainer(None, stages=1).fit(BATCHES[:3], callbacks=[InterruptsAfter()])
+        make_trainer(None, stages=1).fit(BATCHES[:3], callbacks=[InterruptsAfter()])
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIGINT]

@@ -20,6 +20,7 @@ from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker
+from tests.trainers.sharing import sharing_steps
 
 DATA = [jnp.ones((4, 2))] * 3
 
@@ -51,6 +52,7 @@ class Recorder(Tracker):
         self.run = state
 
 
+@sharing_steps("tracker", "config", "checkpoints")
 def trainer_with(tracker: Tracker, config: Any = None, **options: Any) -> PipelineTrainer:
     logging = Logging(tracker=tracker, config=config, every=2, progress=False)
     return PipelineTrainer(

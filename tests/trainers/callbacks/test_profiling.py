@@ -14,11 +14,13 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers.callbacks import Callback, Profile
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 
+@sharing_steps()
 def trainer(num_stages=2):
     return PipelineTrainer(
-        m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss,
+        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss,
         num_stages=num_stages, num_microbatches=2, logging=False,
     )  # fmt: skip
 
@@ -79,7 +81,7 @@ def test_a_step_that_fails_during_a_profile_is_the_error_of_fit(tmp_path, num_st
         return m.mean_loss(model, batch)
 
     t = PipelineTrainer(
-        m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False
+        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False
     )
     with pytest.raises(Exception, match="the cause of the failure") as raised:
         t.fit([m.make_batch(8, 0)], steps=9, callbacks=[Profile(start=2, steps=8, directory=tmp_path)])

@@ -14,6 +14,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Inference, StepRecord
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping, StopOnFile, TimeLimit
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
+from tests.trainers.sharing import sharing_steps
 
 DATA = [jnp.ones((4, 2))] * 3
 
@@ -27,6 +28,7 @@ class Stops:
         self.reason = reason
 
 
+@sharing_steps()
 def trainer():
     return PipelineTrainer(
         nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),

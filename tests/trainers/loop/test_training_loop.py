@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from jaxpp_flax import DictTracker, PipelineTrainer
 from jaxpp_flax.checkpoint.reading import read_json
@@ -24,18 +23,21 @@ from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.state.sources import Checkpoint
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 DATA = [m.make_batch(4, seed) for seed in range(3)]
+VARIABLES = m.LinenModel(1).init(jax.random.key(0), DATA[0]["tokens"])
 
 
+@sharing_steps("directory", "tracker")
 def make_trainer(directory: Path, tracker: DictTracker | None = None) -> PipelineTrainer:
     return PipelineTrainer(
-        m.LinenModel(2),
+        m.LinenModel(1),
         optax.adam(0.1),
         m.mean_loss,
         num_stages=1,
         num_microbatches=2,
-        variables=m.LinenModel(2).init(jax.random.key(0), DATA[0]["tokens"]),
+        variables=VARIABLES,
         logging=Logging(tracker=tracker, every=2, progress=False),
         checkpoints=Checkpoints(directory, every=2),
     )
@@ -135,6 +137,14 @@ def test_the_last_step_is_saved_when_callbacks_end(tmp_path: Path):
     assert seen == [True]
 
 
+@sharing_steps("tracker", "every", "checkpoints")
+def make_logging(tracker: DictTracker, every: int, **options: Any) -> PipelineTrainer:
+    return PipelineTrainer(
+        m.Layers(), optax.sgd(0.1), lambda model, batch: (model(batch["tokens"][:, :4] * 1.0) ** 2).mean(),
+        num_stages=2, num_microbatches=2, logging=Logging(tracker=tracker, every=every, progress=False), **options,
+    )  # fmt: skip
+
+
 def rows_of(every: int, end: Callable[[Any, int], None], data: Any = DATA, **options: Any) -> list[int]:
     """The rows of a `fit` that ends with an error, which `end` raises after a step, or the data."""
 
@@ -143,10 +153,7 @@ def rows_of(every: int, end: Callable[[Any, int], None], data: Any = DATA, **opt
             end(trainer, record.step)
 
     tracker = DictTracker()
-    trainer = PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=2,
-        logging=Logging(tracker=tracker, every=every, progress=False), **options,
-    )  # fmt: skip
+    trainer = make_logging(tracker, every, **options)
     with pytest.raises((OSError, KeyboardInterrupt, SystemExit)):
         trainer.fit(data, steps=9, callbacks=[Ends()])
     return list(tracker["loss"])

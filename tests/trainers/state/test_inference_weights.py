@@ -18,6 +18,7 @@ from tests.helpers import slow_but, tree_allclose
 from tests.trainers import models as m
 from tests.trainers.generation import models as generation
 from tests.trainers.model import test_sharding as sharded
+from tests.trainers.sharing import sharing_steps
 
 BATCHES = [m.make_xy(8, seed=seed) for seed in range(3)]
 SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
@@ -31,8 +32,13 @@ def average(state: Any) -> Any:
     return state.ema
 
 
+def predict(model: Any, batch: Any) -> Any:
+    return model(batch["x"])
+
+
+@sharing_steps("checkpoints", "logging")
 def make(tx: Any = SCHEDULE_FREE, stages: int = 2, params: Any = evaluated, model: Any = None, **options: Any) -> Any:
-    inference = Inference(predict_fn=lambda model, batch: model(batch["x"]), params=params)
+    inference = Inference(predict_fn=predict, params=params)
     options = {"logging": False, "num_microbatches": 2, "inference": inference, **options}
     return PipelineTrainer(model or m.Layers(), tx, m.squared_error, num_stages=stages, **options)
 
@@ -67,7 +73,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "plain jit", "2 stages", "host"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "plain jit", "host"))
 def test_schedule_free_evaluates_its_own_weights(layout: str, tmp_path: Path):
     trainer, test = make(**LAYOUTS[layout]), m.make_xy(8, seed=9)
     np.testing.assert_allclose(trainer.evaluate([test])["loss"], plain_loss(trained_plainly(0)[0], test), rtol=1e-5)
@@ -96,11 +102,11 @@ def test_the_average_and_parameters_divided_inside_a_stage():
     options = {"training": Training(ema_decay=0.5), "inference": Inference(params=average)}
     piped = sharded.trainer("nnx", mesh=MeshOptions(axes={"fsdp": 2}), **options)
     plain = sharded.trainer("nnx", stages=1, **options)
-    raw = sharded.trainer("nnx", stages=1)
     for _ in range(2):
-        for made in (piped, plain, raw):
+        for made in (piped, plain):
             made.train_step(sharded.batch())
-    found, wanted, other = (made.evaluate([sharded.batch()])["loss"] for made in (piped, plain, raw))
+    found, wanted = (made.evaluate([sharded.batch()])["loss"] for made in (piped, plain))
+    other = float(plain._core.loss_fn(plain.gather_model(), sharded.batch()))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert abs(wanted / other - 1) > 1e-3
     made = plain.gather_model(ema=True)
@@ -131,12 +137,12 @@ def test_generation():
     model = generation.GPT(nnx.Rngs(0))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     negative = jax.tree.map(lambda leaf: -leaf, params)
-    wanted = generation.greedy(nnx.merge(graph, negative, rest), generation.PROMPTS, 3)
+    wanted = generation.greedy(nnx.merge(graph, negative, rest), generation.PROMPTS[:2], 2)
     trainer = PipelineTrainer(
         model, optax.sgd(0.1), generation.loss_fn, num_stages=2, num_microbatches=2, logging=False,
         inference=Inference(params=lambda state: jax.tree.map(lambda leaf: -leaf, state.params)),
     )  # fmt: skip
-    generation.assert_equal(trainer.generate(generation.PROMPTS, max_new_tokens=3), wanted)
+    generation.assert_equal(trainer.generate(generation.PROMPTS[:2], max_new_tokens=2), wanted)
 
 
 def test_the_best_checkpoint_is_that_of_these_weights(tmp_path: Path):

@@ -16,7 +16,9 @@ from jaxpp_flax.layers import add_lora, merge_lora
 from jaxpp_flax.pretrained import export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.sources import open_source
 from jaxpp_flax.trainers import Training
+from tests.helpers import slow
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 BATCH = m.make_batch(8)
 CUT = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
@@ -26,13 +28,13 @@ class Attending(m.Model):
     """Kernels of several axes, of bfloat16, and with an annotation."""
 
     def __init__(self, rngs: nnx.Rngs):
-        super().__init__(4, rngs=rngs)
+        super().__init__(2, rngs=rngs)
         axes, wide = (2, m.WIDTH), 2 * m.WIDTH
-        block: Any = self.blocks[1]
-        block.widen = nnx.LinearGeneral(m.WIDTH, axes, rngs=rngs)
-        block.narrow = nnx.LinearGeneral(axes, m.WIDTH, axis=(-2, -1), rngs=rngs)
-        self.blocks[2].narrow = nnx.Linear(wide, m.WIDTH, rngs=rngs, param_dtype=jnp.bfloat16)
-        self.blocks[3].widen = nnx.Linear(m.WIDTH, wide, rngs=rngs, kernel_init=CUT)
+        first, second = self.blocks
+        first.widen = nnx.LinearGeneral(m.WIDTH, axes, rngs=rngs)
+        first.narrow = nnx.LinearGeneral(axes, m.WIDTH, axis=(-2, -1), rngs=rngs)
+        second.narrow = nnx.Linear(wide, m.WIDTH, rngs=rngs, param_dtype=jnp.bfloat16)
+        second.widen = nnx.Linear(m.WIDTH, wide, rngs=rngs, kernel_init=CUT)
 
 
 def adapted(rngs: nnx.Rngs) -> nnx.Module:
@@ -42,8 +44,9 @@ def adapted(rngs: nnx.Rngs) -> nnx.Module:
     return model
 
 
+@sharing_steps()
 def make_trainer(model: Any = adapted, **options: Any) -> PipelineTrainer:
-    options = {"num_stages": 4, "training": Training(wrt=nnx.LoRAParam, ema_decay=0.5), **options}
+    options = {"num_stages": 2, "training": Training(wrt=nnx.LoRAParam, ema_decay=0.5), **options}
     return PipelineTrainer(model, optax.sgd(0.1), m.mean_loss, num_microbatches=2, logging=False, **options)
 
 
@@ -58,7 +61,9 @@ def check_files(trainer: PipelineTrainer, folder: Path, **options: Any) -> Path:
     return out
 
 
-@pytest.mark.parametrize("options", [{}, {"num_stages": 2, "mesh": {"tensor": 2}}, {"num_stages": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"mesh": {"tensor": 2}}, slow({"num_stages": 3}), slow({"num_stages": 1})], ids=str
+)
 def test_the_files_are_those_of_the_merged_model(options: dict[str, Any], tmp_path: Path):
     check_files(make_trainer(**options), tmp_path)
 
@@ -69,7 +74,7 @@ def test_after_a_step_and_of_the_average(tmp_path: Path):
     first, second = check_files(trainer, tmp_path / "now"), check_files(trainer, tmp_path / "average", ema=True)
     with nnx.use_eager_sharding(False):
         plain = nnx.state(Attending(nnx.Rngs(1)), nnx.Param)
-    read = [load_pretrained(path, plain)["blocks"][0]["widen"]["kernel"][...] for path in (first, second)]
+    read = [load_pretrained(path, plain)["blocks"][1]["widen"]["kernel"][...] for path in (first, second)]
     assert not jnp.array_equal(*read)
 
 
@@ -78,7 +83,7 @@ def test_before_the_first_step_factors_go_to_their_kernels_and_stay_where_they_w
     trainer.export_pretrained(tmp_path / "out")
     held = trainer._core.held.memory
     ranks = {leaf.sharding.ranks for leaf in jax.tree.leaves(held.params)}
-    assert len(ranks) == 4, "the base is frozen: its leaves are divided among the ranks apart from the factors"
+    assert len(ranks) == 2, "the base is frozen: its leaves are divided among the ranks apart from the factors"
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(held.params))
     trainer.train_step(BATCH)
 
@@ -88,7 +93,7 @@ def test_adapters_alone_and_everything_as_it_is(tmp_path: Path):
     model = nnx.to_flat_state(nnx.state(trainer.abstract_model, nnx.Param))
     everything = {".".join(map(str, path)) for path, _ in model}
     factors = {name for name in everything if ".lora." in name}
-    assert len(factors) == 16
+    assert len(factors) == 8
     cases: dict[str, tuple[dict[str, Any], set[str]]] = {
         "alone": ({"only": "*/lora_*"}, factors),
         "all": ({"merge_adapters": False}, everything),

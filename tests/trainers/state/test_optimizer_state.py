@@ -20,6 +20,7 @@ from jaxpp_flax.trainers import Precision, Training
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import is_abstract, shapes_of
 from tests.trainers.models import Layers
+from tests.trainers.sharing import sharing_steps
 
 STAGES, WIDTH = 2, 64
 KERNEL = WIDTH * WIDTH * 4
@@ -32,6 +33,7 @@ def loss_fn(model, batch):
 BATCH = np.ones((4, WIDTH), np.float32)
 
 
+@sharing_steps("checkpoints")
 def make_trainer(tx=None, **options) -> PipelineTrainer:
     options = {"num_stages": STAGES, "num_microbatches": 2, "logging": False, **options}
     model = Layers(STAGES, WIDTH, use_bias=False)

@@ -17,13 +17,16 @@ from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers import Training
 from jaxpp_flax.trainers.state.sources import Factory
+from tests.helpers import slow
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 BATCH = m.make_batch(8)
 
 
-def make_trainer(seed: int, model: str = "factory", stages: int = 4, tx: Any = None) -> PipelineTrainer:
-    factory = lambda rngs: m.Model(4, rngs=rngs, dropout=0.1)  # noqa: E731
+@sharing_steps("seed", "model")
+def make_trainer(seed: int, model: str = "factory", stages: int = 2, tx: Any = None) -> PipelineTrainer:
+    factory = lambda rngs: m.Model(2, rngs=rngs, dropout=0.1)  # noqa: E731
     made = factory if model == "factory" else factory(nnx.Rngs(seed))
     return PipelineTrainer(
         made, tx or optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=2, logging=False,
@@ -52,8 +55,14 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("model", ["factory", "module"])
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [
+        *((case, "factory") for case in CHOSEN),
+        ("weights", "module"),
+        *(slow(case, "module") for case in CHOSEN if case != "weights"),
+    ],
+)
 def test_chosen_leaves_are_read_and_the_others_are_first_values(case: str, model: str, saved: Any):
     path, stored = saved
     first = values(make_trainer(0, model))
