@@ -32,8 +32,8 @@ from tests.matrix.test_sharding import (
     ROWS,
     explicit_mesh,
     model,
-    on_one_submesh,
     parameters,
+    plain,
     state_of,
     train_step,
 )
@@ -54,17 +54,17 @@ def check(
     schedule: Schedule,
     fsdp: Any = "step",
     apply: Callable[..., jax.Array] = model,
-    microbatches: int = MICROBATCHES,
+    reference: Callable[..., jax.Array] = model,
 ) -> Compiled:
-    """Compare two steps with plain `jax.jit` on one submesh; return the compiled step."""
-    step, batch = train_step(apply), batch_of(microbatches, ROWS, DIM, host=True)
+    """Compare two steps with plain `jax.jit` of the same model without shards; return the compiled step."""
+    step, batch = train_step(apply), batch_of(MICROBATCHES, ROWS, DIM, host=True)
     state, (state_specs, data) = state_of(parameters(schedule.num_stages)), specs_of(
         of_layer, schedule.num_stages, batch_axes
     )  # fmt: skip
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, data), static_argnums=2, fsdp=fsdp)
     actual = run(pipelined, state, batch, schedule, 2)
     # In float32 to 1e-5: the order of the sums over devices and microbatches differs.
-    tree_allclose(actual, on_one_submesh(step, state, batch, mesh, state_specs, data), rtol=1e-5)
+    tree_allclose(actual, plain(schedule.num_stages, reference), rtol=1e-5)
     (params, opt_state), (_, grads) = actual[-1]
     for layer in (*params, *grads, *opt_state[0].trace):
         assert {k: v.spec for k, v in layer.items()} == of_layer, "the optimizer works on shards"
@@ -97,14 +97,17 @@ def gathered_before(compiled: Compiled, name: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_weights_are_gathered_and_gradients_scattered_once(microbatches: int):
+@pytest.fixture(scope="module")
+def trained() -> Compiled:
+    return check(mesh_of(2, fsdp=4), FSDP, "fsdp", Std1F1B(2))
+
+
+def test_weights_are_gathered_and_gradients_scattered_once(trained: Compiled):
     """Whatever the number of microbatches."""
-    compiled = check(mesh_of(2, fsdp=4), FSDP, "fsdp", Std1F1B(2), microbatches=microbatches)
-    assert executed(compiled, in_loop=False) == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES}
+    assert executed(trained, in_loop=False) == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES}
     # The loss is a mean over all examples: the last stage needs that one number for every microbatch.
-    assert executed(compiled, in_loop=True) == {"all-reduce": microbatches}
-    assert gathered_before(compiled, "fwd_0") == gathered_before(compiled, "fwd_bwd_1") == LEAVES
+    assert executed(trained, in_loop=True) == {"all-reduce": MICROBATCHES}
+    assert gathered_before(trained, "fwd_0") == gathered_before(trained, "fwd_bwd_1") == LEAVES
 
 
 def test_a_replicated_mask_of_the_gradient_changes_nothing():
@@ -126,11 +129,9 @@ def test_a_replicated_mask_of_the_gradient_changes_nothing():
     assert executed(compiled, in_loop=False) == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES}
 
 
-def test_bytes_are_those_of_real_buffers():
-    mesh, schedule = mesh_of(2, fsdp=4), Std1F1B(2)
-    compiled = check(mesh, FSDP, "fsdp", schedule)
+def test_bytes_are_those_of_real_buffers(trained: Compiled):
     state, batch = state_of(parameters(2)), batch_of(MICROBATCHES, ROWS, DIM, host=True)
-    devices = [mesh.rank_devices(rank)[0] for rank in range(2)]
+    devices = [trained.mpmd_mesh.rank_devices(rank)[0] for rank in range(2)]
     start: list[int] = []
     peak = [0, 0]
 
@@ -143,8 +144,8 @@ def test_bytes_are_those_of_real_buffers():
         start[:] = start or now
         peak[:] = map(max, peak, now)
 
-    observe(compiled, (state, batch), look)
-    assert [row.peak_bytes for row in compiled.memory_analysis()] == [p - s for p, s in zip(peak, start, strict=True)]
+    observe(trained, (state, batch), look)
+    assert [row.peak_bytes for row in trained.memory_analysis()] == [p - s for p, s in zip(peak, start, strict=True)]
 
 
 def test_hybrid_mesh_with_a_split_backward():
@@ -196,21 +197,30 @@ def tied(params: Any, x: jax.Array) -> jax.Array:
     return explicit([{**p, "up": params[0]["up"]} for p in params], x)
 
 
+def tied_plain(params: Any, x: jax.Array) -> jax.Array:
+    return model([{**p, "up": params[0]["up"]} for p in params], x)
+
+
 def decayed(params: Any, x: jax.Array) -> jax.Array:
     """A gradient has a term that is no sum over examples, and lies as the parameter does."""
     p = params[0]["up"]
     return explicit(params, x) + jax.sharding.reshard((p * p).sum(), P())
 
 
+@pytest.mark.slow
 def test_explicit_tied_weights():
-    compiled = check(explicit_mesh(2, fsdp=2), FSDP, "fsdp", Std1F1B(2), apply=tied)
+    compiled = check(explicit_mesh(2, fsdp=2), FSDP, "fsdp", Std1F1B(2), apply=tied, reference=tied_plain)
     after = executed(compiled, in_loop=False)
     assert after["all-gather"] == after["reduce-scatter"] == 2 * LEAVES
 
 
 def test_explicit_gradients_with_a_term_of_their_own():
+    def decayed_plain(params: Any, x: jax.Array) -> jax.Array:
+        return model(params, x) + (params[0]["up"] ** 2).sum()
+
+    mesh = explicit_mesh(2, fsdp=2)
     with pytest.warns(FsdpWarning, match=r"\['up'\]"):
-        check(explicit_mesh(2, fsdp=2), FSDP, "fsdp", Std1F1B(2), apply=decayed)
+        check(mesh, FSDP, "fsdp", Std1F1B(2), apply=decayed, reference=decayed_plain)
 
 
 def constrained(params: Any, x: jax.Array) -> jax.Array:
@@ -226,7 +236,7 @@ def test_tied_weights_with_constraints():
     """A weight of two stages is gathered in both, and each reduces its own part of the gradient once."""
     mesh = mesh_of(2, fsdp=2)
     of_layer = {**FSDP}
-    compiled = check(mesh, of_layer, "fsdp", Std1F1B(2), apply=constrained)
+    compiled = check(mesh, of_layer, "fsdp", Std1F1B(2), apply=constrained, reference=tied_plain)
     after = executed(compiled, in_loop=False)
     assert after["all-gather"] == after["reduce-scatter"] == 2 * LEAVES
     assert set(executed(compiled, in_loop=True)) == {"all-reduce"}

@@ -17,8 +17,6 @@ from tests.helpers import batch_of
 from tests.matrix.harness import check, mesh_of
 from tests.trainers.models import Layers
 
-pytestmark = pytest.mark.full_compilation
-
 STAGES, MICROBATCHES, ROWS, DIM = 2, 4, 16, 16
 BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 # One rounding of bfloat16 is 2^-8, of float16 2^-11. Both runs do the same operations in the same dtype; only where XLA
@@ -65,8 +63,17 @@ def accumulated_in(compiled: Any) -> set[str]:
     return {str(a.state.aval.dtype) for a in loop.partition.accumulators if a.state.aval.shape != (MICROBATCHES,)}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+OPTIMIZED = (pytest.mark.slow, pytest.mark.full_compilation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param("nnx", jnp.bfloat16, id="nnx"),
+        pytest.param("linen", jnp.float16, id="linen"),
+        *(pytest.param(kind, dtype, marks=OPTIMIZED) for kind in ("nnx", "linen") for dtype in BOUNDS),
+    ],
+)
 def test_low_precision_compute(kind: str, dtype: Any):
     """Activations cross in the low precision, weights and sums of gradients stay in float32."""
     apply, params = model_of(kind, dtype)

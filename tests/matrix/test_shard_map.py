@@ -19,7 +19,7 @@ from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
-from tests.helpers import tree_allclose
+from tests.helpers import slow, slow_but, tree_allclose
 from tests.matrix.harness import RTOL
 
 MICROBATCHES, ROWS, DIM = 2, 8, 8
@@ -156,7 +156,7 @@ def check(build: Callable[[Any], Any], mesh: MpmdMesh, given: str, *schedules: S
     return pipelined
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, AxisType.Explicit))
 def test_collectives_and_forms(kind: AxisType):
     def build(given: Any) -> Any:
         return step_of(
@@ -190,7 +190,7 @@ def test_every_form_on_every_mesh(form: str, given: str, kind: AxisType):
     check(build, mesh_of(kind), given, Std1F1B(2), GPipe(2), ZeroBubble(2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, AxisType.Auto))
 def test_another_mesh_is_refused(kind: AxisType):
     """That of all ranks, too: on one rank a sum over the ranks' axis would be another number, without a word."""
     mesh = mesh_of(kind)
@@ -206,7 +206,9 @@ def test_another_mesh_is_refused(kind: AxisType):
 
 
 @pytest.mark.parametrize(
-    ("checked", "wrap"), [(True, lambda f: f), (False, lambda f: f), (True, jax.jit)], ids=["True", "False", "call"]
+    ("checked", "wrap"),
+    [slow(True, lambda f: f), (False, lambda f: f), (True, jax.jit)],
+    ids=["True", "False", "call"],
 )
 def test_data_parallel_gradients_are_reduced_once(checked: bool, wrap: Callable[..., Any]):
     """Of a block in a shard_map, whose gradient JAX sums in it, and of the dense layers before and behind it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -103,9 +104,18 @@ def on_one_submesh(step: Any, state: Any, batch: Any, mesh: MpmdMesh, state_spec
         return run(jax.jit(step, static_argnums=2), put(state_specs, state, sub), put(data, batch, sub), None, 2)
 
 
-def check(step: Any, state: Any, batch: Any, mesh: MpmdMesh, *schedules: Schedule, state_specs: Any, data: Any) -> Any:
-    """Compare with plain `jax.jit` on the first submesh, the arguments sharded alike."""
-    expected = on_one_submesh(step, state, batch, mesh, state_specs, data)
+@functools.cache
+def plain(layers: int = 2, apply: Callable[..., jax.Array] = model) -> list[Any]:
+    """Two steps of a model under plain `jax.jit` on one device, for all meshes that it may lie on."""
+    return run(jax.jit(train_step(apply), static_argnums=2), state_of(parameters(layers)), BATCH, None, 2)
+
+
+def check(
+    step: Any, state: Any, batch: Any, mesh: MpmdMesh, *schedules: Schedule,
+    state_specs: Any, data: Any, expected: Any = None,
+) -> Any:  # fmt: skip
+    """Compare with plain `jax.jit` on the first submesh, the arguments sharded alike; or with what is expected."""
+    expected = expected or on_one_submesh(step, state, batch, mesh, state_specs, data)
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, data), static_argnums=2)
     for schedule in schedules or (Std1F1B(mesh.mpmd_dim),):
         actual = run(pipelined, state, batch, schedule, 2)
@@ -121,12 +131,30 @@ def state_of(params: Any) -> Any:
 DATA = {"x": P(None, "data"), "y": P(None, "data")}
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@functools.cache
+def trained(*names: str) -> Any:
+    """What `check` gives of the plain step on two stages, whose axes inside a rank are these."""
+    mesh = mesh_of(2, **{name: AXES[name] for name in names})
+    of_layer = TENSOR if "tensor" in names else FSDP if "fsdp" in names else dict.fromkeys(TENSOR, P())
+    data = {"x": P(None, names[0]), "y": P(None, names[0])}
+    return check(train_step(), state_of(parameters(2)), BATCH, mesh, state_specs=specs_of(of_layer), data=data)
+
+
+AXES = {"data": 2, "tensor": 2, "fsdp": 4}
+FSDP = {"up": P("fsdp"), "bias": P("fsdp"), "down": P("fsdp")}
+TENSOR = {"up": P(None, "tensor"), "bias": P("tensor"), "down": P("tensor")}
+
+
+def specs_of(of_layer: Any) -> Any:
+    """Of the parameters and the optimizer's state of two layers."""
+    return [of_layer] * 2, (optax.TraceState([of_layer] * 2), optax.EmptyState())
+
+
+@pytest.mark.parametrize("stages", [2, slow(4)])
 def test_data_parallel(stages: int):
     """Almost nothing is exchanged while the loop runs; each gradient is reduced once after it."""
-    compiled, _, _ = check(
-        train_step(), state_of(parameters(stages)), BATCH, mesh_of(stages, data=2), Std1F1B(stages),
-        state_specs=P(), data=DATA,
+    compiled, _, _ = trained("data") if stages == 2 else check(
+        train_step(), state_of(parameters(stages)), BATCH, mesh_of(stages, data=2), state_specs=P(), data=DATA,
     )  # fmt: skip
     # The loss is a mean over all examples: the last stage needs that one number for every microbatch.
     assert in_loop(compiled) == {f"fwd_bwd_{stages - 1}": ["all-reduce"]}
@@ -145,15 +173,19 @@ def test_data_parallel_with_remat():
         return x
 
     compiled, _, _ = check(
-        train_step(apply), state_of(parameters(2)), BATCH, mesh_of(2, data=2), state_specs=P(), data=DATA
-    )
+        train_step(apply), state_of(parameters(2)), BATCH, mesh_of(2, data=2),
+        state_specs=P(), data=DATA, expected=plain(),
+    )  # fmt: skip
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
     # Two products forward; backward two for each of two weights, less one whose input is the batch, and one again.
     assert count(compiled, "dot_general") == {"fwd_0": 2, "fwd_bwd_1": 2 + 4 + 1, "bwd_0": 3 + 1}
 
 
 def test_data_parallel_zero_bubble():
-    check(train_step(), state_of(parameters(2)), BATCH, mesh_of(2, data=2), ZeroBubble(2), state_specs=P(), data=DATA)
+    check(
+        train_step(), state_of(parameters(2)), BATCH, mesh_of(2, data=2), ZeroBubble(2),
+        state_specs=P(), data=DATA, expected=plain(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -176,34 +208,9 @@ def test_metrics_summed_over_the_sharded_batch(training: bool):
     tree_allclose(actual, jax.jit(step, static_argnums=2)(params, batch, None), rtol=1e-5)
 
 
-def test_what_a_step_returns_fits_the_next():
-    """Results are partitioned as the arguments were, so the second step compiles nothing."""
-    specs = ([FSDP] * 2, (optax.TraceState([FSDP] * 2), optax.EmptyState()))
-    pipelined = mpmd_jit_with_loop(
-        train_step(),
-        mesh_of(2, fsdp=4),
-        in_specs=(specs, {"x": P(None, "fsdp"), "y": P(None, "fsdp")}),
-        static_argnums=2,
-    )
-    state = state_of(parameters(2))
-    compiled = pipelined.compile(state, BATCH, Std1F1B(2))
-    state, _ = pipelined(state, BATCH, Std1F1B(2))
-    assert pipelined.compile(state, BATCH, Std1F1B(2)) is compiled
-    for argument, result in zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True):
-        assert result.spec == argument
-
-
-FSDP = {"up": P("fsdp"), "bias": P("fsdp"), "down": P("fsdp")}
-TENSOR = {"up": P(None, "tensor"), "bias": P("tensor"), "down": P("tensor")}
-
-
 def test_tensor_parallel():
     """Megatron's split: one all-reduce of activations per layer and direction, weights never gathered."""
-    specs = [TENSOR] * 2
-    compiled, actual, _ = check(
-        train_step(), state_of(parameters(2)), BATCH, mesh_of(2, data=2, tensor=2),
-        state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
-    )  # fmt: skip
+    compiled, actual, _ = trained("data", "tensor")
     assert {kind for kinds in in_loop(compiled).values() for kind in kinds} == {"all-reduce"}
     assert len(in_loop(compiled)["fwd_0"]) == 1
     (params, _), (_, grads) = actual[-1]
@@ -213,12 +220,7 @@ def test_tensor_parallel():
 
 def test_fsdp():
     """Parameters, accumulators and optimizer state stay sharded; weights are gathered where they are used."""
-    specs = [FSDP] * 2
-    compiled, actual, _ = check(
-        train_step(), state_of(parameters(2)), BATCH, mesh_of(2, fsdp=4),
-        state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())),
-        data={"x": P(None, "fsdp"), "y": P(None, "fsdp")},
-    )  # fmt: skip
+    compiled, actual, _ = trained("fsdp")
     (params, _), (_, grads) = actual[-1]
     for layer in (*params, *grads):
         assert {k: v.spec for k, v in layer.items()} == FSDP
@@ -229,8 +231,24 @@ def test_fsdp():
                 assert spec[0] == "fsdp", f"accumulator {output} of {task.name} is partitioned as {spec}"
 
 
-@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
-@pytest.mark.parametrize("way", ["spec", "whole_mesh"])
+def test_what_a_step_returns_fits_the_next():
+    """Results are partitioned as the arguments were, so the second step compiles nothing."""
+    data = {"x": P(None, "fsdp"), "y": P(None, "fsdp")}
+    pipelined = mpmd_jit_with_loop(
+        train_step(), mesh_of(2, fsdp=4), in_specs=(specs_of(FSDP), data), static_argnums=2
+    )  # fmt: skip
+    state = state_of(parameters(2))
+    compiled = pipelined.compile(state, BATCH, Std1F1B(2))
+    state, _ = pipelined(state, BATCH, Std1F1B(2))
+    assert pipelined.compile(state, BATCH, Std1F1B(2)) is compiled
+    for argument, result in zip(jax.tree.leaves(specs_of(FSDP)), jax.tree.leaves(state), strict=True):
+        assert result.spec == argument
+
+
+@pytest.mark.parametrize(
+    ("way", "axis_type"),
+    [("spec", "auto"), ("whole_mesh", "explicit"), slow("whole_mesh", "auto"), slow("spec", "explicit")],
+)
 def test_constraints(way: str, axis_type: str):
     """Written with a PartitionSpec, or with a NamedSharding of the whole mesh, which no stage sees."""
     mesh = mesh_of(2, data=2, tensor=2) if axis_type == "auto" else explicit_mesh(2, data=2, tensor=2)
@@ -240,21 +258,15 @@ def test_constraints(way: str, axis_type: str):
         spec = names[which] if way == "spec" else NamedSharding(mesh.jax_mesh, names[which])
         return constrain(x, spec)
 
-    def plain_constraint(x: jax.Array, which: str) -> jax.Array:
-        return constrain(x, names[which])
-
     constrain = jax.lax.with_sharding_constraint if axis_type == "auto" else jax.sharding.reshard
 
-    specs = [TENSOR] * 2
     state = state_of(parameters(2))
-    state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
+    state_specs = specs_of(TENSOR)
     apply = model if axis_type == "auto" else explicit_model
     step = train_step(lambda p, x: apply(p, x, pipelined_constraint))
-    plain = train_step(lambda p, x: apply(p, x, plain_constraint))
-    expected = on_one_submesh(plain, state, BATCH, mesh, state_specs, DATA)
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, DATA), static_argnums=2)
     actual = run(pipelined, state, BATCH, Std1F1B(2), 2)
-    tree_allclose(actual, expected)
+    tree_allclose(actual, plain())
     compiled = pipelined.compile(state, BATCH, Std1F1B(2))
     (task,) = [i for i, t in enumerate(compiled.program.tasks) if t.name == "fwd_0"]
     specs_out = [s.spec for s in compiled._executables.tasks[task].output_shardings]
@@ -279,16 +291,16 @@ def explicit_mesh(num_ranks: int, **axes: int) -> MpmdMesh:
 
 def test_explicit_data_parallel():
     compiled, _, _ = check(
-        train_step(), state_of(parameters(2)), BATCH, explicit_mesh(2, data=2), state_specs=P(), data=DATA
-    )
+        train_step(), state_of(parameters(2)), BATCH, explicit_mesh(2, data=2),
+        state_specs=P(), data=DATA, expected=plain(),
+    )  # fmt: skip
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
 
 
 def test_explicit_tensor_parallel():
-    specs = [TENSOR] * 2
     check(
         train_step(explicit_model), state_of(parameters(2)), BATCH, explicit_mesh(2, data=2, tensor=2),
-        state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
+        state_specs=specs_of(TENSOR), data=DATA, expected=plain(),
     )  # fmt: skip
 
 
@@ -367,15 +379,19 @@ SCANS = {
 }
 
 
+SCANNED = [("remat", "auto"), ("shared", "explicit")]
+
+
 @pytest.mark.parametrize(
     ("way", "axis_type"),
     [
-        ("plain", "auto"),
-        slow("plain", "explicit"),
-        slow("remat", "auto"),
-        ("remat", "explicit"),
-        slow("shared", "auto"),
-        ("shared", "explicit"),
+        *(
+            slow(way, axis_type)
+            for way in SCANS
+            for axis_type in ("auto", "explicit")
+            if (way, axis_type) not in SCANNED
+        ),
+        *SCANNED,
     ],
 )
 def test_data_parallel_under_scan(way: str, axis_type: str):
@@ -425,17 +441,12 @@ def test_data_parallel_recurrence():
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}, {"fsdp": 4}], ids=lambda a: "_".join(a))
-def test_shardings_are_those_of_one_program(axes: dict[str, int]):
+@pytest.mark.parametrize("names", [("data",), ("data", "tensor"), ("fsdp",)], ids="_".join)
+def test_shardings_are_those_of_one_program(names: tuple[str, ...]):
     """Activations, cotangents and gradients lie as XLA's propagation through the whole program has them."""
-    mesh, batch_axis = mesh_of(2, **axes), next(iter(axes))
-    of_layer = TENSOR if "tensor" in axes else FSDP if "fsdp" in axes else dict.fromkeys(TENSOR, P())
-    specs, data = [of_layer] * 2, {"x": P(None, batch_axis), "y": P(None, batch_axis)}
-    state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
-    compiled, actual, expected = check(
-        train_step(), state_of(parameters(2)), BATCH, mesh, state_specs=state_specs, data=data
-    )
-    sub = mesh.unstack[0]
+    compiled, actual, expected = trained(*names)
+    sub, batch_axis = compiled.mpmd_mesh.unstack[0], names[0]
+    of_layer = TENSOR if "tensor" in names else FSDP if "fsdp" in names else dict.fromkeys(TENSOR, P())
     for got, wanted in zip(jax.tree.leaves(actual[-1]), jax.tree.leaves(expected[-1]), strict=True):
         assert wanted.sharding.is_equivalent_to(NamedSharding(sub, got.spec), wanted.ndim)
 
@@ -445,7 +456,7 @@ def test_shardings_are_those_of_one_program(axes: dict[str, int]):
         return activation, jax.grad(loss)(activation)
 
     args = (parameters(2), BATCH["x"][0], BATCH["y"][0])
-    lies = jax.tree.map(lambda s: NamedSharding(sub, s), (specs, P(batch_axis), P(batch_axis)))
+    lies = jax.tree.map(lambda s: NamedSharding(sub, s), ([of_layer] * 2, P(batch_axis), P(batch_axis)))
     one_program = jax.jit(whole, in_shardings=lies).lower(*args).compile().output_shardings
     crossing = {
         instruction.source: compiled._executables.held[instruction.received[0]].spec

@@ -11,7 +11,7 @@ import pytest
 from jaxpp_flax import mpmd
 from jaxpp_flax.schedules import Circular, Schedule, Std1F1B
 from jaxpp_flax.schedules.task import Task, TaskKind, flatten, forward
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.mpmd.programs import (
     accumulate,
     batches,
@@ -29,8 +29,16 @@ from tests.mpmd.programs import (
 RUNS = [name for name in mpmd.PIPELINE_SCHEDULES if "CIRCULAR" not in name and "WRAP" not in name]
 
 
-@pytest.mark.parametrize("microbatches", [1, 5])
-@pytest.mark.parametrize("schedule", [None, *RUNS])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [
+        (None, 1),
+        ("ONE_FWD_ONE_BWD", 1),
+        *((name, 3) for name in RUNS),
+        slow(None, 5),
+        *(slow(name, 1) for name in RUNS if name != "ONE_FWD_ONE_BWD"),
+    ],
+)
 def test_equals_plain_jit(schedule: str | None, microbatches: int):
     ws, xs = weights(4), batches(microbatches)
     step = mpmd.jit(accumulate, config(topology(2, 2), in_runs(4, 2), schedule))
@@ -38,10 +46,10 @@ def test_equals_plain_jit(schedule: str | None, microbatches: int):
     tree_allclose(step(ws, xs), jax.jit(accumulate)(ws, xs))
 
 
-@pytest.mark.parametrize("schedule", ["CIRCULAR", "CIRCULAR_WITH_REVERSED_BACKWARD", "GPIPE"])
+@pytest.mark.parametrize("schedule", ["CIRCULAR", "CIRCULAR_WITH_REVERSED_BACKWARD", slow("GPIPE")])
 def test_several_stages_on_each_mesh_equal_plain_jit(schedule: str):
-    ws, xs = weights(6), batches(3)
-    step = mpmd.jit(train_step, config(topology(1, 1, 1), in_turn(6, 3), schedule))
+    ws, xs = weights(4), batches(3)
+    step = mpmd.jit(train_step, config(topology(1, 1), in_turn(4, 2), schedule))
     tree_allclose(step(ws, xs), jax.jit(train_step)(ws, xs))
 
 
@@ -63,7 +71,7 @@ def test_meshes_run_the_tasks_of_the_schedule_in_its_order(name: str, schedule: 
         assert found == wanted
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [slow(1), slow(2), 3])
 def test_circular_order_of_a_program_that_is_differentiated_as_a_whole(microbatches: int):
     """Stages 1 to 4 on two meshes in turn; the backward pass of a microbatch keeps the microbatch's counter."""
 

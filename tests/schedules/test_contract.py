@@ -1,5 +1,7 @@
 """What the engine relies on: legal tasks in order for the four basic schedules and their kin."""
 
+import itertools
+
 import pytest
 
 from jaxpp_flax.schedules import (
@@ -32,30 +34,27 @@ def test_tasks_print_as_jaxpp_does():
     assert repr(fused(3, 0)) == "FusedTask(fwd_3__0, bwd_3__0)"
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cls", [GPipe, Std1F1B, Eager1F1B])
-def test_one_stage_per_rank_is_legal(cls, stages, microbatches):
-    schedule = cls(stages)
-    validate(schedule, microbatches)
-    lists = schedule.tasks(microbatches)
-    validate(lists, microbatches)
-    for stage in range(stages):
-        bound = schedule.max_live_microbatches(stage, microbatches)
+def test_one_stage_per_rank_is_legal(cls):
+    for stages, microbatches in itertools.product([1, 2, 3, 4, 6], [1, 2, 3, 5, 8]):
+        schedule = cls(stages)
+        lists = schedule.tasks(microbatches)
+        validate(schedule, microbatches)
+        validate(lists, microbatches)
         if cls is Std1F1B:
-            assert bound == min(microbatches, stages - stage)
-    fuses = {isinstance(task, FusedTask) for task in lists[-1]}
-    assert fuses == {cls is not GPipe}
+            bounds = [schedule.max_live_microbatches(stage, microbatches) for stage in range(stages)]
+            assert bounds == [min(microbatches, stages - stage) for stage in range(stages)]
+        assert {isinstance(task, FusedTask) for task in lists[-1]} == {cls is not GPipe}
 
 
-@pytest.mark.parametrize("microbatches", [*range(1, 12), 16])
-@pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 2), (3, 4)])
 @pytest.mark.parametrize("cls", [Interleaved1F1B, KimiK2, InterleavedGPipe])
-def test_interleaved_is_legal_for_any_number_of_microbatches(cls, ranks, per_rank, microbatches):
-    schedule = cls(ranks * per_rank, ranks)
-    validate(schedule, microbatches)
-    fuses = any(isinstance(t, FusedTask) for tasks in schedule.tasks(microbatches) for t in tasks)
-    assert fuses == schedule.fuses_last_stage
+def test_interleaved_is_legal_for_any_number_of_microbatches(cls):
+    for ranks, per_rank in ((1, 1), (1, 3), (2, 2), (2, 4), (4, 2), (3, 4)):
+        for microbatches in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+            schedule = cls(ranks * per_rank, ranks)
+            validate(schedule, microbatches)
+            fuses = any(isinstance(t, FusedTask) for tasks in schedule.tasks(microbatches) for t in tasks)
+            assert fuses == schedule.fuses_last_stage
 
 
 @pytest.mark.parametrize("name", names())

@@ -3,7 +3,7 @@
 This file depends on these facts about the releases of CuPy:
 
 - `get_unique_id` returns 128 numbers up to 13.x (C chars: signed on x86, unsigned on ARM) and bytes since 14.0. The
-  constructor takes only the type that its own `get_unique_id` returns. So the name is sent as a Python literal.
+  constructor takes only the type that its own `get_unique_id` returns. So it is sent as JSON, with its type.
 - Without libnccl, `cupy.cuda.nccl` can be imported, but it is empty, and `available` is false.
 - `Stream.done` is also false after an error. `runtime.streamQuery` gives CUDA's status.
 - `NcclError` looks up its code in a table. A code that is missing in the table raises a `KeyError`.
@@ -12,8 +12,8 @@ This file depends on these facts about the releases of CuPy:
 
 from __future__ import annotations
 
-import ast
 import importlib
+import json
 import threading
 import warnings
 from collections.abc import Generator, Sequence
@@ -81,11 +81,13 @@ class Cupy:
     def unique_id(self) -> bytes:
         """Make a new name for a communicator."""
         with _named_errors():
-            return repr(self._nccl.get_unique_id()).encode()
+            name = self._nccl.get_unique_id()
+        return json.dumps([isinstance(name, bytes), list(name)]).encode()
 
     def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
         """Join the communicator of two with that name, and wait for the other end."""
-        name, rank = ast.literal_eval(unique_id.decode()), 0 if sending else 1
+        is_bytes, numbers = json.loads(unique_id)
+        name, rank = bytes(numbers) if is_bytes else tuple(numbers), 0 if sending else 1
         return Communicator(self._cupy, self._nccl, name, rank, local_ordinal(device))
 
     def empty(self, nbytes: int, device: Any) -> Buffer:

@@ -335,7 +335,7 @@ def _taken_apart(part: Partition, equation: Any) -> bool:
 
 
 @given(model=models(), form=st.sampled_from(["fused", "apart", "split"]), data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_model(model: list[Layer], form: str, data: st.DataObject):
     """Tasks run in the order of phases give what the body gives, bit for bit but for sums over stages."""
     frozen = data.draw(st.integers(0, len(model) - 1), "frozen")
