@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "messages",
         "error_codes",
     },
+    "verify": {"trainers", "checkpoint", "engine"},
     "launch": {"processes", "error_codes", "_compat"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},

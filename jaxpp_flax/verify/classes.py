@@ -1,0 +1,197 @@
+"""The likely class of a difference: one small pure function for each class, on numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["Case", "classify"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of an array that differs, in double precision.
+
+    Args:
+      expected, actual: the array of the plain step and of the pipeline.
+      parts: the summands of the microbatches on the plain side, stacked; or for what is stacked itself, None.
+      stacked: the array has a first axis of microbatches.
+      allowed: how far rounding explains a difference.
+      num_microbatches, num_shards: the counts by which a sum may be scaled wrongly.
+      before: for a leaf of the new state, its value before the step.
+      dtype: the type of the array.
+      is_exact: the array holds no floats: integers, booleans or bits.
+    """
+
+    expected: np.ndarray
+    actual: np.ndarray
+    allowed: float
+    num_microbatches: int
+    parts: np.ndarray | None = None
+    stacked: bool = False
+    num_shards: int = 1
+    before: np.ndarray | None = None
+    dtype: str = "float32"
+    is_exact: bool = False
+
+    def is_near(self, other: np.ndarray | float, times: float = 1.0) -> bool:
+        """Return True if the actual array is another one, but for rounding."""
+        with np.errstate(invalid="ignore"):
+            return bool(np.all(np.abs(self.actual - other) <= times * self.allowed + 1e-300))
+
+
+def _not_finite(case: Case) -> str | None:
+    return "values that are not finite" if np.isfinite(case.expected).all() > np.isfinite(case.actual).all() else None
+
+
+def _random_bits(case: Case) -> str | None:
+    """Dropped numbers are zeros: where they lie is what a key decides."""
+    zeros, others = case.expected == 0, case.actual == 0
+    both = bool(zeros.any() and others.any()) and not zeros.all() and not others.all()
+    differing = float(np.mean(zeros != others))
+    alike = abs(float(zeros.mean()) - float(others.mean())) < 0.25
+    return "other random bits" if both and alike and differing > 0.02 else None
+
+
+def _unchanged(case: Case) -> str | None:
+    if case.before is None or not case.is_near(case.before):
+        return None
+    return "a missing update: the leaf is as it was before the step"
+
+
+def _of_microbatches(case: Case) -> str | None:
+    """A sum that leaves out, counts twice, or has alone some microbatches."""
+    if case.parts is None or len(case.parts) < 2:
+        return None
+    for i, part in enumerate(case.parts):
+        if np.all(np.abs(part) <= case.allowed):
+            continue
+        if case.is_near(case.expected - part):
+            return f"a microbatch dropped: number {i} is not in the sum"
+        if case.is_near(case.expected + part):
+            return f"a doubled microbatch: number {i} is twice in the sum"
+        if case.is_near(part):
+            return f"microbatches dropped: the sum holds number {i} alone"
+        others = [j for j in range(len(case.parts)) if j != i]
+        if any(case.is_near(case.expected - part + case.parts[j]) for j in others):
+            return f"a microbatch swapped: another one stands for number {i} in the sum"
+    return None
+
+
+def _scaled(case: Case) -> str | None:
+    changed = case.actual, case.expected
+    if case.before is not None:  # an update is scaled, not what it is added to
+        changed = case.actual - case.before, case.expected - case.before
+    actual, expected = changed
+    largest = np.unravel_index(int(np.argmax(np.abs(expected))), expected.shape) if expected.size else ()
+    if not expected.size or expected[largest] == 0:
+        return None
+    ratio = float((actual[largest] / expected[largest]).real)
+    for factor, words in _factors(case):
+        if abs(ratio - factor) <= 0.02 * abs(factor) and case.is_near(
+            (case.before if case.before is not None else 0.0) + factor * expected, max(1.0, abs(factor))
+        ):
+            return words
+    return None
+
+
+def _factors(case: Case) -> list[tuple[float, str]]:
+    count, shards = case.num_microbatches, case.num_shards
+    found = [(float(count), f"a scale by the number of microbatches ({count})")]
+    found += [(1 / count, f"a scale by 1 / the number of microbatches (1/{count})")]
+    if shards > 1:
+        found += [(float(shards), f"a doubled reduction, or a scale by the number of shards ({shards})")]
+        found += [(1 / shards, f"a missing reduction, or a scale by 1 / the number of shards (1/{shards})")]
+    found = [] if count == 1 else found
+    doubled = [(2.0, "a doubled reduction: the sum is counted twice"), (0.0, "a missing reduction: all zeros")]
+    return [*doubled, *found, (0.5, "a missing reduction: half of the sum"), (-1.0, "a wrong sign")]
+
+
+def _swapped(case: Case) -> str | None:
+    """Microbatches at one another's places."""
+    if not case.stacked or len(case.expected) < 2:
+        return None
+    wrong = [i for i in range(len(case.expected)) if not _near(case, case.actual[i], case.expected[i])]
+    from_others = [
+        next((j for j in range(len(case.expected)) if _near(case, case.actual[i], case.expected[j])), None)
+        for i in wrong
+    ]
+    if None in from_others:
+        return None
+    return f"microbatches swapped: at number {wrong[0]} stands number {from_others[0]}"
+
+
+def _near(case: Case, one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.all(np.abs(one - other) <= case.allowed + 1e-300))
+
+
+def _reordered(case: Case) -> str | None:
+    """The same numbers at other places: shards, or axes, taken for one another."""
+    if case.expected.size < 2 or np.ptp(np.real(case.expected)) <= 2 * case.allowed:
+        return None
+    pairs = (np.sort(np.real(case.actual), axis=None), np.sort(np.real(case.expected), axis=None))
+    near = bool(np.all(np.abs(pairs[0] - pairs[1]) <= case.allowed))
+    return "shards swapped: the same numbers at other places" if near else None
+
+
+def _cast(case: Case) -> str | None:
+    """Numbers that a narrower type holds exactly, as far from the expected ones as its rounding."""
+    if case.is_exact:
+        return None
+    width = jnp.finfo(case.dtype).bits
+    for name in ("bfloat16", "float16"):
+        kind = jnp.finfo(name)
+        if kind.bits >= width or not np.isfinite(case.actual).all():
+            continue
+        with np.errstate(over="ignore"):
+            exact = np.array_equal(np.asarray(np.real(case.actual), name).astype(np.float64), np.real(case.actual))
+        if exact and _within(case, float(kind.eps)):
+            return f"a cast to {name}"
+    for name in ("float16", "bfloat16"):  # computed on from narrower numbers
+        kind = jnp.finfo(name)
+        if kind.bits < width and _within(case, float(kind.eps)):
+            return f"a cast to {name}, or to another narrower type"
+    return None
+
+
+def _within(case: Case, relative: float) -> bool:
+    return bool(np.max(np.abs(case.actual - case.expected)) <= relative * np.max(np.abs(case.expected)))
+
+
+def _other_order(case: Case) -> str | None:
+    return "another order of sums" if case.is_near(case.expected, times=8.0) else None
+
+
+def _stale(case: Case) -> str | None:
+    """Some microbatches are right, and the others have numbers of the same size that belong to none."""
+    if not case.stacked or len(case.expected) < 2:
+        return None
+    right = [_near(case, a, e) for a, e in zip(case.actual, case.expected, strict=True)]
+    sizes = np.max(np.abs(case.actual)), np.max(np.abs(case.expected))
+    alike = sizes[0] <= 8 * sizes[1] and sizes[1] <= 8 * sizes[0]
+    return "a stale residual: only some microbatches are wrong" if any(right) and alike else None
+
+
+_CLASSES: tuple[Callable[[Case], str | None], ...] = (
+    _not_finite, _unchanged, _other_order, _of_microbatches, _scaled, _swapped, _random_bits, _cast, _reordered, _stale,
+)  # fmt: skip
+
+
+def classify(case: Case) -> str:
+    """Return the likely class of a difference, in words.
+
+    Example:
+      >>> parts = np.array([[1.0, 2.0], [3.0, 5.0], [0.5, 0.25]])
+      >>> def of(actual):
+      ...     return classify(Case(parts.sum(0), actual, allowed=1e-6, num_microbatches=3, parts=parts))
+      >>> of(3 * parts.sum(0))
+      'a scale by the number of microbatches (3)'
+      >>> of(parts[2])
+      'microbatches dropped: the sum holds number 2 alone'
+      >>> of(np.array([8.0, 1.0]))
+      'unknown'
+    """
+    return next((words for of in _CLASSES if (words := of(case)) is not None), "unknown")

@@ -1,0 +1,74 @@
+"""The pipeline's side: the trainer's step with more results, so that it returns what crosses its marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Constant
+from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
+from jaxpp_flax.verify.crossings import Crossing, marks_at_top
+from jaxpp_flax.verify.plain_step import trace_step
+from jaxpp_flax.verify.points import LoopPoints, Point, name_loop
+
+__all__ = ["WatchedStep"]
+
+
+class WatchedStep:
+    """A function to compile in place of a training step: it returns `(state, (metrics, watched arrays))`.
+
+    Each loop stacks what crosses its marks, one more result of its body. So the arrays come out of the same passes,
+    schedules, transfers and runtime as those of the step itself.
+    """
+
+    def __init__(self, step: Callable[..., Any], parameters: Sequence[str]) -> None:
+        self._step, self._parameters = step, parameters
+        self._points: list[Point] = []
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, tuple[Any, list[Any]]]:
+        """Trace the step, and run its graph with more results."""
+        traced = trace_step(self._step, state, batch)
+        graph, self._points = traced.graph, []
+        environment = dict(zip(graph.inputs, [*traced.constants, *jax.tree.leaves((state, batch))], strict=True))
+        watched: list[Any] = []
+        loops = 0
+
+        def read(atom: Any) -> Any:
+            return atom.value if isinstance(atom, Constant) else environment[atom]
+
+        for equation in graph.equations:
+            operands = [read(atom) for atom in equation.inputs]
+            if equation.primitive is treduce_p:
+                results, stacked, points = self._loop(equation, operands, loops)
+                watched += [*stacked, *results]
+                self._points += [*[p for of_mark in points.crossings for p in of_mark], *points.results]
+                loops += 1
+            else:
+                results = equation.bind(*operands)
+            environment.update(zip(equation.outputs, results, strict=True))
+        new, metrics = jax.tree.unflatten(traced.results, [read(atom) for atom in graph.outputs])
+        return new, (metrics, watched)
+
+    def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
+        params = equation.params
+        body = inline(params["body"])
+        seen: list[Crossing] = marks_at_top(body)
+        crossed = [value for crossing in seen for value in crossing.values]
+        watching = {
+            **params,
+            "body": replace(body, outputs=(*body.outputs, *crossed)),
+            "operations": (*params["operations"], *[Concat()] * len(crossed)),
+        }
+        found = treduce_p.bind(*operands, **watching)
+        count = len(found) - len(crossed)
+        phases = [0] * len(body.outputs)  # the plain side knows them
+        points = name_loop(number, seen, phases, params["num_carry"], self._parameters)
+        return found[:count], found[count:], points
+
+    def at_points(self, watched: Sequence[Any]) -> dict[Point, Any]:
+        """Return the watched arrays of a run by their points."""
+        return dict(zip(self._points, watched, strict=True))

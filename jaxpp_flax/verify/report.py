@@ -1,0 +1,110 @@
+"""What a comparison found: a row for each point, the first one that is wrong, and a file to keep with a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Report", "Row"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One array on both sides.
+
+    Args:
+      kind, block, leaf: which array; see `Point`.
+      index: where the arrays are farthest apart.
+      expected, actual: both numbers there.
+      distance: how far these are apart, in units of rounding of the expected array's largest number.
+      allowed: the distance that rounding explains.
+      likely: the likely class of a difference; empty if rounding explains it.
+    """
+
+    kind: str
+    block: str
+    leaf: str
+    index: tuple[int, ...]
+    expected: float
+    actual: float
+    distance: float
+    allowed: float
+    likely: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """True if rounding explains the difference."""
+        return not self.distance > self.allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The comparison of one step; printed, it is a sentence and a table. `rows` are in order of computation.
+
+    Example:
+      >>> right = Row(kind="gradient", block="b", leaf="w", index=(0,), expected=1.0, actual=1.0, distance=0,
+      ...             allowed=16)
+      >>> wrong = Row(kind="gradient", block="a", leaf="w", index=(3,), expected=1.0, actual=4.0, distance=2.5e7,
+      ...             allowed=16, likely="a scale by the number of microbatches (4)")
+      >>> report = Report(rows=(right, wrong), facts={"microbatches": 4})
+      >>> report.agrees, report.first is wrong
+      (False, True)
+      >>> print(report.sentence)
+      The first difference that rounding does not explain: gradient w of block a, at (3,): 4.0, expected 1.0, ...
+    """
+
+    rows: tuple[Row, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def agrees(self) -> bool:
+        """True if rounding explains all differences."""
+        return self.first is None
+
+    @property
+    def first(self) -> Row | None:
+        """The first row, in order of computation, that rounding does not explain."""
+        return next((row for row in self.rows if not row.agrees), None)
+
+    @property
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        first = self.first
+        if first is None:
+            return f"The pipeline is right: rounding explains all differences of {len(self.rows)} arrays."
+        where = f" of block {first.block}" if first.block else ""
+        return (
+            f"The first difference that rounding does not explain: {first.kind} {first.leaf}{where}, at {first.index}: "
+            f"{first.actual!r}, expected {first.expected!r}, {first.distance:.3g} units of rounding apart "
+            f"(rounding explains {first.allowed:.3g}). Likely: {first.likely}."
+        )
+
+    def __str__(self) -> str:
+        """Return the sentence, and a table of at most two rows for each block and kind: the farthest ones."""
+        shown: dict[tuple[str, str, bool], list[Row]] = {}
+        for row in self.rows:
+            shown.setdefault((row.kind, row.block, row.agrees), []).append(row)
+        cells = [("", "what", "block", "leaf", "apart", "explained")]
+        for (kind, block, agrees), rows in shown.items():
+            worst = max(rows, key=lambda row: row.distance / max(row.allowed, 1e-300))
+            leaf = worst.leaf + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+            mark = "" if agrees else "WRONG"
+            cells.append((mark, kind, block, leaf, f"{worst.distance:.3g}", f"{worst.allowed:.3g}"))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        note = "apart, explained: in units of rounding of an array's largest number"
+        return "\n".join([self.sentence, "", *table, note])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as JSON: the sentence, the facts of the run, and all rows."""
+        content = {
+            "agrees": self.agrees,
+            "sentence": self.sentence,
+            "facts": dict(self.facts),
+            "rows": [asdict(row) for row in self.rows],
+        }
+        Path(path).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")

@@ -1,0 +1,135 @@
+"""`verify`: correct programs agree, the trainer does not change, and what cannot be compared is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import Memory
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.verify import VerifyError, verify
+from jaxpp_flax.verify.__main__ import main
+from tests.helpers import slow
+from tests.trainers import models as m
+from tests.trainers.test_matches_plain import make_trainer
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
+SCRIPT = """
+import jax.numpy as jnp, optax
+from flax import nnx
+from jaxpp_flax import PipelineStage, PipelineTrainer
+
+def make():
+    model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i)), name=f"block_{i}") for i in range(2)])
+    trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=2,
+                              num_microbatches=2, logging=False)
+    return trainer, jnp.ones((4, 4))
+"""
+
+
+def square(model: Any, batch: Any) -> Any:
+    return (model(batch["x"]) ** 2).mean()
+
+
+def small_trainer(loss_fn: Any = square, **options: Any) -> PipelineTrainer:
+    blocks = [PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i)), name=f"block_{i}") for i in range(2)]
+    return PipelineTrainer(
+        nnx.Sequential(*blocks), optax.adam(1e-3), loss_fn, num_stages=2, num_microbatches=2, logging=False, **options
+    )
+
+
+def state_of(trainer: PipelineTrainer) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((trainer.state.params, trainer.state.opt_state))]
+
+
+def test_a_right_pipeline_agrees_and_the_trainer_does_not_change(tmp_path: Path):
+    trainer, other = small_trainer(), small_trainer()
+    trainer.train_step(BATCH)
+    other.train_step(BATCH)
+    before = state_of(trainer)
+    report = verify(trainer, BATCH)
+    assert report.agrees, report
+    assert trainer.step == 1
+    assert all(map(np.array_equal, before, state_of(trainer)))
+    assert float(trainer.train_step(BATCH)["loss"]) == float(other.train_step(BATCH)["loss"])
+    kinds = {row.kind for row in report.rows}
+    assert kinds == {"forward", "result", "backward", "gradient", "metric", "state"}
+    order = [(row.kind, row.block) for row in report.rows]
+    assert order.index(("forward", "block_0")) < order.index(("forward", "block_1"))
+    assert order.index(("gradient", "block_1")) < order.index(("gradient", "block_0"))
+    assert str(report).startswith("The pipeline is right")
+    report.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["agrees"]
+    assert len(saved["rows"]) == len(report.rows)
+    assert saved["facts"]["microbatches"] == 2
+
+
+@pytest.mark.parametrize("options", [{"precision": "bfloat16"}, slow({"memory": Memory(remat="full")})], ids=str)
+def test_precision_and_remat_agree(options: dict[str, Any]):
+    report = verify(small_trainer(**options), BATCH)
+    assert report.agrees, report
+    assert {"forward", "backward"} <= {row.kind for row in report.rows}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+@pytest.mark.parametrize(
+    ("kind", "schedule", "stages", "ranks", "options"),
+    [
+        ("nnx", "zero_bubble", 3, 3, {"model_options": {"dropout": 0.3}}),
+        ("linen", "interleaved_1f1b", 4, 2, {"loss_fn": m.weighted_loss}),
+        ("nnx", "1f1b", 2, 2, {"model_options": {"batch_norm": True}}),
+        ("nnx", "gpipe", 2, 2, {"tx": optax.adamw(1e-2), "loss_fn": m.loss_with_metrics}),
+    ],
+)
+def test_features_agree(kind: str, schedule: str, stages: int, ranks: int, options: dict[str, Any]):
+    trainer = make_trainer(kind, schedule, stages, ranks, 4, **options)
+    report = verify(trainer, m.make_batch(8))
+    assert report.agrees, report
+
+
+def test_a_loss_that_is_not_deterministic_is_named():
+    numbers = iter(range(1000))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        noise = jax.pure_callback(lambda: np.float32(next(numbers)), jax.ShapeDtypeStruct((), jnp.float32))
+        return square(model, batch) * (1 + noise)
+
+    with pytest.raises(VerifyError, match=r"two plain steps .* differ, first in .*: the loss is not deterministic"):
+        verify(small_trainer(loss_fn), BATCH)
+
+
+def test_a_state_that_is_not_finite_is_named():
+    trainer = small_trainer()
+    trainer.set_weights(jax.tree.map(lambda x: x * np.nan, trainer.state.params))
+    with pytest.raises(VerifyError, match=r"not finite already: params/.* has \d+ such numbers of"):
+        verify(trainer, BATCH)
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(BatchError):
+        verify(small_trainer(), {"x": BATCH["x"][:7]})
+
+
+def test_the_command_prints_and_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script, report = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(SCRIPT)
+    assert main([f"{script}:make", "--report", str(report)]) == 0
+    assert "The pipeline is right" in capsys.readouterr().out
+    assert json.loads(report.read_text())["agrees"]
+    with pytest.raises(SystemExit):
+        main([f"{script}:other"])
+    assert "has no function 'other'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["nowhere.py:make"])
+    assert "names no file" in capsys.readouterr().err
