@@ -18,7 +18,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce, treduce_i
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain_loss
-from tests.helpers import DIM, batch_of, tree_allclose
+from tests.helpers import DIM, batch_of, slow, tree_allclose
 
 BATCH = batch_of(2)
 TX = optax.adam(0.1)
@@ -52,7 +52,7 @@ def carried(batch: Any) -> Any:
     return treduce_i(body, 2, Std1F1B(2), Add, init=jnp.zeros(4))
 
 
-@pytest.mark.parametrize(("kind", "data"), [(AxisType.Auto, 1), (AxisType.Auto, 2), (AxisType.Explicit, 2)])
+@pytest.mark.parametrize(("kind", "data"), [(AxisType.Auto, 1), slow(AxisType.Auto, 2), (AxisType.Explicit, 2)])
 def test_equals_plain(kind: AxisType, data: int):
     devices = np.array(jax.devices()[: 2 * data]).reshape(2, data)
     mesh = MpmdMesh(Mesh(devices, ("stage", "data"), axis_types=(kind,) * 2), "stage")

@@ -23,7 +23,7 @@ from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
-from tests.helpers import batch_of, tree_allclose
+from tests.helpers import batch_of, slow, tree_allclose
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 SPMD_HOST = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -56,7 +56,7 @@ def same(actual: Any, expected: Any) -> None:
     tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 def test_state_on_the_host_goes_in_and_out(kind: AxisType):
     mesh = stages(kind)
     on_host = NamedSharding(mesh.unstack[0], P("x" if kind is AxisType.Auto else None), memory_kind="pinned_host")

@@ -18,7 +18,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
-from tests.helpers import batch_of
+from tests.helpers import batch_of, slow
 from tests.matrix.harness import check, count, mesh_of
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 16, 16
@@ -142,13 +142,27 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", CASES, ids=lambda f: f.__name__)
-def test_equals_plain(model: Callable[..., jax.Array]):
-    schedules = [ZeroBubble(STAGES), Std1F1B(STAGES)]
-    compiled, _ = check(train_step(model), parameters(), BATCH, mesh_of(STAGES), *schedules)
-    products = count(compiled, "dot_general")
+# Bodies that stay whole are where a split backward may go wrong; those that are opened are like any other.
+DEFAULT = [
+    *((model, Std1F1B) for model in (jit_around_all, custom_jvp_around, vmap_of_a_jit)),
+    *((model, ZeroBubble) for model in (custom_vjp_inside, scan_inside, cond_inside)),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (model, schedule) if (model, schedule) in DEFAULT else slow(model, schedule)
+        for model in CASES
+        for schedule in (Std1F1B, ZeroBubble)
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_equals_plain(model: Callable[..., jax.Array], schedule: type[Schedule]):
+    compiled, _ = check(train_step(model), parameters(), BATCH, mesh_of(STAGES), schedule(STAGES))
     # Every stage does its own work: a stage that did nothing would still be right.
-    assert all(products[name] >= 1 for name in ("fwd_0", "fwd_1", "fwd_bwd_2", "bwd_1", "bwd_0")), products
+    done = {(task[:3], task[-1]) for task, products in count(compiled, "dot_general").items() if products}
+    assert done >= {("fwd", "0"), ("fwd", "1"), ("fwd", "2"), ("bwd", "1"), ("bwd", "0")}, done
 
 
 def test_a_mark_inside_custom_vjp():

@@ -20,7 +20,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from tests.helpers import batch_of, tree_allclose
+from tests.helpers import batch_of, slow, slow_but, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 
 LAYERS, STAGES, MICROBATCHES, ROWS, DIM = 5, 2, 3, 16, 16
@@ -83,7 +83,7 @@ class LinenModel(nn.Module):
         return nn.Dense(DIM, name="last")(x)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [slow(False), True])
 def test_linen(remat: bool):
     plain = LinenModel(staged=False, remat=remat)
     params = plain.init(jax.random.key(0), BATCH["x"][0])
@@ -105,7 +105,7 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DIVISIONS)
+@pytest.mark.parametrize("name", slow_but(DIVISIONS, "uneven_in_fewer_stages"))
 def test_divisions(name: str):
     """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone."""
     lengths, stages, cuts, home = DIVISIONS[name]
@@ -121,7 +121,7 @@ def test_divisions(name: str):
     assert sum(count(compiled, "scan").values()) == 2 * len(lengths)
 
 
-@pytest.mark.parametrize("form", ["whole", "split"])
+@pytest.mark.parametrize("form", [slow("whole"), "split"])
 def test_where_a_stack_lives(form: str):
     """Stages that slice one stack hold all of it each, gradients too; after `split_layers`, their own layers."""
     rng = np.random.default_rng(0)
@@ -206,7 +206,7 @@ def test_there_and_back_again():
     labels = {"layers": "frozen", "head": "trained"}
     frozen = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.adam(0.1)}, labels)
     tree = {"params": params, "opt": optax.adam(0.1).init(params), "frozen": frozen.init(params)}
-    for stages in range(1, LAYERS + 1):
+    for stages in (1, 2, LAYERS):
         split = split_scanned(tree, "layers", stages)
         assert len(split["params"]["layers"]) == len(split["opt"][0].mu["layers"]) == stages
         tree_allclose(join_scanned(split, "layers"), tree, rtol=0, atol=0)

@@ -18,7 +18,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, sgd_step
-from tests.helpers import batch_of, tree_allclose
+from tests.helpers import batch_of, slow_but, tree_allclose
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 PARAMS, BATCH = chain(2), batch_of(2)
@@ -39,7 +39,7 @@ def pipelined(step: Callable[..., Any], mesh: MpmdMesh) -> MpmdFunction:
     return mpmd_jit_with_loop(step, mesh, in_specs=(P(), P(None, "data")))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, AxisType.Explicit))
 def test_around_the_first_step_and_around_compile(kind: AxisType):
     mesh = mesh_of(kind)
     seen: list[AbstractMesh] = []
