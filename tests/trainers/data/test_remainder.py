@@ -12,6 +12,9 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Checkpoints, Logging
+from jaxpp_flax.trainers.data.remainder import RemainderRule
+from jaxpp_flax.trainers.data.stream import Batches
+from jaxpp_flax.trainers.progress import Display
 from tests.helpers import steps_in, tree_allclose
 from tests.trainers.models import Layers
 
@@ -143,6 +146,13 @@ def test_a_resumed_run_goes_on_at_the_right_batch(it, tmp_path):
         second.fit(passes, epochs=2, remainder="drop", resume=True)
         assert steps_in(tmp_path) == [1, 2, 3, 4]
         tree_allclose(weights(second), weights(it), rtol=0, atol=0)
+
+
+def test_the_steps_left_are_counted_without_the_batches_that_are_left_out():
+    rule, passes = RemainderRule.of("drop", None, Display(False)), data(8, 8, 5)
+    assert Batches(passes, epochs=2, remainder=rule).steps_left() == 4
+    assert Batches(passes, steps=3, epochs=2, remainder=rule).steps_left() == 3
+    assert Batches(passes, epochs=1).steps_left() == 3
 
 
 def test_what_does_not_fit_is_refused(it):
