@@ -136,15 +136,15 @@ def whole_batch_step(loss: WholeBatchLoss, batch: Any, model: Any = None, **opti
     adapter, state, count = trainer._core.adapter, trainer.state, trainer.num_microbatches
 
     def total(params: Any) -> tuple[Any, Any]:
-        rest, found = state.model_state, []
-        for index in range(count):
-            part = jax.tree.map(lambda x, i=index: jnp.split(x, count)[i] if np.shape(x) else x, batch)
+        def embed_part(rest: Any, index: Any) -> tuple[Any, Any]:
+            part = jax.tree.map(lambda x: jnp.stack(jnp.split(x, count))[index] if np.shape(x) else x, batch)
             embeddings, bound = call_function(
                 loss.embed_fn, adapter, params, rest, part, step=state.step, microbatch=index, training=True
             )
-            rest = adapter.rest_of(bound, rest)
-            found.append(embeddings)
-        whole = jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim else x[0], *found)
+            return adapter.rest_of(bound, rest), embeddings
+
+        rest, parts = jax.lax.scan(embed_part, state.model_state, jnp.arange(count))
+        whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x[0], parts)
         value, second = loss.loss_fn(whole, batch)
         return value if isinstance(second, dict) else value / second, rest
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
@@ -128,24 +127,24 @@ MIXED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_a_mean_joins_nothing(name: str):
-    joins = joins_of(MEANS[name])
-    assert (joins.divided, joins.mixed) == (None, None)
+def test_a_mean_joins_nothing():
+    for name, function in MEANS.items():
+        joins = joins_of(function)
+        assert (joins.divided, joins.mixed) == (None, None), name
 
 
-@pytest.mark.parametrize("name", QUOTIENTS)
-def test_a_quotient_by_a_sum_over_the_examples(name: str):
-    joins = joins_of(QUOTIENTS[name])
-    assert joins.divided is not None
-    assert joins.divided.startswith("`div` at ")
-    assert __file__ in joins.divided
-    assert joins.mixed is None or name == "after a standardization"
+def test_a_quotient_by_a_sum_over_the_examples():
+    for name, function in QUOTIENTS.items():
+        joins = joins_of(function)
+        assert joins.divided is not None, name
+        assert joins.divided.startswith("`div` at "), name
+        assert __file__ in joins.divided, name
+        assert joins.mixed is None or name == "after a standardization"
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_an_operation_across_examples(name: str):
-    joins = joins_of(MIXED[name])
-    assert joins.divided is None
-    assert joins.mixed is not None
-    assert __file__ in joins.mixed
+def test_an_operation_across_examples():
+    for name, function in MIXED.items():
+        joins = joins_of(function)
+        assert joins.divided is None, name
+        assert joins.mixed is not None, name
+        assert __file__ in joins.mixed, name

@@ -26,26 +26,26 @@ def expected(temperature: float, kept: list[int]) -> np.ndarray:
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize(
-    ("sampling", "kept"),
-    [
-        (Sampling(temperature=0.7), [0, 1, 2, 3, 4, 5]),
-        (Sampling(temperature=1e38), [0, 1, 2, 3, 4, 5]),
-        (Sampling(temperature=2.0, top_k=3), [1, 2, 5]),
-        (Sampling(temperature=1.0, top_k=1), [1]),
-        # The three most likely tokens have 0.47, 0.75 and 0.92 of the probability.
-        (Sampling(temperature=1.0, top_p=0.8), [1, 2, 5]),
-        (Sampling(temperature=1.0, top_p=0.7), [1, 2]),
-        (Sampling(temperature=1.0, top_p=0.01), [1]),
-        # Among the first four, the first two have 0.78: top_p is applied after top_k.
-        (Sampling(temperature=1.0, top_k=4, top_p=0.76), [1, 2]),
-    ],
-)
-def test_samples_have_the_shares_of_their_probabilities(sampling: Sampling, kept: list[int]):
-    found = shares(sampling)
-    assert not found[[i for i in range(len(LOGITS)) if i not in kept]].any()
-    # Five standard deviations of a share among so many samples, at most.
-    np.testing.assert_allclose(found, expected(sampling.temperature, kept), atol=5 * 0.5 / np.sqrt(COUNT))
+CASES = [
+    (Sampling(temperature=0.7), [0, 1, 2, 3, 4, 5]),
+    (Sampling(temperature=1e38), [0, 1, 2, 3, 4, 5]),
+    (Sampling(temperature=2.0, top_k=3), [1, 2, 5]),
+    (Sampling(temperature=1.0, top_k=1), [1]),
+    # The three most likely tokens have 0.47, 0.75 and 0.92 of the probability.
+    (Sampling(temperature=1.0, top_p=0.8), [1, 2, 5]),
+    (Sampling(temperature=1.0, top_p=0.7), [1, 2]),
+    (Sampling(temperature=1.0, top_p=0.01), [1]),
+    # Among the first four, the first two have 0.78: top_p is applied after top_k.
+    (Sampling(temperature=1.0, top_k=4, top_p=0.76), [1, 2]),
+]
+
+
+def test_samples_have_the_shares_of_their_probabilities():
+    for sampling, kept in CASES:
+        found = shares(sampling)
+        assert not found[[i for i in range(len(LOGITS)) if i not in kept]].any()
+        # Five standard deviations of a share among so many samples, at most.
+        np.testing.assert_allclose(found, expected(sampling.temperature, kept), atol=5 * 0.5 / np.sqrt(COUNT))
 
 
 def test_a_sample_depends_on_the_sequence_and_the_position():
@@ -68,9 +68,11 @@ def test_large_logits_and_a_small_temperature_give_the_most_likely_token():
     assert sampling.choose(logits, sampling.numbers(), jnp.arange(1), jnp.int32(0)).tolist() == [2]
 
 
-@pytest.mark.parametrize("value", [1e-45, 1e-38, 3.5e38, float("inf")])
-def test_numbers_that_float32_has_as_zero_or_as_infinite_are_refused(value: float):
-    with pytest.raises(ValueError, match=r"must be 0 \(greedy\) or a number from 1.2e-38 to 3.4e\+38, as float32 has"):
-        Sampling(temperature=value)
-    with pytest.raises(ValueError, match=r"it must be a number from 1.2e-38 to 1, or None"):
-        Sampling(temperature=1.0, top_p=value)
+def test_numbers_that_float32_has_as_zero_or_as_infinite_are_refused():
+    for value in (1e-45, 1e-38, 3.5e38, float("inf")):
+        with pytest.raises(
+            ValueError, match=r"must be 0 \(greedy\) or a number from 1.2e-38 to 3.4e\+38, as float32 has"
+        ):
+            Sampling(temperature=value)
+        with pytest.raises(ValueError, match=r"it must be a number from 1.2e-38 to 1, or None"):
+            Sampling(temperature=1.0, top_p=value)

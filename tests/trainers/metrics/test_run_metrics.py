@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import optax
 import pytest
@@ -49,22 +51,31 @@ def test_rows():
     assert measures.row(5)["goodput"] == 3 / 4
 
 
-def fitted(stages=2, metrics=ALL, batches=BATCHES, **options):
+@functools.cache
+def fitted(stages):
     tracker = DictTracker()
     logging = Logging(
-        tracker=tracker, every=1, progress=False, metrics=metrics, peak_flops=1e12,
-        throughput=Throughput("words", of="targets"),
-    )  # fmt: skip
+        tracker=tracker,
+        every=1,
+        progress=False,
+        metrics=ALL,
+        peak_flops=1e12,
+        throughput=Throughput("words", "targets"),
+    )
     trainer = PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=stages, num_microbatches=2,
-        logging=logging, **options,
-    )  # fmt: skip
-    trainer.fit(batches, eval_data=BATCHES[:1], eval_every=2)
+        m.Model(2, rngs=nnx.Rngs(0)),
+        optax.sgd(0.1),
+        m.mean_loss,
+        num_stages=stages,
+        num_microbatches=2,
+        logging=logging,
+    )
+    trainer.fit(BATCHES, eval_data=BATCHES[:1], eval_every=2)
     return trainer, tracker.metrics
 
 
 def test_the_rows_of_a_fit():
-    trainer, rows = fitted()
+    trainer, rows = fitted(2)
     assert {*TIMES, "goodput", "skipped_steps", "utilization", "words_per_second"} <= set(rows)
     for step, whole in rows["step_seconds"].items():
         assert 0 < sum(rows[name][step] for name in TIMES - {"step_seconds"}) <= whole * (1 + 1e-6)

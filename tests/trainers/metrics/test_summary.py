@@ -38,7 +38,7 @@ class Breaks(Callback):
 
 def make(checkpoints=None):
     trainer = PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=2,
+        m.Model(1, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=2,
         logging=Logging(progress=False), checkpoints=checkpoints,
     )  # fmt: skip
     shown = Lines()

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers.model.adapter import numbers_as_arrays
 from jaxpp_flax.trainers.model.linen_model import LinenModel
+from tests.helpers import slow
 from tests.trainers.models import Chain
 
 X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
@@ -50,7 +51,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("model", "num_stages"), [(make(nnx.Rngs(0)), 1), (make(nnx.Rngs(0)), 2), (make, 2)])
+@pytest.mark.parametrize(("model", "num_stages"), [(make(nnx.Rngs(0)), 1), slow(make(nnx.Rngs(0)), 2), (make, 2)])
 def test_python_numbers_in_variables_train(model: Any, num_stages: int):
     trainer = PipelineTrainer(model, optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False)
     losses = [float(trainer.train_step(X)["loss"]) for _ in range(2)]

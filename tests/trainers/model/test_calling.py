@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
 from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError, Training
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 
 pytestmark = pytest.mark.usefixtures("verified")
@@ -68,8 +68,7 @@ def norm_trainer(model, num_stages, loss_fn=normed_loss):
     ), {"x": x}
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("make", [NnxNorm, LinenNorm])
+@pytest.mark.parametrize(("make", "num_stages"), [(NnxNorm, 1), (LinenNorm, 2), slow(NnxNorm, 2), slow(LinenNorm, 1)])
 def test_an_axis_name_of_another_loop_is_refused_with_the_remedy(make, num_stages):
     for axis_name in ("batch", ("batch", "data")):
         trainer, batch = norm_trainer(make(axis_name=axis_name), num_stages)
@@ -109,10 +108,9 @@ def counting_loss(model, batch):
 
 def test_what_the_loss_writes_is_found_for_each_structure():
     trainer = make_trainer(Counting(), counting_loss, num_stages=2)
-    plain = make_trainer(loss_fn=lambda model, b: m.weighted_loss(model, {"mask": jnp.ones_like(b["tokens"]), **b}))
     for batch in (PLAIN, MASKED, PLAIN, MASKED):
-        found, expected = trainer.train_step(batch)["loss"], plain.train_step(batch)["loss"]
-        np.testing.assert_allclose(float(found), float(expected), rtol=1e-5)
+        total, weight = m.weighted_loss(trainer.gather_model(), {"mask": jnp.ones_like(batch["tokens"]), **batch})
+        np.testing.assert_allclose(float(trainer.train_step(batch)["loss"]), total / weight, rtol=1e-5)
     assert float(trainer.gather_model().masked[...]) == 4.0, "two masked batches of two microbatches"
 
 
@@ -166,7 +164,7 @@ class Switched(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
-        self.blocks = nnx.List([PipelineStage(SwitchedBlock(rngs)) for _ in range(3)])
+        self.blocks = nnx.List([PipelineStage(SwitchedBlock(rngs)) for _ in range(2)])
         self.head = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, training=True, rngs=None):
@@ -192,7 +190,7 @@ def plain_switched_loss(params, step, batch):
     return sum(losses) / 2
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [slow(1), 2])
 def test_an_nnx_loss_is_told_whether_it_trains_and_with_which_keys(stages):
     batch = {name: np.repeat(leaf[:1], 4, 0) for name, leaf in PLAIN.items()}
     trainer = make_trainer(Switched(), switched_loss, num_stages=stages, training=Training(seed=7))
@@ -201,8 +199,6 @@ def test_an_nnx_loss_is_told_whether_it_trains_and_with_which_keys(stages):
         expected = plain_switched_loss(nnx.state(trainer.gather_model()), step, batch)
         losses.append(float(trainer.train_step(batch)["loss"]))
         np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
-    if stages > 1:
-        return
     model = trainer.gather_model()
     expected = switched_loss(model, batch, training=False, rngs=None)
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
@@ -219,8 +215,9 @@ def test_a_linen_loss_is_given_the_same_by_name():
 
     made = [make_trainer(m.LinenModel(2, dropout=0.5), loss) for loss in (by_name, by_attribute)]
     assert len({float(trainer.train_step(PLAIN)["loss"]) for trainer in made}) == 1
-    assert len({trainer.evaluate([PLAIN])["loss"] for trainer in made}) == 1
-    module, variables = m.LinenModel(2, dropout=0.5), made[0].gather_variables()
+    module, variables = m.LinenModel(2, dropout=0.5), made[1].gather_variables()
+    plain = m.mean_loss(lambda tokens: module.apply(variables, tokens, training=False), PLAIN)
+    np.testing.assert_allclose(made[1].evaluate([PLAIN])["loss"], plain, rtol=1e-5)
     expected = module.apply(variables, PLAIN["tokens"], training=False)
     tree_allclose(made[0].predict(PLAIN["tokens"]), expected)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -30,33 +31,32 @@ def prints(rngs: nnx.Rngs) -> nnx.Module:
     return m.Layers(rngs=rngs)
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "uses a stream of outside": (
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (
         lambda: m.Layers(rngs=OUTSIDE),
         ModelError,
         r"the factory '<lambda>' changes an object that was made outside of it: .*or take them from `rngs`",
     ),
-    "reads values": (reads, ModelError, r"the factory 'reads' reads the value of an array.*Compute .* with NumPy"),
-    "prints": (prints, ModelError, r"the factory 'prints' has side effects in its trace: Debug"),
-    "returns nothing": (lambda rngs: None, TypeError, r"must return an nnx.Module, got NoneType\. Return it"),
-    "returns an array": (lambda rngs: jnp.ones(3), TypeError, r"must return an nnx.Module, got \w+"),
-    "returns a Linen module": (
+    (reads, ModelError, r"the factory 'reads' reads the value of an array.*Compute .* with NumPy"),
+    (prints, ModelError, r"the factory 'prints' has side effects in its trace: Debug"),
+    (lambda rngs: None, TypeError, r"must return an nnx.Module, got NoneType\. Return it"),
+    (lambda rngs: jnp.ones(3), TypeError, r"must return an nnx.Module, got \w+"),
+    (
         lambda rngs: m.LinenModel(2),
         TypeError,
         r"got LinenModel\. Pass a Linen module itself, with variables=lambda key: module.init\(key, x\)",
     ),
-    "needs more": (lambda rngs, size: None, TypeError, r"needs the arguments \['size'\], but it is called with rngs"),
-    "has no parameters": (lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), ModelError, "the model Dropout has no param"),
-}
+    (lambda rngs, size: None, TypeError, r"needs the arguments \['size'\], but it is called with rngs"),
+    (lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), ModelError, "the model Dropout has no param"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_factory_must_not_do(case: str):
-    factory, error, message = REFUSED[case]
-    live = len(jax.live_arrays())
-    with pytest.raises(error, match=message):
-        make(factory)
-    assert len(jax.live_arrays()) <= live, "nothing was placed"
+def test_what_a_factory_must_not_do():
+    for factory, error, message in REFUSED:
+        live = len(jax.live_arrays())
+        with pytest.raises(error, match=message):
+            make(factory)
+        assert len(jax.live_arrays()) <= live, "nothing was placed"
 
 
 def make(model: Any, **options: Any) -> PipelineTrainer:
@@ -97,6 +97,5 @@ def test_a_factory_gets_streams_by_name_by_position_or_not_at_all():
 
 def test_a_module_that_exists_may_be_returned():
     module = m.Layers()
-    trainer = make(lambda: module)
-    batch = m.make_xy(4)
-    assert float(trainer.train_step(batch)["loss"]) == float(make(module).train_step(batch)["loss"])
+    trainer, batch = make(lambda: module, num_stages=1), m.make_xy(4)
+    np.testing.assert_allclose(float(trainer.train_step(batch)["loss"]), m.squared_error(module, batch), rtol=1e-5)

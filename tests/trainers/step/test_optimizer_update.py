@@ -96,7 +96,7 @@ def trained_plainly(tx, takes_value, steps):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(sorted(OPTIMIZERS.keys() - LEFT_OUT), "adamw", "multi_transform", "sam", "clipping, then sam")
+    "name", slow_but(sorted(OPTIMIZERS.keys() - LEFT_OUT), "multi_transform", "clipping, then sam")
 )
 def test_equals_plain(name):
     """All of Optax."""
