@@ -72,10 +72,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Give every test the mark `all`, which selects all tiers; the tiers `slow` and `processes` exclude each other."""
+    """Give every test the mark `all`, which selects all tiers."""
     item.add_marker("all")
-    if item.get_closest_marker("slow") and item.get_closest_marker("processes"):
-        raise pytest.UsageError(f"{item.nodeid} is marked slow and processes: a test is in one tier")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
@@ -90,12 +88,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave soak tests out unless `-m` asks for them by name, or for all."""
-    if {"soak", "all"} & set(re.findall(r"\w+", config.getoption("markexpr"))):
+    """Leave out soak tests unless `-m` names them or all, and slow process tests if it names one of the two marks."""
+    named = set(re.findall(r"\w+", config.getoption("markexpr")))
+    if "all" in named:
         return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    config.hook.pytest_deselected(items=soak)
-    items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        marks = {mark.name for mark in item.iter_markers()}
+        return ("soak" in marks - named) or ({"slow", "processes"} <= marks and len({"slow", "processes"} & named) == 1)
+
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.hookimpl(wrapper=True)

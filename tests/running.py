@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PATIENCE", "ROOT", "free_port", "run_python", "wait_for"]
+__all__ = ["MARK", "PATIENCE", "ROOT", "free_port", "run_python", "wait_for"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Generous, because the machine may be busy with other tests; nothing that is waited for takes a tenth of it alone.
 PATIENCE = 180.0
+
+# The variable by whose value a test finds all processes of a run, those that lost their parents included.
+MARK = "JAXPP_FLAX_TEST_RUN"
 
 
 def free_port() -> int:

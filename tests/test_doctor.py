@@ -14,7 +14,7 @@ import pytest
 from jaxpp_flax import doctor
 from jaxpp_flax.doctor import Finding, Measurement
 from jaxpp_flax.processes import process_group
-from tests.launch.running import started
+from tests.launch.running import QUICK, started
 
 pytestmark = pytest.mark.processes
 
@@ -100,8 +100,7 @@ def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
 
 
 def test_it_measures_between_launched_processes(tmp_path: Path):
-    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "3", "-m", "jaxpp_flax.doctor"]
-    with started(tmp_path, command) as run:
+    with started(tmp_path, [*QUICK, "-n", "3", "-m", "jaxpp_flax.doctor"]) as run:
         assert run.finish() == 0, run.stdout + run.stderr
         assert run.stdout.count("4 KiB between processes 0 and 1") == 1  # one report, of process 0
         assert "4 KiB between processes 0 and 2" in run.stdout

@@ -45,6 +45,13 @@ def run(code: str, batches: list[Any]) -> dict[str, Any]:
     return names
 
 
+def test_the_minutes_are_those_of_the_table_of_tiers():
+    readme, table = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+    (told,) = re.findall(r"runs the tests, in about (\d+) minutes on two cores", readme)
+    (measured,) = re.findall(r"\| `pytest` \| (\d+), from a cold cache \|", table)
+    assert told == measured
+
+
 def test_both_sides_of_the_diff_train_and_end_at_the_same_weights():
     tokens = np.random.default_rng(0).integers(0, 7, (32, 4)).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens}

@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.running import PATIENCE, ROOT, wait_for
+from tests.processes.prepared import Started, server_of
+from tests.running import MARK, PATIENCE, ROOT, wait_for
 
-MARK = "JAXPP_FLAX_TEST_RUN"
+# The launcher in forks of one interpreter (`quick.py`), and as users start it, where it is the start that is tested.
+QUICK = ("-m", "tests.launch.quick")
+REAL = (sys.executable, "-m", "jaxpp_flax.launch")
 
 
 def environment(mark: str) -> dict[str, str]:
@@ -63,7 +67,7 @@ def listening_addresses(processes: list[int]) -> list[str]:
 class Run:
     """A launcher that is running."""
 
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Started
     out: Path
     err: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -104,13 +108,19 @@ class Run:
 
 @contextmanager
 def started(folder: Path, command: list[str], **more: str) -> Iterator[Run]:
-    """A command, running; whatever is left of it at the end is killed."""
+    """A command, running; whatever is left of it at the end is killed.
+
+    Without an interpreter before it, a script, or "-m" and a module, runs in a fork of one that has imported all.
+    """
     mark = uuid.uuid4().hex
+    own = {**environment(mark), **more}
     out, err = folder / f"{mark}.out", folder / f"{mark}.err"
+    popen: Any
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        popen = subprocess.Popen(
-            command, stdout=stdout, stderr=stderr, env={**environment(mark), **more}, cwd=folder, start_new_session=True
-        )
+        if command[0] == "-m" or command[0].endswith(".py"):
+            popen = server_of(0).start(command, own, folder, {1: stdout.fileno(), 2: stderr.fileno()}, group=True)
+        else:
+            popen = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own, cwd=folder, start_new_session=True)
     try:
         yield Run(popen, out, err, mark)
     finally:
@@ -124,7 +134,12 @@ def started(folder: Path, command: list[str], **more: str) -> Iterator[Run]:
 
 @contextmanager
 def launched(
-    folder: Path, source: str, *options: str, arguments: tuple[str, ...] = (), failure_timeout: float = 10.0
+    folder: Path,
+    source: str,
+    *options: str,
+    arguments: tuple[str, ...] = (),
+    failure_timeout: float = 10.0,
+    launcher: tuple[str, ...] = QUICK,
 ) -> Iterator[Run]:
     """A script, running as several processes under the launcher.
 
@@ -133,6 +148,5 @@ def launched(
     script = folder / "script.py"
     script.write_text(source, encoding="utf-8")
     options = ("--failure-timeout", str(failure_timeout), *options)
-    command = [sys.executable, "-m", "jaxpp_flax.launch", *options, str(script), *arguments]
-    with started(folder, command) as run:
+    with started(folder, [*launcher, *options, str(script), *arguments]) as run:
         yield run

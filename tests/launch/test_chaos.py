@@ -17,7 +17,6 @@ import shutil
 import signal
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,7 @@ import pytest
 
 from jaxpp_flax.trainers import PREEMPTED_STATUS
 from tests.helpers import steps_in
-from tests.launch.running import Run, environment
-from tests.processes.prepared import server_of
+from tests.launch.running import QUICK, Run, started
 from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
@@ -98,18 +96,9 @@ class Fault:
 @contextmanager
 def launched(folder: Path, processes: int, **settings: Any) -> Iterator[Run]:
     """`chaos.py` under the launcher, in forks of one interpreter; ended at the end, if it has not ended itself."""
-    name = uuid.uuid4().hex
-    out, err = folder / f"{name}.out", folder / f"{name}.err"
     options = ["-n", str(processes), "--failure-timeout", str(FAILURE_TIMEOUT)]
-    program = ["-m", "tests.launch.quick", *options, "-m", "tests.launch.chaos", json.dumps(settings)]
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        descriptors = {1: stdout.fileno(), 2: stderr.fileno()}
-        started: Any = server_of(0).start(program, environment(name), folder, descriptors)
-    try:
-        yield Run(started, out, err)
-    finally:
-        started.kill()  # the interpreter that started its processes ends them then
-        started.wait()
+    with started(folder, [*QUICK, *options, "-m", "tests.launch.chaos", json.dumps(settings)]) as run:
+        yield run
 
 
 def processes_of(run: Run) -> list[int]:

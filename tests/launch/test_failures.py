@@ -6,14 +6,13 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Run, marked, started
+from tests.launch.running import QUICK, REAL, Run, marked, started
 from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
@@ -22,11 +21,10 @@ FOREVER = 100_000  # more steps than any run lives for
 FAILURE_TIMEOUT = 15.0  # half of the launcher's default: survivors wait for a share of it before they end
 
 
-def command(processes: int, directory: Path, steps: int) -> list[str]:
+def command(processes: int, directory: Path, steps: int, launcher: tuple[str, ...] = QUICK) -> list[str]:
     """The program of `training.py`, launched."""
-    launcher = [sys.executable, "-m", "jaxpp_flax.launch", "-n", str(processes)]
-    launcher += ["--failure-timeout", str(FAILURE_TIMEOUT)]
-    return [*launcher, "-m", "tests.launch.training", str(directory), str(steps)]
+    options = ["-n", str(processes), "--failure-timeout", str(FAILURE_TIMEOUT)]
+    return [*launcher, *options, "-m", "tests.launch.training", str(directory), str(steps)]
 
 
 def losses(run: Run) -> dict[int, set[str]]:
@@ -66,7 +64,7 @@ def kill_and_restart(folder: Path, processes: int, moments: list[str], seed: int
     seen: Counter[str] = Counter()
     longest = 0.0
     for number, moment in enumerate(moments):
-        with started(folder, command(processes, directory, FOREVER)) as run:
+        with started(folder, command(processes, directory, FOREVER, REAL if moment == "start" else QUICK)) as run:
             print(f"kill number {number}, {moment}")
             index = kill_one(run, processes, moment, rng)
             begin = time.monotonic()

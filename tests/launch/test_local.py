@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Run, launched, listening_addresses, marked, started
+from tests.launch.running import QUICK, REAL, Run, launched, listening_addresses, marked, started
 from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
@@ -62,7 +61,11 @@ print("to stderr", file=sys.stderr)
     )
     (tmp_path / "neighbour.py").write_text("NAME = 'next door'\n")
     with launched(
-        tmp_path, source, "-n", "2", "--devices-per-process", "2", "--log-dir", "logs", arguments=("--steps", "3", "-n")
+        tmp_path,
+        source,
+        *("-n", "2", "--devices-per-process", "2", "--log-dir", "logs"),
+        arguments=("--steps", "3", "-n"),
+        launcher=REAL,
     ) as run:
         assert run.finish() == 0, run.stderr
         for index in range(2):
@@ -97,15 +100,17 @@ while not os.path.exists("looked"):
     assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-@pytest.mark.parametrize("wait", [WAIT_IN_PYTHON, WAIT_OUTSIDE_OF_PYTHON], ids=["in Python", "outside"])
-def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str):
+@pytest.mark.parametrize(
+    ("wait", "launcher"), [(WAIT_IN_PYTHON, REAL), (WAIT_OUTSIDE_OF_PYTHON, QUICK)], ids=["in Python", "outside"]
+)
+def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str, launcher: tuple[str, ...]):
     source = BEGIN + "if index == 1:\n    raise KeyError('bad luck')\n" + wait
-    with launched(tmp_path, source, "-n", "3") as run:
+    with launched(tmp_path, source, "-n", "3", launcher=launcher) as run:
         assert run.finish() == 1
         block = error_block(run.stderr)
         assert block.startswith("process 1 of 3 failed first: it ended with exit status 1.")
         assert block.rstrip().endswith("[1] KeyError: 'bad luck'")
-        assert "runpy" not in run.stderr  # the traceback is the user's own
+        assert launcher == QUICK or "runpy" not in run.stderr  # the traceback is the user's own
         first = run.stderr.index("[1] KeyError: 'bad luck'")
         for index in (0, 2):
             assert re.search(rf"\[{index}\] Process {index} {AWAITED}", run.stderr)
@@ -134,7 +139,7 @@ def test_a_killed_process_is_named_and_ends_the_others(tmp_path: Path, victim: i
 
 
 def test_a_process_killed_while_it_starts(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2") as run:
+    with launched(tmp_path, BEGIN, "-n", "2", launcher=REAL) as run:
         children: dict[int, str] = {}
 
         def all_started() -> bool:
@@ -164,7 +169,7 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
 
 
 def test_a_process_that_the_launcher_has_to_end_is_named(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2") as run:
+    with launched(tmp_path, BEGIN, "-n", "2", launcher=REAL) as run:
         wait_for(lambda: sum("launch.child" in line for line in marked(run.mark).values()) == 2, "both processes")
         children = [pid for pid, line in marked(run.mark).items() if "launch.child" in line]
         os.kill(max(children), signal.SIGSTOP)  # it gets no further, however fast the machine is
@@ -253,8 +258,7 @@ with group.waiting("the next batch of the data"):
 group.barrier("the loss of step 8")
 """
     )
-    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "2", "script.py"]
-    with started(tmp_path, command, JAXPP_FLAX_REPORT_AFTER="1") as run:
+    with started(tmp_path, [*QUICK, "-n", "2", "script.py"], JAXPP_FLAX_REPORT_AFTER="1") as run:
         assert run.finish() == 0, run.stderr
     assert "[1] jaxpp_flax: process 1 has been waiting for 1 s for the next batch of the data\n" in run.stderr
     assert "[0] jaxpp_flax: process 0 has been waiting for 1 s for the loss of step 8 (from process 1)\n" in run.stderr
@@ -406,7 +410,7 @@ def test_a_second_signal_kills(tmp_path: Path):
 @pytest.mark.parametrize("moment", ["while running", "while starting"])
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path, moment: str):
     child = "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n"
-    with launched(tmp_path, BEGIN + child + "print('waits')\ntime.sleep(1000)\n", "-n", "2") as run:
+    with launched(tmp_path, BEGIN + child + "print('waits')\ntime.sleep(1000)\n", "-n", "2", launcher=REAL) as run:
         if moment == "while running":
             run.wait_for_output("waits", times=2)
         else:
@@ -418,8 +422,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, moment: str):
 
 def test_a_module_runs_too(tmp_path: Path):
     (tmp_path / "program.py").write_text("import sys\nprint('module', __name__, sys.argv[1:])\n")
-    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "2", "-m", "program", "--flag"]
-    with started(tmp_path, command) as run:
+    with started(tmp_path, [*REAL, "-n", "2", "-m", "program", "--flag"]) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("module __main__ ['--flag']") == 2
 

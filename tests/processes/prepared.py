@@ -9,6 +9,7 @@ set, differs between them, as it does in earnest.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import functools
 import gc
@@ -26,12 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.running import ROOT
+from tests.running import MARK, ROOT
 
 __all__ = ["Server", "Started", "fork_server", "server_of", "start_program"]
 
 LONGEST_REQUEST = 1 << 20
 MOST_DESCRIPTORS = 8
+LONGEST_COMMAND = 1000
+UNMARKED = "0" * 32
 IMPORTED = (
     "jax", "flax.nnx", "optax", "orbax.checkpoint", "jaxpp_flax.api", "jaxpp_flax.checkpoint", "jaxpp_flax.launch",
     "jaxpp_flax.trainers", "tests.engine.toys",
@@ -131,8 +134,9 @@ def server_of(index: int) -> Server:
     connection, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.prepared", str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            # Room for what its forks run, and for their marks: see `show`.
+            [sys.executable, "-m", "tests.processes.prepared", str(theirs.fileno()), "-" * LONGEST_COMMAND],
+            env={**os.environ, "PYTHONPATH": str(ROOT), MARK: UNMARKED},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
@@ -143,12 +147,15 @@ def server_of(index: int) -> Server:
 
 
 def fork_server() -> Server:
-    """For a program that was started here, before it has threads: the same for programs that it starts itself."""
+    """For a program that was started here, before it has threads: the same for programs that it starts itself.
+
+    They outlive it, as those of any other program do.
+    """
     connection, theirs = socket.socketpair()
     if (pid := fork()) == 0:
         connection.close()
         with theirs:
-            request = serve(theirs)
+            request = serve(theirs, ends_them=False)
         run(request)
         sys.exit()
     theirs.close()
@@ -178,7 +185,7 @@ def start_program(
     return server.start(program, environment, cwd, {1: output, 2: output})
 
 
-def serve(connection: socket.socket) -> dict[str, Any]:
+def serve(connection: socket.socket, *, ends_them: bool) -> dict[str, Any]:
     """Answer until the connection ends; returns in the forks alone, with what each is to run."""
     children: set[int] = set()
     while True:
@@ -186,7 +193,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         while not text.endswith(b"\n"):
             part, more, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, MOST_DESCRIPTORS)
             if not part:
-                leave(children)
+                leave(children if ends_them else set())
             text, received = text + part, received + more
         request = json.loads(text)
         if "program" in request:
@@ -225,11 +232,23 @@ def leave(children: set[int]) -> NoReturn:
     sys.exit()
 
 
+def show(program: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Let /proc tell the command and the mark of a fork, as of an interpreter of its own: written over the server's."""
+    places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
+    arguments, after_arguments, variables, after_variables = map(int, places)
+    room = after_arguments - arguments
+    command = "\0".join([sys.executable, *program]).encode()[: room - 1]
+    ctypes.memmove(arguments, command.ljust(room, b"\0"), room)
+    at = ctypes.string_at(variables, after_variables - variables).index(f"{MARK}=".encode()) + len(MARK) + 1
+    ctypes.memmove(variables + at, environment.get(MARK, UNMARKED).encode(), len(UNMARKED))
+
+
 def run(request: dict[str, Any]) -> None:
     """As Python itself would run the program."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.get("group"):
         os.setpgid(0, 0)
+    show(request["program"], request["environment"])
     if request.get("cores"):
         os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
@@ -257,7 +276,7 @@ def main() -> None:
         print(f"the imports have started {threads - 1} threads, which a fork would not have", file=sys.stderr)
     gc.freeze()  # the pages of what is imported stay shared
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        request = serve(connection)
+        request = serve(connection, ends_them=True)
     run(request)
 
 

@@ -12,15 +12,20 @@ pytestmark = pytest.mark.processes
 
 # (processes, devices of each, group of cases, transport). By device_put, all processes follow one order: with three of
 # them, of each transfer one is a bystander.
-STARTS = [(2, 1, "one", ""), (3, 1, "one", ""), (4, 1, "one", ""), (2, 2, "two", ""), (4, 2, "two", "")]
-STARTS += [(3, 1, "one", "device_put")]
+STARTS = [(3, 1, "one", ""), (2, 2, "two", ""), (3, 1, "one", "device_put")]
+SLOW = [(2, 1, "one", ""), (4, 1, "one", ""), (4, 2, "two", "")]
 
 
 @pytest.mark.parametrize(
     ("count", "devices", "group", "transport", "name"),
     [
-        pytest.param(*start, name, id="-".join([f"{start[0]}x{start[1]}", *filter(None, [start[3], name])]))
-        for start in STARTS
+        pytest.param(
+            *start,
+            name,
+            id="-".join([f"{start[0]}x{start[1]}", *filter(None, [start[3], name])]),
+            marks=[pytest.mark.slow] if start in SLOW else [],
+        )
+        for start in STARTS + SLOW
         for name in NAMES[start[2]]
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import slow
 from tests.processes.running import run_processes
 
 pytestmark = pytest.mark.processes
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(
     scope="module",
-    params=[(2, 1, "", ""), (2, 2, "", "device_put"), (2, 2, "data", "")],
+    params=[slow((2, 1, "", "")), slow((2, 2, "", "device_put")), (2, 2, "data", "")],
     ids=str,
 )
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpp_flax.layers import merge_lora
 from jaxpp_flax.pretrained import export_pretrained
+from tests.helpers import slow
 from tests.processes.running import run_processes
 from tests.trainers.divided import make_trainer
 from tests.trainers.models import Model
@@ -27,7 +28,7 @@ def found(output: str) -> Any:
     return json.loads(line.removeprefix("found "))
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (4, 2), (4, 4)], ids=["2", "2x2", "4"])
+@pytest.mark.parametrize(("count", "ranks"), [slow(2, 2), (4, 2), slow(4, 4)], ids=["2", "2x2", "4"])
 def test_the_files_come_back_bit_by_bit_and_nobody_reads_all(tmp_path: Path, count: int, ranks: int):
     source = write_weights(tmp_path)
     outputs = [found(of) for of in run_processes(count, "run_pretrained.py", str(tmp_path), str(ranks), "out")]

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers import slow
 from tests.processes.running import run_processes
 
 pytestmark = pytest.mark.processes
 
 # (processes, devices of each): so many ranks.
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2)]
+DEFAULT = [(3, 1), (2, 2)]
 PLAIN = ["gpipe", "1f1b", "zero_bubble"]
 SEVERAL_STAGES = ["interleaved_1f1b", "interleaved_gpipe"]
 
@@ -57,7 +59,7 @@ def run(count: int, devices: int, number: int, folder: Path, seconds: float) -> 
     one_start()
 
 
-@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+@pytest.mark.parametrize(("count", "devices"), [of if of in DEFAULT else slow(*of) for of in LAYOUTS])
 def test_random_programs(count: int, devices: int, tmp_path: Path):
     run(count, devices, 3, tmp_path, 240.0)
 

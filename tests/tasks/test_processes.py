@@ -6,13 +6,14 @@ import re
 
 import pytest
 
+from tests.helpers import slow
 from tests.running import ROOT, run_python
 
 EXAMPLE = str(ROOT / "examples" / "tasks" / "one_f_one_b.py")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("stages", "found"), [("2", ["4 arrays", "10 arrays"]), ("4", ["8 arrays", "14 arrays"])])
+@pytest.mark.parametrize(("stages", "found"), [slow("2", ["4 arrays", "10 arrays"]), ("4", ["8 arrays", "14 arrays"])])
 def test_two_processes(stages: str, found: list[str]):
     """Rank 0 of two has 4 matrices, rank 1 has 4 and the losses of 6 microbatches; of four, each process has two."""
     # Two devices for each stage, so each of two processes has as many devices as there are stages.

@@ -48,7 +48,7 @@ with group.waiting("the loss of step 4", on=1 - group.process_index):
 def start_two(stack: ExitStack, folder: Path, source: str) -> list[Run]:
     (folder / "script.py").write_text(source, encoding="utf-8")
     address = f"127.0.0.1:{free_port()}"
-    commands = [[sys.executable, "script.py", address, str(index)] for index in range(2)]
+    commands = [["script.py", address, str(index)] for index in range(2)]
     return [stack.enter_context(started(folder, command)) for command in commands]
 
 
@@ -86,7 +86,7 @@ def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
     address = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         for more, statuses in [(["fail"], [1, 69]), ([], [0, 0])]:
-            commands = [[sys.executable, "script.py", address, str(index), *more] for index in range(2)]
+            commands = [["script.py", address, str(index), *more] for index in range(2)]
             runs = [stack.enter_context(started(tmp_path, command)) for command in commands]
             assert [run.finish() for run in runs] == statuses, runs[0].stderr + runs[1].stderr
 
