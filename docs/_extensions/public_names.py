@@ -31,6 +31,7 @@ MODULES = (
     "jaxpp_flax.planning",
     "jaxpp_flax.checkpoint",
     "jaxpp_flax.pretrained",
+    "jaxpp_flax.verify",
     "jaxpp_flax.tasks",
     "jaxpp_flax.api",
     "jaxpp_flax.mpmd",
