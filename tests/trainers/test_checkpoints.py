@@ -230,7 +230,7 @@ def test_a_failed_background_save_is_told_by_the_next_step(tmp_path: Path, monke
     fit(trainer, OTHER, steps=1)
     trainer.save()
     trainer.train_step(OTHER[0])
-    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.complete", _fail)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.write_sizes", _fail)
     trainer.save(wait=False)
     while trainer._parts.checkpoints.store._manager.is_saving_in_progress():
         pass
