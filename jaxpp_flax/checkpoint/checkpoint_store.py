@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
 from jaxpp_flax.checkpoint.best import Best, read_metrics
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
-from jaxpp_flax.checkpoint.format.orbax_io import (
-    absolute,
-    multiprocessing_options,
-    under_way,
-)
-from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.checkpoint.format.integrity import write_sizes
+from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
+from jaxpp_flax.checkpoint.format.orbax_io import is_complete, multiprocessing_options, under_way
 from jaxpp_flax.checkpoint.owner import Ownership
 from jaxpp_flax.checkpoint.shared_directory import check_shared
-from jaxpp_flax.checkpoint.writing import complete, save_failed, step_arguments, step_registry, to_tree
+from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
@@ -67,11 +65,11 @@ class CheckpointStore:
         best: Best | None = None,
         asynchronous: bool = True,
     ) -> None:
-        self.directory = absolute(directory)
+        self.directory = checkpoint_location(directory)
         self._every, self._keep = check_interval("every", every), check_interval("keep", keep)
         self.ranking, self._asynchronous = best, asynchronous
         self._manager: ocp.CheckpointManager | None = None
-        self._writing: tuple[int, frozenset[str]] | None = None
+        self._writing: int | None = None  # the step whose save is under way
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
         self._ownership = Ownership(self.directory)
@@ -128,7 +126,10 @@ class CheckpointStore:
     def _list(self) -> tuple[int, ...]:
         if not self.directory.is_dir():
             return ()
-        return tuple(sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and p.is_dir()))
+        return tuple(sorted(int(path.name) for path in self._directories() if is_complete(path)))
+
+    def _directories(self) -> list[Path]:
+        return [path for path in self.directory.iterdir() if path.name.isdigit() and path.is_dir()]
 
     def latest(self) -> int | None:
         """Return the last step with a complete checkpoint; None without one."""
@@ -151,7 +152,7 @@ class CheckpointStore:
 
     def holds(self, step: int) -> bool:
         """Return True if there is a checkpoint of this step, or a save of it is under way."""
-        return step in self.steps() or (self._writing is not None and self._writing[0] == step)
+        return step in self.steps() or self._writing == step
 
     def wants(self, step: int) -> bool:
         """Return True if `every` asks for a checkpoint of this step, and there is none yet."""
@@ -209,7 +210,7 @@ class CheckpointStore:
             if exchange_values(process_group(), "which steps were deleted", gone)[0]:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
-            self._writing = (step, frozenset(flatten(content)[0]))
+            self._writing = step
             manager.save(step, args=step_arguments(content, beside), metrics=metrics, force=True)
         if wait or not self._asynchronous:
             self.wait()
@@ -231,7 +232,7 @@ class CheckpointStore:
         """Wait for the save under way."""
         if self._writing is None or self._manager is None:
             return
-        step, manager = self._writing[0], self._manager
+        step, manager = self._writing, self._manager
         with shared_work(f"the end of {self._what()}", lambda error: self._failed(step, error)):
             poll(manager.is_saving_in_progress)
             manager.wait_until_finished()
@@ -317,7 +318,7 @@ class CheckpointStore:
                         preservation_policy=keep,
                         best_fn=lambda _: 0.0,  # so that Orbax writes metrics; the policy alone decides what is kept
                         create=False,
-                        cleanup_tmp_directories=True,
+                        cleanup_tmp_directories=is_on_disk(self.directory),
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.
                         enable_async_checkpointing=True,
                         async_options=ocp.options.AsyncOptions(
@@ -334,12 +335,16 @@ class CheckpointStore:
 
     def _make_directory(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not is_on_disk(self.directory):
+            # What cut-off saves left. Orbax would remove every folder without its mark, such as one of logs.
+            for path in self._directories():
+                if not is_complete(path):
+                    epath.Path(path).rmtree(missing_ok=True)
 
     def _finish(self) -> None:
-        """Check the save in the background, before Orbax renames the directory: an incomplete one is never renamed."""
+        """List the files of the save in the background, before Orbax renames the directory."""
         if self._writing is not None:
-            step, leaves = self._writing
-            complete(under_way(self.directory / str(step)), leaves)
+            write_sizes(under_way(self.directory / str(self._writing)))
 
 
 def check_interval(name: str, value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 A job that was queued again may start while its first run is still alive; both would save the same steps. The second run
 is refused while the first is alive. It becomes the owner if the first process is gone, or, if this machine cannot see
-that process, if the lock file is older than `STALE_SECONDS`. The owner renews the file at its steps and saves.
+that process, if it has not renewed the file for `STALE_SECONDS`. The owner renews the file at its steps and saves.
+
+The file is written on the condition that it has not changed: TensorStore has that for disks and for buckets.
 """
 
 from __future__ import annotations
@@ -10,20 +12,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import tensorstore
 
 from jaxpp_flax.checkpoint.errors import DirectoryInUseError
+from jaxpp_flax.checkpoint.format.locations import storage_of
 
 FILE_NAME = ".owner"
 STALE_SECONDS = 600.0
 """The age of a lock file, in seconds, from which on an owner on another host is taken for dead."""
 
 _RENEW_SECONDS = 60.0
+# TensorStore would try for a quarter of an hour to reach a bucket, and a step of the run waits for it.
+_FEW_RETRIES = {"gcs_request_retries": {"max_retries": 4}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,7 @@ class Owner:
     process: int  # the process number in this place
     started: str  # the start time of the process, in the clock of its kernel; "" if not known
     since: str  # the time when the process became the owner, in its own clock
+    renewed: float = 0.0  # the time of its last sign of life, in seconds since 1970
 
     @classmethod
     def of(cls, process: int) -> Owner:
@@ -45,11 +53,12 @@ class Owner:
             process=process,
             started=_start_time(process),
             since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            renewed=time.time(),
         )
 
     def is_same_process(self, other: Owner) -> bool:
-        """Return True if both describe one process; the time when it became the owner does not count."""
-        return replace(self, since="") == replace(other, since="")
+        """Return True if both describe one process; the times in them do not count."""
+        return replace(self, since="", renewed=0.0) == replace(other, since="", renewed=0.0)
 
     def lives(self) -> bool | None:
         """Return True if the process exists, False if it is gone; None if this machine cannot tell."""
@@ -82,16 +91,18 @@ class Ownership:
 
         `tell` is called with a message before a wait, and with the name of a dead owner that is replaced.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
         own = Owner.of(os.getpid())
-        while not self._create(own):
-            content = _read(self._path)
-            if content is None:
-                continue  # the owner has just released the directory
-            owner = _parse(content)
-            if owner is not None and owner.is_same_process(own):
+        while True:
+            found = self._read()
+            if found.owner is not None and found.owner.is_same_process(own):
                 break  # another trainer of this process has taken it
-            self._displace(owner, content, tell)
+            if found.exists:
+                self._refuse_if_alive(found, tell)
+            if self._write(own, found):
+                if found.exists:
+                    tell(f"{self._directory} was left by {found}, which has ended: this job takes it")
+                break
+            # Else another job was faster, or the owner has given a sign of life: the next read tells.
         self._own, self._renewed = own, time.monotonic()
 
     def renew(self) -> None:
@@ -99,23 +110,23 @@ class Ownership:
         if self._own is not None and time.monotonic() - self._renewed > _RENEW_SECONDS:
             self._renewed = time.monotonic()
             with contextlib.suppress(OSError):  # without the file or the disk, the next save tells
-                os.utime(self._path)
+                found = self._read()
+                if found.owner is not None and found.owner.is_same_process(self._own):
+                    self._write(replace(found.owner, renewed=time.time()), found)
 
     def check(self) -> None:
         """Make sure that this process still owns the directory: its file may have grown old in a long step."""
         if self._own is None:
             return
         try:
-            content = _read(self._path)
+            found = self._read()
         except OSError:
             return  # then the save raises the error
-        if content is None:  # another trainer of this process has released the directory
-            self._create(self._own)
-            return
-        owner = _parse(content)
-        if owner is not None and not owner.is_same_process(self._own):
+        if not found.exists:  # another trainer of this process has released the directory
+            self._write(replace(self._own, renewed=time.time()), found)
+        elif found.owner is not None and not found.owner.is_same_process(self._own):
             raise DirectoryInUseError(
-                f"{self._directory} belongs to another job by now ({owner}), which has taken it while this one "
+                f"{self._directory} belongs to another job by now ({found}), which has taken it while this one "
                 f"({self._own}) did no step for {STALE_SECONDS:.0f} s. This one saves nothing there any more: end it, "
                 "or give it a directory of its own."
             )
@@ -124,81 +135,73 @@ class Ownership:
         """Give the directory back."""
         own, self._own = self._own, None
         with contextlib.suppress(OSError):  # the next job will find that this one has ended
-            owner = None if own is None else _parse(_read(self._path) or "")
-            if own is not None and owner is not None and owner.is_same_process(own):
-                self._path.unlink()
+            found = self._read() if own is not None else None
+            if found is not None and found.owner is not None and own is not None and found.owner.is_same_process(own):
+                self._write(None, found)
 
-    def _create(self, own: Owner) -> bool:
-        """Write the file, unless it exists."""
-        try:
-            descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return False
-        try:
-            os.write(descriptor, json.dumps(asdict(own)).encode())
-        except OSError:  # a full disk: an empty file would name no owner to check
-            self._path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
-        return True
-
-    def _displace(self, owner: Owner | None, content: str, tell: Callable[[str], None]) -> None:
-        """Remove the file of an owner that has died."""
-        lives, name = (None, "a job that cannot be read") if owner is None else (owner.lives(), str(owner))
-        if lives or (lives is None and self._is_renewed(name, tell)):
+    def _refuse_if_alive(self, found: _Found, tell: Callable[[str], None]) -> None:
+        """Raise an error if the owner lives; wait for a sign of life from a process that this machine cannot see."""
+        lives = False if found.owner is None else found.owner.lives()
+        if lives or (lives is None and self._is_renewed(found, tell)):
             raise DirectoryInUseError(
-                f"{self._directory} belongs to another job that is running: {name}. Two of them would write the same "
+                f"{self._directory} belongs to another job that is running: {found}. Two of them would write the same "
                 "steps over each other's. Use another directory, or end that job first; it gives the directory "
                 f"back by itself when it ends (if it has ended, remove {self._path})."
             )
-        aside = self._path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")
-        try:
-            self._path.rename(aside)
-        except FileNotFoundError:
-            return  # another job was faster: the next read finds its file
-        if _read(aside) != content and not self._path.exists():
-            aside.rename(self._path)  # the file of another job, which was faster
-            return
-        aside.unlink(missing_ok=True)
-        tell(f"{self._directory} was left by {name}, which has ended: this job takes it")
 
-    def _is_renewed(self, name: str, tell: Callable[[str], None]) -> bool:
+    def _is_renewed(self, found: _Found, tell: Callable[[str], None]) -> bool:
         """Wait until the file is old, or gone; return True if its owner renews it before."""
-        first = _write_time(self._path)
-        left = 0.0 if first is None else first + STALE_SECONDS - time.time()
+        left = 0.0 if found.owner is None else found.owner.renewed + STALE_SECONDS - time.time()
         if left <= 0:
             return False
-        tell(f"{self._directory} has an owner, {name}: waiting up to {left:.0f} s for a sign of life")
+        tell(f"{self._directory} has an owner, {found}: waiting up to {left:.0f} s for a sign of life")
         end = time.monotonic() + left
         while time.monotonic() < end:
             time.sleep(min(1.0, STALE_SECONDS / 10))
-            if (now := _write_time(self._path)) != first:
-                return now is not None
+            if (now := self._read()).version != found.version:
+                return now.exists
         return False
 
+    def _read(self) -> _Found:
+        with _errors_of_the_system():
+            result = self._storage().read(FILE_NAME).result()
+        owner = None
+        with contextlib.suppress(ValueError, TypeError):  # a file that nobody wrote whole
+            owner = Owner(**json.loads(result.value))
+        return _Found(exists=result.state == "value", owner=owner, version=result.stamp.generation)
 
-def _read(path: Path) -> str | None:
-    """Return the content of a lock file; None without a file."""
+    def _write(self, owner: Owner | None, found: _Found) -> bool:
+        """Write or remove (None) the file; return False if it is not the one that was found any more."""
+        value = None if owner is None else json.dumps(asdict(owner)).encode()
+        with _errors_of_the_system():
+            stamp = self._storage().write(FILE_NAME, value, if_equal=found.version).result()
+        return stamp.generation != b""
+
+    def _storage(self) -> Any:
+        context = tensorstore.Context(_FEW_RETRIES)  # pyright: ignore[reportAttributeAccessIssue]
+        store = tensorstore.KvStore  # pyright: ignore[reportAttributeAccessIssue]
+        return store.open(storage_of(self._directory), context=context).result()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What is in the place of the lock file; `owner` is None without a file, or if nobody can read it."""
+
+    exists: bool
+    owner: Owner | None
+    version: bytes
+
+    def __str__(self) -> str:
+        return "a job that cannot be read" if self.owner is None else str(self.owner)
+
+
+@contextlib.contextmanager
+def _errors_of_the_system() -> Iterator[None]:
+    """Raise TensorStore's errors as those of the operating system: it has `ValueError` for all of them."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-
-
-def _parse(content: str) -> Owner | None:
-    """Return the owner that a lock file names; None if it cannot be read."""
-    try:
-        return Owner(**json.loads(content))
-    except (ValueError, TypeError):
-        return None
-
-
-def _write_time(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return None
+        yield
+    except ValueError as error:
+        raise OSError(str(error)) from error
 
 
 def _start_time(process: int) -> str:

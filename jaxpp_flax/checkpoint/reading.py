@@ -18,8 +18,8 @@ from jaxpp_flax.checkpoint.barriers import name_checkpoint, shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.leaves import Wanted, abstract_leaf, empty, is_empty
+from jaxpp_flax.checkpoint.format.locations import checkpoint_location
 from jaxpp_flax.checkpoint.format.orbax_io import (
-    absolute,
     damaged,
     find_tree,
     map_metadata,
@@ -67,7 +67,7 @@ def leaves_of(path: str | os.PathLike[str]) -> dict[str, StoredLeaf]:
       >>> leaves_of(path)["w"].shape
       (2, 3)
     """
-    return stored_leaves(read_metadata(find_tree(absolute(path))))
+    return stored_leaves(read_metadata(find_tree(checkpoint_location(path))))
 
 
 def restore(
@@ -190,7 +190,7 @@ def plan_restore(
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
-    directory = find_tree(absolute(path))
+    directory = find_tree(checkpoint_location(path))
     metadata = read_metadata(directory)
     leaves, structure = flatten(target)
     wanted, widened = choose(only), choose(widen)
@@ -297,7 +297,7 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
 
 def read_json(path: str | os.PathLike[str], name: str) -> Any:
     """Read the JSON called `name` in a step's directory; return None if it does not exist."""
-    item = absolute(path) / name
+    item = checkpoint_location(path) / name
     if not item.is_dir():
         return None
     with (

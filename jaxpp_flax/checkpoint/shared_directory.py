@@ -32,7 +32,7 @@ def check_shared(directory: Path) -> None:
         mine = directory / f".seen-by-all-{os.getpid()}-{time.time_ns()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            mine.touch()
+            mine.write_text("")
         except OSError:
             mine = None
     try:

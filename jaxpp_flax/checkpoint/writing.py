@@ -1,9 +1,8 @@
-"""Save a tree as an ordinary Orbax checkpoint, and check the complete checkpoint."""
+"""Save a tree as an ordinary Orbax checkpoint."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,12 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from jaxpp_flax.checkpoint.barriers import shared_work
-from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointError
+from jaxpp_flax.checkpoint.errors import CheckpointSaveError
 from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
-from jaxpp_flax.checkpoint.format.orbax_io import (
-    TREE_ITEM,
-    absolute,
-    find_tree,
-    multiprocessing_options,
-    pytree_handler,
-    read_metadata,
-    short,
-)
-from jaxpp_flax.checkpoint.format.paths import flatten, nest, shortened
-from jaxpp_flax.checkpoint.reading import stored_leaves
+from jaxpp_flax.checkpoint.format.locations import checkpoint_location
+from jaxpp_flax.checkpoint.format.orbax_io import TREE_ITEM, multiprocessing_options, pytree_handler, short
+from jaxpp_flax.checkpoint.format.paths import flatten, nest
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import do_in_process_0
 from jaxpp_flax.processes.group import process_group
@@ -67,12 +58,12 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
     content = to_tree(tree)
     if not content:
         raise ValueError(f"cannot save to {path}: the tree has no leaves.")
-    _write_and_check(path, pytree_handler(), ocp.args.PyTreeSave(content), flatten(content)[0])
+    _write(path, pytree_handler(), ocp.args.PyTreeSave(content))
     return path
 
 
 def _new_path(path: str | os.PathLike[str]) -> Path:
-    new = absolute(path)
+    new = checkpoint_location(path)
     if new.exists():
         raise CheckpointSaveError(f"cannot save to {new}: it exists, and is left as it is. Choose another path.")
     return new
@@ -84,7 +75,7 @@ def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]
     content = to_tree(tree)
     options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
     handler = ocp.CompositeCheckpointHandler(handler_registry=step_registry(), composite_options=options)
-    _write_and_check(path, handler, step_arguments(content, beside), frozenset(flatten(content)[0]))
+    _write(path, handler, step_arguments(content, beside))
     return path
 
 
@@ -103,8 +94,8 @@ def step_registry() -> Any:
     return registry
 
 
-def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save without the background, and check that the checkpoint has `leaves`; all processes call this."""
+def _write(path: Path, handler: Any, arguments: Any) -> None:
+    """Save without the background; all processes call this."""
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
     what = f"the save to {path}"
     check_shared(path.parent)
@@ -112,28 +103,7 @@ def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> N
         with shared_work(what, lambda error: save_failed(path, error)):
             checkpointer.save(path, args=arguments)
         with shared_work(what, lambda error: save_failed(path, error), everywhere=True):
-            try:
-                do_in_process_0(
-                    process_group(),
-                    "the check of the written checkpoint",
-                    lambda: complete(path, leaves),
-                    CorruptCheckpointError,
-                )
-            except Exception:
-                if process_group().process_index == 0:
-                    shutil.rmtree(path, ignore_errors=True)
-                raise
-
-
-def complete(directory: Path, leaves: Any) -> None:
-    """Check that a written checkpoint has `leaves`, and write the sizes of its files.
-
-    The directory has its final name or its temporary name.
-    """
-    absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
-    if absent:
-        raise CorruptCheckpointError(f"checkpoint {directory} was written without {shortened(sorted(absent), 5)}.")
-    write_sizes(directory)
+            do_in_process_0(process_group(), "the list of the written files", lambda: write_sizes(path), OSError)
 
 
 def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from jaxpp_flax.checkpoint.format.leaves import is_key
-from jaxpp_flax.checkpoint.format.orbax_io import absolute
+from jaxpp_flax.checkpoint.format.locations import location, need_disk
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -73,7 +73,7 @@ def export_pretrained(
       ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
     """
     max_shard_bytes = check_count("max_shard_bytes", max_shard_bytes)
-    target = absolute(directory)
+    target = need_disk(location(directory))
     leaves = _leaves_to_write(tree)
     wanted = choose(only)
     leaves = {path: leaf for path, leaf in leaves.items() if wanted(path)}

@@ -11,6 +11,7 @@ import numpy as np
 import tensorstore
 
 from jaxpp_flax.checkpoint.format.integrity import check_files
+from jaxpp_flax.checkpoint.format.locations import checkpoint_location, storage_of
 from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree, read_metadata
 from jaxpp_flax.checkpoint.reading import stored_leaves
 from jaxpp_flax.pretrained.slices import Index, StoredTensor
@@ -28,7 +29,7 @@ def read_orbax(path: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
     Raises:
       CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
     """
-    directory = find_tree(path)
+    directory = find_tree(checkpoint_location(path))
     for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
         check_files(holder)
     leaves = stored_leaves(read_metadata(directory))
@@ -65,5 +66,5 @@ def _read(directory: Path, spec: dict[str, Any], index: Index) -> np.ndarray:
 def _spec(directory: Path, key: str, settings: dict[str, Any]) -> dict[str, Any]:
     driver = "zarr3" if settings.get("use_zarr3") else "zarr"
     if settings.get("use_ocdbt", True):
-        return {"driver": driver, "kvstore": {"driver": "ocdbt", "base": f"file://{directory}/", "path": f"{key}/"}}
-    return {"driver": driver, "kvstore": {"driver": "file", "path": f"{directory / key}/"}}
+        return {"driver": driver, "kvstore": {"driver": "ocdbt", "base": storage_of(directory), "path": f"{key}/"}}
+    return {"driver": driver, "kvstore": storage_of(directory / key)}

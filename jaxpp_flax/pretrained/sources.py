@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
-from jaxpp_flax.checkpoint.format.orbax_io import absolute
+from jaxpp_flax.checkpoint.format.locations import location, need_disk
 from jaxpp_flax.pretrained.orbax_tensors import read_orbax
 from jaxpp_flax.pretrained.safetensors_file import read_header
 from jaxpp_flax.pretrained.slices import StoredTensor
@@ -54,6 +54,7 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
     Raises:
       CheckpointNotFoundError: if there is nothing of that kind, or a shard is missing.
       CorruptCheckpointError: if a shard was cut off, or does not have the tensors of the index.
+      ValueError: for safetensors in a bucket; an Orbax checkpoint may be on `gs://`.
 
     Example:
       >>> import tempfile
@@ -61,7 +62,7 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
       Traceback (most recent call last):
       jaxpp_flax.checkpoint.errors.CheckpointNotFoundError: no weights in ...: it has neither ...
     """
-    place = absolute(path)
+    place = location(path)
     if not place.exists():
         if not _HUB_NAME.fullmatch(os.fspath(path)):
             raise CheckpointNotFoundError(f"no weights at {place}: there is no such file or directory. Check the path.")
@@ -120,6 +121,7 @@ def _without_weights(place: Path) -> str:
 
 
 def _open_file(path: Path) -> WeightSource:
+    need_disk(path)
     tensors = _read_index(path) if path.suffix == ".json" else read_header(path)
     return WeightSource(path=path, tensors=tensors, architecture=_architecture(path.parent / "config.json"))
 

@@ -10,11 +10,11 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxpp_flax.checkpoint.format.locations import is_on_disk, location
 from jaxpp_flax.trainers.callbacks.base import has_failed
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "Tracker",
     "WandbTracker",
 ]
+
+_SECONDS_BETWEEN_OBJECTS = 60.0
 
 
 class Tracker(abc.ABC):
@@ -98,15 +100,18 @@ class DictTracker(Tracker):
 
 
 class JsonlTracker(Tracker):
-    """Appends one line with a JSON object for each call; each line is complete after the call.
+    """Appends one line with a JSON object for each call; in a file, each line is complete after the call.
 
     JSON has no NaN and no infinities: these are written as strings (`"nan"`).
 
+    An object in a bucket cannot grow: it is written anew, at most once a minute and at the end.
+
     Args:
-      path: the path of the file; its folder is made.
+      path: the path of the file, whose folder is made; or a URL, `gs://` or `s3://`.
 
     Example:
       >>> import tempfile
+      >>> from pathlib import Path
       >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
       >>> tracker = JsonlTracker(path)
       >>> tracker.log({"loss": 2.0}, step=1)
@@ -115,7 +120,9 @@ class JsonlTracker(Tracker):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = location(path)
+        self._text: str | None = None  # of an object in a bucket
+        self._written = -_SECONDS_BETWEEN_OBJECTS
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         self._write({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
@@ -125,9 +132,22 @@ class JsonlTracker(Tracker):
 
     def _write(self, line: dict[str, Any]) -> None:
         # The file is opened for each line: a killed process loses no line, and no call has to close the file.
+        text = json.dumps(line) + "\n"
+        if not is_on_disk(self.path):
+            if self._text is None:
+                self._text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+            self._text += text
+            if time.monotonic() - self._written >= _SECONDS_BETWEEN_OBJECTS:
+                self.close()
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(text)
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._text is not None:
+            self.path.write_text(self._text, encoding="utf-8")
+            self._written = time.monotonic()
 
 
 class CompositeTracker(Tracker):

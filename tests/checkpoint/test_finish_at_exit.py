@@ -18,7 +18,7 @@ from tests.running import run_python
 
 SLOW = 0.3  # seconds: longer than the step in which `fit` ends
 BATCHES = list(program.batches(4))
-_complete = checkpoint_store.complete
+_complete = checkpoint_store.write_sizes
 
 
 def slowly(*arguments: Any) -> None:
@@ -38,7 +38,7 @@ class EndsAfter(Callback):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
 def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint_store, "complete", slowly)
+    monkeypatch.setattr(checkpoint_store, "write_sizes", slowly)
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(type(error)):
         trainer.fit(BATCHES, callbacks=[EndsAfter(3, error)])
@@ -51,7 +51,7 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         yield from BATCHES[:3]
         raise OSError("the disk of the data is gone")
 
-    monkeypatch.setattr(checkpoint_store, "complete", slowly)
+    monkeypatch.setattr(checkpoint_store, "write_sizes", slowly)
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1)
     with pytest.raises(OSError, match="the disk of the data"):
         trainer.fit(data())
@@ -64,7 +64,7 @@ def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch:
         time.sleep(SLOW)
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(checkpoint_store, "complete", fails)
+    monkeypatch.setattr(checkpoint_store, "write_sizes", fails)
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(ValueError, match="a callback") as raised:
         trainer.fit(BATCHES, callbacks=[EndsAfter(3, ValueError("a callback"))])
@@ -124,11 +124,11 @@ from jaxpp_flax.checkpoint import checkpoint_store
 from tests.checkpoint import program
 from tests.helpers import slow
 
-complete = checkpoint_store.complete
+complete = checkpoint_store.write_sizes
 def slowly(*arguments):
     time.sleep(1.0)
     complete(*arguments)
-checkpoint_store.complete = slowly
+checkpoint_store.write_sizes = slowly
 trainer = program.make_trainer(sys.argv[1], stages=1)
 trainer.train_step(next(program.batches()))
 trainer.save(wait=False)

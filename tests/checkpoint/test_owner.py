@@ -40,8 +40,9 @@ def fast(monkeypatch):
 
 def write(directory: Path, of: Owner) -> Path:
     path = directory / FILE_NAME
-    path.write_text(json.dumps(asdict(of)))
-    return path
+    new = path.with_name("new")
+    new.write_text(json.dumps(asdict(of)))
+    return new.replace(path)
 
 
 def on_another_host(process: int = 7) -> Owner:
@@ -53,10 +54,10 @@ def test_the_file_is_there_while_it_is_owned(tmp_path):
     ownership.take(print)
     path = tmp_path / "new" / FILE_NAME
     assert json.loads(path.read_text())["process"] == os.getpid()
-    os.utime(path, (0, 0))
+    first = json.loads(path.read_text())["renewed"]
     time.sleep(0.05)
     ownership.renew()
-    assert time.time() - path.stat().st_mtime < 10
+    assert json.loads(path.read_text())["renewed"] > first
     ownership.check()
     ownership.release()
     assert not path.exists()
@@ -100,11 +101,12 @@ def test_a_job_whose_file_was_taken_saves_nothing_more(tmp_path):
 
 
 def test_another_host_is_alive_while_it_renews_its_file(tmp_path):
-    path, ended = write(tmp_path, on_another_host()), threading.Event()
+    write(tmp_path, on_another_host())
+    ended = threading.Event()
 
     def renew():
         while not ended.wait(0.02):
-            os.utime(path)
+            write(tmp_path, on_another_host())
 
     thread = threading.Thread(target=renew)
     thread.start()
@@ -123,7 +125,7 @@ def test_another_host_is_alive_while_it_renews_its_file(tmp_path):
 
 
 def test_an_old_file_of_another_host_is_taken_without_a_wait(tmp_path):
-    os.utime(write(tmp_path, on_another_host()), (0, 0))
+    write(tmp_path, replace(on_another_host(), renewed=0.0))
     told = []
     ownership = Ownership(tmp_path)
     ownership.take(told.append)
@@ -243,15 +245,23 @@ def test_the_same_program_a_second_time(tmp_path):
     assert f"was left by process {first.pid} on " in third.stderr
 
 
-def test_a_full_disk_leaves_no_owner_that_nobody_can_ask(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+def test_of_two_jobs_that_find_a_dead_owner_one_takes_its_place(tmp_path, monkeypatch):
+    write(tmp_path, replace(on_another_host(), renewed=0.0))
+    found, told = Ownership(tmp_path)._read(), []
+    write(tmp_path, replace(on_another_host(8), started="13"))
+    late = Ownership(tmp_path)
+    assert not late._write(Owner.of(os.getpid()), found)
     with monkeypatch.context() as patch:
-        patch.setattr(owner.os, "write", full)
-        with pytest.raises(OSError, match="No space left"):
-            Ownership(tmp_path).take(print)
-    assert list(tmp_path.iterdir()) == []
+        patch.setattr(Owner, "lives", lambda self: True)
+        with pytest.raises(DirectoryInUseError, match="process 8"):
+            late.take(told.append)
+    assert not told
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Ownership(tmp_path / "file" / "run").take(print)
 
 
 def test_a_save_under_way_is_finished_before_the_directory_is_owned(tmp_path):
@@ -269,7 +279,11 @@ def test_a_save_that_fails_after_a_loop_was_left_is_told(tmp_path, monkeypatch, 
     steps = trainer.training_steps(batches())
     next(steps)
     trainer._parts.checkpoints.store.wait()
-    monkeypatch.setattr("jaxpp_flax.checkpoint.writing.stored_leaves", lambda metadata: {})
+
+    def full(directory):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.write_sizes", full)
     next(steps)
     steps.close()
-    assert "written without" in " ".join(capsys.readouterr().out.split())
+    assert "the disk is full" in " ".join(capsys.readouterr().out.split())

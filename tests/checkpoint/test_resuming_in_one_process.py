@@ -59,7 +59,7 @@ def test_a_save_under_way_is_the_latest(
     wait = CheckpointStore.wait
 
     def told(store: CheckpointStore) -> None:
-        waited.append(None if store._writing is None else store._writing[0])
+        waited.append(store._writing)
         wait(store)
 
     monkeypatch.setattr(CheckpointStore, "wait", told)

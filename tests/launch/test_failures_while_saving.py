@@ -36,7 +36,7 @@ store = CheckpointStore("run")
 store.save(1, {"w": half(1)}, {}, wait=True)
 if jax.process_index() == victim:
     if during == "commit":
-        store_module.complete = trouble
+        store_module.write_sizes = trouble
     elif during == "restore":
         reading.pytree_handler = trouble
     else:
@@ -108,11 +108,11 @@ from jaxpp_flax.checkpoint import checkpoint_store as store_module
 from jaxpp_flax.trainers import Checkpoints
 from tests.checkpoint.program import batches, make_trainer
 
-complete = store_module.complete
+complete = store_module.write_sizes
 def slowly(*arguments):
     time.sleep(2.0)
     complete(*arguments)
-store_module.complete = slowly
+store_module.write_sizes = slowly
 
 def data():
     yield from itertools.islice(batches(), 4)

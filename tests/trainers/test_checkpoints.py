@@ -243,7 +243,7 @@ def test_a_failed_background_save_is_told_by_the_next_step(one_stage: PipelineTr
     trainer, store = one_stage, one_stage._parts.checkpoints.store
     trainer.save()
     trainer.train_step(OTHER[0])
-    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.complete", _fail)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.write_sizes", _fail)
     trainer.save(wait=False)
     while store._manager.is_saving_in_progress():
         pass

@@ -1,7 +1,8 @@
 """Check before a restore that no file of a checkpoint is missing or cut off, by a list of their sizes.
 
 Orbax's format has checksums for its own index, not for the values of arrays. So a file that is missing or cut off is
-found here, damage to the index when Orbax reads it, and a changed value in an array is not found.
+found here, damage to the index when Orbax reads it, and a changed value in an array is not found. A bucket has no
+files that were cut off, and no list: it would take a request for each file, in each process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import zlib
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
+from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import process_group
 
@@ -20,7 +22,9 @@ FILE_SIZES = "file_sizes.json"
 
 
 def write_sizes(directory: Path) -> None:
-    """Write the size of every file below `directory`."""
+    """Write the size of every file below `directory`, on a disk."""
+    if not is_on_disk(directory):
+        return
     unfinished = directory / f".{FILE_SIZES}.{os.getpid()}"
     with unfinished.open("w", encoding="utf-8") as file:
         json.dump(_sizes(directory), file, indent=0, sort_keys=True)
@@ -38,10 +42,12 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> str:
       >>> describe_checkpoint("/shared/run/40")
       'the checkpoint /shared/run/40'
     """
-    record = Path(path).expanduser() / FILE_SIZES
+    record = checkpoint_location(path) / FILE_SIZES
     if not record.is_file():
         return f"the checkpoint {path}"
-    return f"the checkpoint {Path(path).name}, whose {FILE_SIZES} has the CRC-32 {zlib.crc32(record.read_bytes()):08x}"
+    return (
+        f"the checkpoint {record.parent.name}, whose {FILE_SIZES} has the CRC-32 {zlib.crc32(record.read_bytes()):08x}"
+    )
 
 
 def check_files(directory: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import jax
 import numpy as np
@@ -15,6 +12,7 @@ from etils import epath
 
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UnfinishedCheckpointError
 from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler
+from jaxpp_flax.checkpoint.format.locations import is_on_disk
 
 TREE_ITEM = "state"
 """The folder of arrays in a step's directory; a `CheckpointManager` with one item names this folder `default`."""
@@ -22,30 +20,6 @@ TREE_ITEM = "state"
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # The bytes that a restore may hold on the host in addition to one leaf.
 _READ_AHEAD_BYTES = 256 << 20
-# One slash is enough, since `pathlib` turns two slashes into one. A single letter is a drive, not a URL.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-
-
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return `path`, or a URL such as `file:///runs/gpt`, as an absolute path for Orbax.
-
-    Example:
-      >>> absolute("file:///runs/gpt").as_posix()
-      '/runs/gpt'
-      >>> absolute("gs://bucket/gpt")
-      Traceback (most recent call last):
-      ValueError: the checkpoint path gs://bucket/gpt is on gs:... Mount the bucket ...
-    """
-    text = os.fspath(path)
-    url = _URL.match(text)
-    if url is None:
-        return Path(path).expanduser().absolute()
-    if url[1].lower() == "file" and urlsplit(text).netloc in ("", "localhost"):
-        return Path(unquote(urlsplit(text).path)).absolute()
-    raise ValueError(
-        f"the checkpoint path {text} is on {url[1]}:, and checkpoints are written to a file system. Mount the bucket "
-        "(gcsfuse, mountpoint-s3) and give the path in it; or save to a disk, and copy what is complete from there."
-    )
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
@@ -83,12 +57,20 @@ def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandl
 
 
 def under_way(path: Path) -> Path:
-    """Return the path where Orbax writes a checkpoint before it moves the checkpoint to `path`."""
+    """Return the path where Orbax writes a checkpoint before it moves the checkpoint to `path`; in a bucket, `path`."""
     return next(iter(path.parent.glob(f"{path.name}{_TMP_MARK}*")), path)
 
 
-def find_tree(path: Path, *, unfinished: bool = False) -> Path:
-    """Find the directory of arrays: `path` itself, or one item in it. `unfinished` allows a save under way."""
+def is_complete(path: Path) -> bool:
+    """Return False for a directory in a bucket that Orbax has not marked as complete.
+
+    On a disk a directory gets its name when it is complete.
+    """
+    return is_on_disk(path) or (path / ocp.path.atomicity.COMMIT_SUCCESS_FILE).exists()
+
+
+def find_tree(path: Path) -> Path:
+    """Find the directory of arrays: `path` itself, or one item in it."""
     if not path.exists():
         parts = list(path.parent.glob(f"{path.name}{_TMP_MARK}*")) if path.parent.is_dir() else []
         if parts:
@@ -97,7 +79,8 @@ def find_tree(path: Path, *, unfinished: bool = False) -> Path:
                 "restored. Restore an earlier one; the remains may be deleted."
             )
         raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such directory. Check the path.")
-    if not unfinished and any(_TMP_MARK in part for part in path.parts):
+    begun = [place for place in (path, path.parent) if (place / "_CHECKPOINT_METADATA").exists()]
+    if any(_TMP_MARK in part for part in path.parts) or not all(map(is_complete, begun)):
         raise UnfinishedCheckpointError(
             f"{path} is what is left of a save that was cut off, and cannot be restored. Restore an earlier one."
         )

@@ -6,9 +6,9 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
+from jaxpp_flax.checkpoint.format.locations import location
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 
@@ -105,7 +105,7 @@ class StopOnFile(Callback):
     """Ends `fit` after a step if a file exists: `touch run/stop` ends a run from outside. The file stays.
 
     Args:
-      path: the path of the file, on any of the processes.
+      path: the path of the file, on any of the processes; or a URL, `gs://` or `s3://`.
       every: steps between two looks.
 
     Raises:
@@ -114,7 +114,7 @@ class StopOnFile(Callback):
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 10) -> None:
         super().__init__(every=every)
-        self._path = Path(path)
+        self._path = location(path)
 
     def on_fit_start(self, trainer: Any) -> None:
         if self._path.exists():
