@@ -183,7 +183,9 @@ def test_integers_constants_of_the_batch_and_a_single_array():
 
 
 @pytest.mark.parametrize(
-    ("loss", "options"), [(WEIGHTED, {"num_stages": 2, "mesh": {"data": 2}}), slow(t.CONTRASTIVE, {})], ids=str
+    ("loss", "options"),
+    [(WEIGHTED, {"num_stages": 2, "mesh": {"data": 2}}), slow(t.CONTRASTIVE, {})],
+    ids=["weighted", "contrastive"],
 )
 def test_an_evaluation_compares_all_examples_of_a_batch(loss, options):
     """Where neither microbatches nor data-parallel devices divide it, and where training has another kind of loss."""
