@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Constant
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
 from jaxpp_flax.verify.crossings import Crossing, marks_at_top
 from jaxpp_flax.verify.plain_step import trace_step
@@ -32,25 +32,18 @@ class WatchedStep:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, tuple[Any, list[Any]]]:
         """Trace the step, and run its graph with more results."""
         traced = trace_step(self._step, state, batch)
-        graph, self._points = traced.graph, []
-        environment = dict(zip(graph.inputs, [*traced.constants, *jax.tree.leaves((state, batch))], strict=True))
+        self._points = []
         watched: list[Any] = []
-        loops = 0
+        numbers = itertools.count()
 
-        def read(atom: Any) -> Any:
-            return atom.value if isinstance(atom, Constant) else environment[atom]
+        def loop(equation: Any, operands: Sequence[Any]) -> list[Any]:
+            results, stacked, points = self._loop(equation, operands, next(numbers))
+            watched.extend([*stacked, *results])
+            self._points += [*[p for of_mark in points.crossings for p in of_mark], *points.results]
+            return results
 
-        for equation in graph.equations:
-            operands = [read(atom) for atom in equation.inputs]
-            if equation.primitive is treduce_p:
-                results, stacked, points = self._loop(equation, operands, loops)
-                watched += [*stacked, *results]
-                self._points += [*[p for of_mark in points.crossings for p in of_mark], *points.results]
-                loops += 1
-            else:
-                results = equation.bind(*operands)
-            environment.update(zip(equation.outputs, results, strict=True))
-        new, metrics = jax.tree.unflatten(traced.results, [read(atom) for atom in graph.outputs])
+        found = traced.run(jax.tree.leaves((state, batch)), loop)
+        new, metrics = jax.tree.unflatten(traced.results, found)
         return new, (metrics, watched)
 
     def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:

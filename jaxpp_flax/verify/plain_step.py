@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, everywhere, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.verify.crossings import Crossing, run_body
 from jaxpp_flax.verify.points import LoopPoints, Point, name_loop
@@ -45,6 +45,14 @@ class Traced:
         }
         return max((float(jnp.finfo(of).eps) for of in found if jnp.issubdtype(of, jnp.floating)), default=0.0)
 
+    def run(self, leaves: Sequence[Any], loop: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> list[Any]:
+        """Evaluate the step on the leaves of its arguments; `loop(equation, operands)` runs each loop."""
+
+        def apply(equation: Any, *operands: Any) -> Sequence[Any]:
+            return loop(equation, operands) if equation.primitive is treduce_p else equation.bind(*operands)
+
+        return self.graph.run(*self.constants, *leaves, apply=apply)
+
 
 def trace_step(step: Callable[..., Any], *arguments: Any) -> Traced:
     """Trace a step for such arguments."""
@@ -75,27 +83,19 @@ class PlainStep:
         return shown, there, {p: part for p, part in zip(summed, parts, strict=True) if part is not None}
 
     def _evaluate(self, leaves: Sequence[Any], order: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        graph = self._traced.graph
         self.loops = []
-        environment = dict(zip(graph.inputs, [*self._traced.constants, *leaves], strict=True))
         crossings: list[Any] = []
         sums: list[Any] = []
         parts: list[Any] = []
 
-        def read(atom: Any) -> Any:
-            return atom.value if isinstance(atom, Constant) else environment[atom]
+        def loop(equation: Any, operands: Sequence[Any]) -> list[Any]:
+            results, crossed, of_microbatches = self._loop(equation, operands, order)
+            crossings.extend(crossed)
+            sums.extend(results)
+            parts.extend(of_microbatches)
+            return results
 
-        for equation in graph.equations:
-            operands = [read(atom) for atom in equation.inputs]
-            if equation.primitive is treduce_p:
-                results, crossed, of_microbatches = self._loop(equation, operands, order)
-                crossings += crossed
-                sums += results
-                parts += of_microbatches
-            else:
-                results = equation.bind(*operands)
-            environment.update(zip(equation.outputs, results, strict=True))
-        return [read(atom) for atom in graph.outputs], crossings, sums, parts
+        return self._traced.run(leaves, loop), crossings, sums, parts
 
     def _loop(self, equation: Any, operands: Sequence[Any], order: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the loop's results, what crosses each mark in every microbatch, and the results' summands."""
