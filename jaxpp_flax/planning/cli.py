@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +55,29 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _made(factory: str) -> Any:
-    """Run a function of a user's file."""
+def function_of(factory: str) -> Callable[[], Any]:
+    """Run a user's file, and return a function of it; `factory` names both, as in "train.py:make".
+
+    Raises:
+      ValueError: if there is no such file, or no such function in it.
+    """
     path, _, name = factory.partition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if name else None
     if spec is None or spec.loader is None:
         raise ValueError(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
+    if not Path(path).is_file():
+        raise ValueError(f"{factory!r} names no file; write a Python file and a function in it, such as train.py:make.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}.")
-    made = function()
+    return function
+
+
+def _made(factory: str) -> Any:
+    made = function_of(factory)()
     if not isinstance(made, tuple) or len(made) != 2:
         raise ValueError(f"{factory} must return a trainer and a batch, got {type(made).__name__}.")
     return made

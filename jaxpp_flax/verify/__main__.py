@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import runpy
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
+from jaxpp_flax.planning.cli import function_of
 from jaxpp_flax.verify.verification import verify
 
 __all__ = ["main"]
@@ -20,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", metavar="report.json", help="where to write the report")
     given = parser.parse_args(arguments)
     try:
-        make = _find(given.make)
+        make = function_of(given.make)
     except ValueError as error:
         parser.error(str(error))
     report = verify(*make())
@@ -28,16 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.report:
         report.save(given.report)
     return 0 if report.agrees else 1
-
-
-def _find(text: str) -> Callable[[], tuple[Any, Any]]:
-    script, _, name = text.rpartition(":")
-    if not script or not Path(script).is_file():
-        raise ValueError(f"{text!r} names no file; write script.py:make")
-    names = runpy.run_path(script, run_name="jaxpp_flax_verify")
-    if not callable(names.get(name)):
-        raise ValueError(f"{script} has no function {name!r}; it must return (trainer, batch)")
-    return names[name]
 
 
 if __name__ == "__main__":
