@@ -1,11 +1,9 @@
-"""Benchmarks of the schedules: growth with size, large models, and measured bubbles.
+"""Benchmarks of the schedules: growth with size, and measured bubbles.
 
     python benchmarks/schedules.py growth
-    python benchmarks/schedules.py study
     python benchmarks/schedules.py measured [--ranks 2] [--microbatches 8] [--width 512] [--draw steps.svg]
 
 ``growth`` prints the processor time to validate and to simulate schedules of growing size.
-``study`` prints the tables of docs/internals/schedule_study.md: a 70B and a 405B model on 64 to 16,384 GPUs.
 ``measured`` trains a model with real arithmetic under 1F1B, ZB-H1 and ZB-V in turn, on a virtual CPU device with one
 thread for each rank, and prints bubbles as measured and as simulated. It needs a core for each rank.
 """
@@ -13,22 +11,14 @@ thread for each rank, and prints bubbles as measured and as simulated. It needs 
 from __future__ import annotations
 
 import argparse
-import itertools
 import resource
 import sys
 import time
-from dataclasses import dataclass
 from statistics import median
 
 from jaxpp_flax.schedules import (
-    Costs,
     Interleaved1F1B,
-    Link,
     Std1F1B,
-    Timeline,
-    Transfer,
-    by_name,
-    names,
     simulate,
     validate,
 )
@@ -52,112 +42,6 @@ def run_growth() -> int:
         times = (f"{simulated:.2f}", f"{1e6 * simulated / passes:.2f}", f"{validated:.2f}")
         print(columns.format(type(schedule).__name__, ranks, m, passes, *times, f"{peak:.0f}"), flush=True)
     return 0
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder with grouped-query attention and a gated feed-forward layer."""
-
-    name: str
-    layers: int
-    width: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ranks: int
-    batch: int  # sequences
-    vocabulary: int = 128_256
-    length: int = 8192
-
-    @property
-    def layer_weights(self) -> float:
-        head = self.width / self.heads
-        attention = 2 * self.width * self.width + 2 * self.width * head * self.kv_heads
-        return attention + 3 * self.width * self.hidden
-
-    @property
-    def weights(self) -> float:
-        return self.layers * self.layer_weights + 2 * self.vocabulary * self.width
-
-
-MODELS = [
-    Model("70B", 80, 8192, 28_672, 64, 8, ranks=8, batch=512),
-    Model("405B", 126, 16_384, 53_248, 128, 8, ranks=16, batch=2048),
-]
-TENSOR = 8  # GPUs that share each layer
-RATE = 500e12  # operations per second of one GPU, inside a task
-LINK = Link(latency=10e-6, bandwidth=40e9)  # between nodes, for each GPU
-GIB = 2**30
-CAPACITY = 80e9 - 6e9  # bytes of one GPU, less what the runtime and the kernels take
-
-
-def layers_of(model: Model, stages: int) -> list[list[str]]:
-    """Blocks, the embedding and the head, dealt out evenly by count, as published for the 405B model."""
-    parts = ["embed", *["block"] * model.layers, "head"]
-    ends = [round(i * len(parts) / stages) for i in range(stages + 1)]
-    return [parts[a:b] for a, b in itertools.pairwise(ends)]
-
-
-def model_costs(model: Model, stages: int) -> Costs:
-    """Seconds and bytes of one GPU for one microbatch of one sequence."""
-    tokens = model.length
-    matmul = 2 * model.layer_weights * tokens
-    attention = 2 * tokens * tokens * model.width  # causal: half of the two products
-    head = 2 * model.width * model.vocabulary * tokens
-    speed = RATE * TENSOR
-    activation = 34 * tokens * model.width / TENSOR
-    forward, inputs, weights, held = [], [], [], []
-    for parts in layers_of(model, stages):
-        blocks, heads = parts.count("block"), parts.count("head")
-        forward.append((blocks * (matmul + attention) + heads * head) / speed)
-        inputs.append((blocks * (matmul + 2 * attention) + heads * head) / speed)
-        weights.append((blocks * matmul + heads * head) / speed)
-        logits = 2 * tokens * model.vocabulary / TENSOR
-        held.append(blocks * activation + heads * logits + 2 * tokens * model.width / TENSOR)
-    sent = 2 * tokens * model.width / TENSOR
-    return Costs(forward=forward, backward_input=inputs, backward_weight=weights, activation=held, sent=sent)
-
-
-def study_case(model: Model, m: int) -> dict[tuple[str, int], Timeline]:
-    """Every studied schedule, for ``m`` microbatches."""
-    rows: dict[tuple[str, int], Timeline] = {}
-    links = Transfer(LINK)
-    for per_rank in (1, 2, 4):
-        stages = model.ranks * per_rank
-        costs = model_costs(model, stages)
-        for name in names(stages, model.ranks):
-            if name in _STUDIED and (per_rank > 1 or name != "interleaved_1f1b"):
-                schedule = by_name(name, stages, model.ranks)
-                rows[name, per_rank] = simulate(schedule, costs, links, num_microbatches=m)
-    return rows
-
-
-def run_study() -> int:
-    """Markdown tables for docs/internals/schedule_study.md."""
-    for model in MODELS:
-        columns: dict[str, dict[tuple[str, int], str]] = {}
-        for gpus in (64, 256, 1024, 4096, 16_384):
-            replicas = gpus // (TENSOR * model.ranks)
-            if not replicas:
-                continue
-            m = model.batch // replicas
-            state = model.weights / (TENSOR * model.ranks) * (2 + 4 + 12 / replicas)
-            limit = CAPACITY - state
-            cells = columns[f"{gpus:,} GPUs, m={m}, {max(0.0, limit) / GIB:.0f} GiB"] = {}
-            for key, step in study_case(model, m).items():
-                peak = max(step.peak_memory)
-                cell = f"{step.makespan:.2f} s, {step.bubble:.1%}, {peak / GIB:.0f} GiB"
-                cells[key] = cell if peak <= limit else f"*{cell}*"
-        print(f"\n### {model.name}\n\n| schedule | stages per rank | {' | '.join(columns)} |")
-        print("|---|---:|" + "---|" * len(columns))
-        every = sorted({key for cells in columns.values() for key in cells}, key=lambda key: (key[1], key[0]))
-        for name, per_rank in every:
-            cells = [cells.get((name, per_rank), "-") for cells in columns.values()]
-            print(f"| {name} | {per_rank} | {' | '.join(cells)} |", flush=True)
-    return 0
-
-
-_STUDIED = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_h2", "zbv", "dualpipe_v")
 
 
 def run_measured(options: argparse.Namespace) -> int:
@@ -246,7 +130,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("growth", help="time against size")
-    commands.add_parser("study", help="the tables of docs/internals/schedule_study.md")
     four = commands.add_parser("measured", help="1F1B, ZB-H1 and ZB-V in real steps: bubbles measured and simulated")
     four.add_argument("--ranks", type=int, default=2)
     four.add_argument("--microbatches", type=int, default=8)
@@ -257,7 +140,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "measured":
         return run_measured(options)
-    return run_study() if options.command == "study" else run_growth()
+    return run_growth()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ Long pages are slow tests; `.ci/run` runs them on one version.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +30,19 @@ from tests.running import ROOT
 pytestmark = pytest.mark.usefixtures("all_devices")
 
 
-def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
+def run_page(
+    name: str, blocks: int, *, files: str | None = None, only: str | None = None, **given: Any
+) -> dict[str, Any]:
     """Run the page's blocks of Python, of which there are at least so many, in one namespace with what is given.
 
-    A block that begins with a comment such as "# model.py" is a file: the others import it, as the page says.
+    A block that begins with a comment such as "# model.py" is a file: the others import it, as the page says. `files`
+    is another page with such files. With `only`, run the blocks whose beginning matches this pattern.
     """
-    found = python_blocks(ROOT / "docs" / name)
+    found = [block for block in python_blocks(ROOT / "docs" / name) if only is None or re.match(only, block)]
+    if files is not None:
+        found += [block for block in python_blocks(ROOT / "docs" / files) if block.startswith("# ")]
     assert len(found) >= blocks
-    namespace: dict[str, object] = {"__name__": "page", **given}
+    namespace: dict[str, Any] = {"__name__": "page", **given}
     with pytest.MonkeyPatch.context() as patch:
         programs = []
         for number, block in enumerate(found):
@@ -51,13 +58,43 @@ def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
     return namespace
 
 
+TRAINER_PAGES = {
+    "trainer": (3, ""),
+    "loss": (2, "'accuracy'"),
+    "optimizers": (1, ""),
+    "precision": (1, ""),
+    "metrics": (2, "'update_ratio'"),
+    "devices": (2, ""),
+    "lora": (1, ""),
+}
+
+
 @pytest.mark.slow
-def test_the_pages_about_the_trainer_and_its_data_run(capsys: pytest.CaptureFixture[str]):
-    names = run_page("guides/trainer.md", blocks=9)
-    run_page("guides/data.md", blocks=2, trainer=names["trainer"], batches=names["batches"])
-    out = capsys.readouterr().out
-    assert "['Dense_0', 'Dense_1', 'Dense_2']" in out
-    assert "'accuracy'" in out
+@pytest.mark.parametrize("page", TRAINER_PAGES)
+def test_the_pages_about_the_trainer_run(page: str, capsys: pytest.CaptureFixture[str]):
+    blocks, text = TRAINER_PAGES[page]
+    run_page(f"guides/{page}.md", blocks, files="guides/trainer.md")
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_page_about_linen_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("guides/linen.md", blocks=1)
+    assert "['Dense_0', 'Dense_1', 'Dense_2']" in capsys.readouterr().out
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore:::(?!jaxpp_flax)")  # of the loaders' packages
+def test_the_page_about_data_runs(capsys: pytest.CaptureFixture[str]):
+    for package in ("datasets", "grain", "tensorflow", "webdataset"):
+        pytest.importorskip(package)
+    first = run_page("guides/trainer.md", blocks=1, only=r"# model\.py|import optax\n")
+    # torch is as large as all else: its block runs where it is installed.
+    others = None if importlib.util.find_spec("torch") else r"(?!import jax\nfrom torch)"
+    given = {name: first[name] for name in ("trainer", "batches")}
+    names = run_page("guides/data.md", blocks=7, only=others, jax=jax, **given)
+    assert names["trainer"].state.step == 48 + (6 if others is None else 0), "every loader gave its batches"
+    assert "another shape of batches" in capsys.readouterr().out
 
 
 class Block(nnx.Module):

@@ -64,6 +64,7 @@ class Core:
     update: Update
     loss_fn: Callable[..., Any]
     on_nonfinite: OnNonFinite
+    max_batch_shapes: int
     scheduling: Scheduling
     assigner: Assigner
     held: StateHolder
@@ -146,6 +147,7 @@ def make_core(
         update=update,
         loss_fn=loss_fn,
         on_nonfinite=on_nonfinite,
+        max_batch_shapes=training.max_batch_shapes,
         scheduling=scheduling,
         assigner=assigner,
         held=held,
@@ -217,6 +219,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
         under_way=under_way, trained_on=trained_on, display=display,
         check_saves=(lambda: None) if store is None else store.check, clock=clock,
+        max_batch_shapes=core.max_batch_shapes,
     )  # fmt: skip
     inference_weights = InferenceWeights(held, inference.params, display.message)
     evaluation = Evaluation(

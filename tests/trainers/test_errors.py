@@ -175,6 +175,10 @@ BATCHES = {
     ),
     "scalars alone": ({"rate": np.float32(1)}, r"nothing but the scalar batch\['rate'\]\. At least one leaf needs the"),
     "no array": ({**m.make_batch(8), "id": "x"}, r"batch\['id'\] is a str, not an array"),
+    "of another library": (
+        {**m.make_batch(8), "x": type("Tensor", (), {"shape": (8,), "dtype": "float32"})()},
+        r"batch\['x'\] is a tests Tensor, which JAX does not take\. Let the loader give NumPy arrays",
+    ),
     "numbers": ({**m.make_batch(8), "w": [1.0] * 8}, r"batch\['w'\] is a list of 8 numbers.*`np\.asarray`.*in a dict"),
     "rows": ({**m.make_batch(8), "w": [[1, 2]] * 8}, r"batch\['w'\] is a list of 8 lists.*`np\.asarray`"),
     "a tuple": ((np.ones((8, 2)), tuple(np.ones(8))), r"batch\[1\] is a tuple of 8 numbers.*`np\.asarray`"),

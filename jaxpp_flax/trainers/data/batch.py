@@ -29,6 +29,10 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, complex | float | int) or (hasattr(item, "dtype") and np.shape(item) == ())
 
 
+def _is_jax_dtype(dtype: Any) -> bool:
+    return isinstance(dtype, (np.dtype, type)) or jnp.issubdtype(dtype, jax.dtypes.extended)  # PRNG keys have one
+
+
 def leaves_of(batch: Any) -> list[tuple[Any, Any]]:
     """Return the paths and leaves of a batch; a list of numbers is one leaf, which `check_leaf` refuses."""
     return jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list_of_numbers)
@@ -49,6 +53,12 @@ def check_leaf(path: Any, leaf: Any) -> None:
         )
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
+    if not _is_jax_dtype(getattr(leaf, "dtype", np.dtype(float))):
+        raise BatchError(
+            f"{leaf_name(path)} is a {type(leaf).__module__.partition('.')[0]} {type(leaf).__name__}, which JAX does "
+            "not take. Let the loader give NumPy arrays: for torch by `collate_fn=`, for tf.data by "
+            "`dataset.as_numpy_iterator()`."
+        )
     if (kind := named_memory(getattr(leaf, "sharding", None))) is not None:
         raise BatchError(
             f"{leaf_name(path)} is a jax.Array in {kind!r} memory, but a step computes with its "

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 
 from jaxpp_flax.planning.profile import StepProfile, profile_of
+from jaxpp_flax.trainers.data.batch import describe_batch
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
+from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.progress import Display
@@ -30,6 +32,7 @@ class TrainStep:
 
     Args:
       check_saves: called before each step.
+      max_batch_shapes: see `Training`.
     """
 
     scheduling: Scheduling
@@ -42,12 +45,15 @@ class TrainStep:
     display: Display
     check_saves: Callable[[], None]
     clock: Clock
+    max_batch_shapes: int
 
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """As `PipelineTrainer.compile`."""
-        microbatches = self.rows.split(self.rows.whole(batch, global_batch_size))
+        whole = self.rows.whole(batch, global_batch_size)
+        microbatches = self.rows.split(whole)
         if self.executables.has_training(microbatches):
             return self.executables.for_training(microbatches)
+        self._announce_shape(whole)
         scheduling, display = self.scheduling, self.display
         count = sum(leaf.size for leaf in jax.tree.leaves(self.held.memory.params))
         with display.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
@@ -74,12 +80,29 @@ class TrainStep:
     def _prepare(self, batch: Any, whole: Any) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
         microbatches = self.rows.split(whole)
+        if not self.executables.has_training(microbatches):
+            self._announce_shape(whole)
         compiled = self.executables.for_training(microbatches)
         self.check_saves()
         if whole is not batch:
             return compiled, compared_rows(compiled, batch, microbatches, self.trained_on)
         self.trained_on.before(microbatches)
         return compiled, microbatches
+
+    def _announce_shape(self, whole: Any) -> None:
+        """Tell that a batch of another shape will be compiled; refuse one too many."""
+        known = self.executables.num_batch_shapes()
+        if known >= self.max_batch_shapes:
+            raise BatchError(
+                f"a batch of another shape, after {known}: {describe_batch(whole)}. Each shape is compiled on its own. "
+                f"Pad the batches to at most {known} lengths, or allow more shapes: "
+                f"`training=Training(max_batch_shapes={2 * known})`."
+            )
+        if known:
+            self.display.message(
+                f"compiling for another shape of batches ({known + 1} of at most {self.max_batch_shapes}): "
+                f"{describe_batch(whole)}"
+            )
 
     def finish(self, results: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""

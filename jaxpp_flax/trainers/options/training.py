@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 from flax import nnx
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.trainers.model.calling import check_functions
 from jaxpp_flax.trainers.model.frozen import check_frozen
@@ -34,6 +35,8 @@ class Training(Options):
       on_nonfinite: "stop" raises two steps after a loss that is not finite, and before anything is saved. "skip" skips
         a step whose loss or gradients are not finite. "ignore" goes on. "stop" and "skip" check the parameters before
         each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss scale (`Precision`).
+      max_batch_shapes: the most shapes of batches that one schedule trains on, such as lengths of padded texts. Each is
+        compiled on its own, and a message says so. One more is refused.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds).
 
@@ -50,6 +53,7 @@ class Training(Options):
     unused: OnUnused = "warn"
     ema_decay: float | None = None
     on_nonfinite: OnNonFinite | None = None
+    max_batch_shapes: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,6 +65,7 @@ class Training(Options):
             raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonFinite):
             raise ValueError(f'on_nonfinite={self.on_nonfinite!r}: it must be "stop", "skip" or "ignore".')
+        check_count("max_batch_shapes", self.max_batch_shapes)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise misfit("seed", self.seed, "a whole number")
 

@@ -109,6 +109,11 @@ class CompiledSteps:
         """Return True if `for_training` would compile nothing for such batches."""
         return self._key("train", microbatches) in self.compiled
 
+    def num_batch_shapes(self) -> int:
+        """Return how many shapes of batches have a training step with the present schedule and settings."""
+        like = ("train", self._scheduling.schedule, trace_settings())
+        return sum(key[:2] + key[-1:] == like for key in self.compiled)
+
     def get(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         """Return the compiled step of this kind, "train" or a kind of inference, for such batches.
 
