@@ -166,8 +166,8 @@ def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
 @pytest.mark.slow
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     given = unmarked()
-    pipeline_stage(given["Block"])  # type: ignore[arg-type]
-    given["model"] = given["Model"](rngs=nnx.Rngs(0))  # type: ignore[operator]
+    pipeline_stage(given["Block"])
+    given["model"] = given["Model"](rngs=nnx.Rngs(0))
     run_page("guides/memory.md", blocks=5, **given)
     kinds, kept, moved, simulated, chosen = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
@@ -238,7 +238,7 @@ def test_the_page_about_pretrained_weights_runs(
     assert json.loads((tmp_path / "finetuned" / "config.json").read_text())["dtype"] == "float32"
 
 
-def unmarked() -> dict[str, object]:
+def unmarked() -> dict[str, Any]:
     """What the short pages leave to the reader: a model without marks, its loss, data and an optimizer."""
 
     class Block(nnx.Module):
@@ -282,7 +282,7 @@ def test_a_short_page_runs(page: str, blocks: int, marked: bool, tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     given = unmarked()
     if marked:
-        pipeline_stage(given["Block"])  # type: ignore[arg-type]
+        pipeline_stage(given["Block"])
     run_page(page, blocks, **given)
 
 
@@ -292,7 +292,7 @@ def test_the_page_about_profiling_runs(
 ):
     monkeypatch.chdir(tmp_path)
     given = unmarked()
-    pipeline_stage(given["Block"])  # type: ignore[arg-type]
+    pipeline_stage(given["Block"])
     model, loss_fn = given["Model"](rngs=nnx.Rngs(0)), given["loss_fn"]  # type: ignore[operator]
     trainer = PipelineTrainer(model, optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4, logging=False)  # type: ignore[arg-type]
     run_page("guides/profiling.md", blocks=2, trainer=trainer, batches=given["batches"])
