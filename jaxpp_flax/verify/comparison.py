@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxpp_flax.verify.classes import Case, classify
-from jaxpp_flax.verify.points import Point
 from jaxpp_flax.verify.report import Row
 from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, spread, unit_of, wide
+from jaxpp_flax.verify.runs.points import Point
 
 __all__ = ["Side", "compare"]
 

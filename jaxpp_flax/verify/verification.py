@@ -14,11 +14,11 @@ from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
 from jaxpp_flax.verify.comparison import Side, compare
 from jaxpp_flax.verify.errors import VerifyError
-from jaxpp_flax.verify.piped_step import WatchedStep
-from jaxpp_flax.verify.plain_step import PlainStep, trace_step
-from jaxpp_flax.verify.points import Point
 from jaxpp_flax.verify.report import Report
 from jaxpp_flax.verify.rounding import apart, is_float, moved, on_host
+from jaxpp_flax.verify.runs.piped_step import WatchedStep
+from jaxpp_flax.verify.runs.plain_step import PlainStep, trace_step
+from jaxpp_flax.verify.runs.points import Point
 
 __all__ = ["verify"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from jaxpp_flax.engine.tracing.markers import FORWARD
-from jaxpp_flax.verify.crossings import Crossing, block_at
+from jaxpp_flax.verify.runs.crossings import Crossing, block_at
 
 __all__ = ["Kind", "LoopPoints", "Point", "name_loop"]
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
-from jaxpp_flax.verify.crossings import Crossing, run_body
-from jaxpp_flax.verify.points import LoopPoints, Point, name_loop
+from jaxpp_flax.verify.runs.crossings import Crossing, run_body
+from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
 
 __all__ = ["PlainStep", "Traced", "trace_step"]
 

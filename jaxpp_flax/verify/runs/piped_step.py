@@ -11,9 +11,9 @@ import jax
 
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
-from jaxpp_flax.verify.crossings import Crossing, marks_at_top
-from jaxpp_flax.verify.plain_step import trace_step
-from jaxpp_flax.verify.points import LoopPoints, Point, name_loop
+from jaxpp_flax.verify.runs.crossings import Crossing, marks_at_top
+from jaxpp_flax.verify.runs.plain_step import trace_step
+from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
 
 __all__ = ["WatchedStep"]
 

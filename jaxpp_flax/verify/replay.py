@@ -1,0 +1,152 @@
+"""A callback that runs some steps twice from the same state, and compares every bit of the results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.checkpoint.format.leaves import is_key
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mesh import named_memory
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
+from jaxpp_flax.verify.errors import ReplayError
+
+__all__ = ["Replay"]
+
+
+class Replay(Callback):
+    """Run each `every`-th step a second time from the same state, and compare the bits of the new state and metrics.
+
+    It finds a device that computes wrongly now and then, which nothing else shows. A replayed step costs one more step,
+    and the memory of a second state from the step before on. The trainer does not change. Each process compares what
+    its own devices hold. What a loss does outside of JAX (host callbacks) happens twice.
+
+    On GPUs some operations vary from run to run unless `XLA_FLAGS=--xla_gpu_deterministic_ops=true` is set.
+
+    Args:
+      every: steps between two replays.
+
+    Raises:
+      ReplayError: in the loop, at a step that gave other bits; naming the first leaf, its device, and both values.
+      ValueError: if `every` is below 1.
+
+    Example:
+      >>> import optax
+      >>> from flax import nnx
+      >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+      >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i))) for i in range(2)])
+      >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=2,
+      ...                           num_microbatches=2, logging=False)
+      >>> replay = Replay(every=2)
+      >>> _ = trainer.fit([jnp.ones((4, 4))], steps=4, callbacks=[replay])
+      >>> replay.replayed
+      [2, 4]
+    """
+
+    def __init__(self, *, every: int = 100) -> None:
+        super().__init__(every=every)
+        self.replayed: list[int] = []  # the steps of this loop that ran twice
+        self._before: Any = None  # a copy of the state before the next step, if that one will be replayed
+
+    def wants(self, step: int) -> bool:
+        """Return True at a step to replay, and at the step before it, whose state it needs."""
+        return super().wants(step) or super().wants(step + 1)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Copy the state if the first step is to be replayed."""
+        self.replayed = []
+        self._keep(trainer)
+
+    def on_step(self, trainer: Any, record: StepRecord) -> None:
+        """Replay this step if it is due, and copy the state if the next one is."""
+        before, self._before = self._before, None
+        if before is not None and super().wants(record.step):
+            step = trainer._parts.train_step
+            found = step.again(before, record.batch, global_batch_size=record.global_batch_size)
+            before = None  # the step reused its memory
+            self.replayed.append(record.step)
+            _check_equal((trainer.state, dict(record.metrics)), found, record.step)
+        self._keep(trainer)
+
+    def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
+        """Free the copy."""
+        self._before = None
+
+    def _keep(self, trainer: Any) -> None:
+        if super().wants(trainer.step + 1):
+            self._before = jax.tree.map(copy.deepcopy, trainer.state)
+
+
+def _check_equal(first: tuple[Any, Any], again: tuple[Any, Any], step: int) -> None:
+    """Raise a `ReplayError` that names the first leaf of which a local device has other bits."""
+    leaves, others = flatten(first)[0], flatten(again)[0]
+    differing = {
+        (path, where): (one, other, _differ(one, other))
+        for path in leaves
+        for where, one, other in _shards(leaves[path], others[path])
+    }
+    wrong = [(place, one, other) for place, (one, other, differ) in differing.items() if bool(differ)]
+    if not wrong:
+        return
+    (path, where), one, other = wrong[0]
+    a, b = (np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in (one, other))
+    unequal = np.atleast_1d(_host_bits(a) != _host_bits(b))
+    index = tuple(map(int, np.argwhere(unequal)[0]))[: a.ndim]
+    more = f", and {len(wrong) - 1} more places" if len(wrong) > 1 else ""
+    raise ReplayError(
+        f"step {step} gave other bits when it ran again from the same state: {path.partition('/')[2]} on {where}, at "
+        f"{index} of its part: {a[index]!r}, then {b[index]!r}{more}. Either that device computes wrongly, or one that "
+        "sent to it; or an operation varies from run to run (on GPUs, XLA_FLAGS=--xla_gpu_deterministic_ops=true "
+        "forbids it), or the loss reads something outside of its arguments. Restore a checkpoint from before "
+        "the last replay that agreed."
+    )
+
+
+def _shards(one: Any, other: Any) -> Iterator[tuple[str, jax.Array, jax.Array]]:
+    """Yield the parts that local devices hold of two equally placed arrays, with the device of each."""
+    for rank, (a, b) in _replicas(one, other).items():
+        of_rank = "" if rank is None else f" of rank {rank}"
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            yield f"device {x.device}{of_rank}", x.data, y.data
+
+
+def _replicas(one: Any, other: Any) -> Mapping[int | None, tuple[Any, Any]]:
+    if not isinstance(one, MpmdArray):
+        return {None: (jnp.asarray(one), jnp.asarray(other))}
+    parts = other._partially_addressable_arrays
+    return {rank: (array, parts[rank]) for rank, array in one._partially_addressable_arrays.items()}
+
+
+def _differ(one: jax.Array, other: jax.Array) -> Any:
+    """Return whether two parts on one device differ in a bit: a value that may not be ready yet."""
+    if named_memory(one.sharding) is not None:  # in host memory, where devices do not compute
+        return np.any(_host_bits(np.asarray(one)) != _host_bits(np.asarray(other)))
+    return _differ_on_device(one, other)
+
+
+@jax.jit
+def _differ_on_device(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.any(_bits(one) != _bits(other))
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    if is_key(array):
+        return jax.random.key_data(array)
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
+
+
+def _host_bits(array: np.ndarray) -> np.ndarray:
+    """Return an array of the same shape that differs where a bit does."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    words = flat.view(np.uint8).reshape(flat.size, -1)
+    return np.array([word.tobytes() for word in words], object).reshape(array.shape)
