@@ -1,11 +1,16 @@
-"""`python -m jaxpp_flax.verify script.py:make`: verify the trainer and batch that a function returns."""
+"""`python -m jaxpp_flax.verify script.py:make`: verify the trainer and batch that a function returns.
+
+`python -m jaxpp_flax.verify bisect RUN OTHER`: find where two runs part, from their checkpoints.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from jaxpp_flax.planning.cli import function_of
+from jaxpp_flax.verify import parting
 from jaxpp_flax.verify.verification import verify
 
 __all__ = ["main"]
@@ -13,6 +18,9 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report, and write it if asked; return 0 if the pipeline is right, and 1 if it is not."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bisect"]:
+        return parting.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.verify", description=__doc__)
     parser.add_argument("make", metavar="script.py:make", help="a function that returns (trainer, batch)")
     parser.add_argument("--report", metavar="report.json", help="where to write the report")

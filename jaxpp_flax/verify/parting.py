@@ -1,0 +1,138 @@
+"""Two runs that should be equal: the first checkpoint at which they part, and the leaves that do.
+
+`python -m jaxpp_flax.verify bisect RUN OTHER` compares the directories of checkpoints of two runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
+from jaxpp_flax.checkpoint.format.paths import flatten, nest
+from jaxpp_flax.checkpoint.reading import leaves_of, restore
+from jaxpp_flax.verify.errors import VerifyError
+from jaxpp_flax.verify.rounding import apart, wide
+
+__all__ = ["Parting", "bisect", "main"]
+
+_SHOWN = 10  # leaves of a printed parting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Where two runs part.
+
+    Args:
+      equal: the last checkpoint up to which they agree; None if they never do.
+      differs: the first one at which they differ; None if they agree to the end.
+      leaves: for each leaf that differs there, how far it is apart, relative to its largest number; the farthest first.
+        Infinity for a leaf that one run lacks, or has in another shape.
+    """
+
+    equal: int | None
+    differs: int | None
+    leaves: dict[str, float]
+
+    def __str__(self) -> str:
+        """Say it in sentences, with a list of leaves."""
+        if self.differs is None:
+            return f"The runs agree up to their last common checkpoint, of step {self.equal}."
+        before = "none before agrees" if self.equal is None else f"that of step {self.equal} agrees"
+        lines = [f"{distance:9.2e}  {path}" for path, distance in list(self.leaves.items())[:_SHOWN]]
+        more = [f"           and {len(self.leaves) - _SHOWN} more leaves"] if len(self.leaves) > _SHOWN else []
+        remedy = "Restore the last equal one in both layouts, and `verify` there with the batch that follows."
+        return "\n".join(
+            [f"The checkpoint of step {self.differs} is the first that differs; {before}.", *lines, *more, remedy]
+        )
+
+
+def bisect(run: str | os.PathLike[str], other: str | os.PathLike[str], *, rtol: float = 1e-5) -> Parting:
+    """Find the first common checkpoint at which two runs differ, by bisection: once apart, runs stay apart.
+
+    The runs may have other layouts, versions or numbers of processes: leaves are found by their logical paths. Of each
+    of the checkpoints that it compares, about log2 of their number, both states are read into host memory.
+
+    Args:
+      run, other: the directories of `checkpoints=` of both runs.
+      rtol: how far apart equal leaves may be, relative to the leaf's largest number. 0.0: every bit counts.
+
+    Raises:
+      VerifyError: if the runs have no step in common.
+      CheckpointNotFoundError, CorruptCheckpointError: if a checkpoint cannot be read.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> from jaxpp_flax.checkpoint import save
+      >>> run, other = tempfile.mkdtemp(), tempfile.mkdtemp()
+      >>> for step in range(1, 5):
+      ...     w = jnp.full(3, float(step))
+      ...     _ = save(f"{run}/{step}", {"w": w, "b": w}), save(f"{other}/{step}", {"w": w + 0.5 * (step > 2), "b": w})
+      >>> parting = bisect(run, other)
+      >>> parting.equal, parting.differs, {path: round(of, 3) for path, of in parting.leaves.items()}
+      (2, 3, {'w': 0.167})
+    """
+    stores = [
+        CheckpointStore(Path(place), every=None, keep=None, best=None, asynchronous=False) for place in (run, other)
+    ]
+    steps = sorted(set(stores[0].steps()) & set(stores[1].steps()))
+    if not steps:
+        listed = " and ".join(
+            f"{place} has {', '.join(map(str, of.steps())) or 'none'}"
+            for place, of in zip((run, other), stores, strict=True)
+        )
+        raise VerifyError(f"the runs have no checkpoint of the same step: {listed}. Save both at the same steps.")
+    found: dict[int, dict[str, float]] = {}
+
+    def differ(index: int) -> bool:
+        step = steps[index]
+        found[step] = _differences(stores[0].path(step), stores[1].path(step), rtol)
+        return bool(found[step])
+
+    low, high = 0, len(steps)  # all before `low` agree, `high` differs
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if differ(middle) else (middle + 1, high)
+    differs = steps[low] if low < len(steps) else None
+    return Parting(
+        equal=steps[low - 1] if low else None, differs=differs, leaves={} if differs is None else found[differs]
+    )
+
+
+def _differences(path: Path, other: Path, rtol: float) -> dict[str, float]:
+    """Return how far apart the leaves of two checkpoints are that are not equal, the farthest first."""
+    one, two = _read(path), _read(other)
+    found = {name: _distance(one.get(name), two.get(name)) for name in one | two}
+    return dict(sorted(((name, d) for name, d in found.items() if d > rtol), key=lambda item: -item[1]))
+
+
+def _distance(one: Any, other: Any) -> float:
+    if one is None or other is None or one.shape != other.shape:
+        return float("inf")
+    difference = float(apart(one, other).max(initial=0.0))
+    largest = float(np.abs(wide(one)).max(initial=0.0))
+    return difference / largest if largest and np.isfinite(largest) else difference
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    stored = {name: leaf for name, leaf in leaves_of(path).items() if leaf.shape is not None}
+    target = nest({name: np.empty(leaf.shape or (), leaf.dtype) for name, leaf in stored.items()})
+    return flatten(restore(path, target, extra="ignore"))[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print where two runs part; return 0 if they agree, and 1 if they do not."""
+    parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.verify bisect", description=__doc__)
+    parser.add_argument("run", help="the directory of one run's checkpoints")
+    parser.add_argument("other", help="that of the other run")
+    parser.add_argument("--rtol", type=float, default=1e-5, help="how far apart equal leaves may be (default 1e-5)")
+    given = parser.parse_args(arguments)
+    parting = bisect(given.run, given.other, rtol=given.rtol)
+    print(parting)
+    return 0 if parting.differs is None else 1
