@@ -65,7 +65,7 @@ TRAINER_PAGES = {
     "precision": (1, ""),
     "metrics": (2, "'update_ratio'"),
     "devices": (2, ""),
-    "lora": (1, ""),
+    "lora": (2, ""),
 }
 
 
@@ -79,7 +79,7 @@ def test_the_pages_about_the_trainer_run(page: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_the_page_about_linen_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/linen.md", blocks=1)
+    run_page("guides/linen.md", blocks=2)
     assert "['Dense_0', 'Dense_1', 'Dense_2']" in capsys.readouterr().out
 
 
