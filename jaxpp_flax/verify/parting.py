@@ -78,9 +78,7 @@ def bisect(run: str | os.PathLike[str], other: str | os.PathLike[str], *, rtol: 
       >>> parting.equal, parting.differs, {path: round(of, 3) for path, of in parting.leaves.items()}
       (2, 3, {'w': 0.167})
     """
-    stores = [
-        CheckpointStore(Path(place), every=None, keep=None, best=None, asynchronous=False) for place in (run, other)
-    ]
+    stores = [CheckpointStore(place) for place in (run, other)]
     steps = sorted(set(stores[0].steps()) & set(stores[1].steps()))
     if not steps:
         listed = " and ".join(

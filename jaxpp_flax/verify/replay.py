@@ -96,8 +96,7 @@ def _check_equal(first: tuple[Any, Any], again: tuple[Any, Any], step: int) -> N
         return
     (path, where), one, other = wrong[0]
     a, b = (np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in (one, other))
-    unequal = np.atleast_1d(_host_bits(a) != _host_bits(b))
-    index = tuple(map(int, np.argwhere(unequal)[0]))[: a.ndim]
+    index = tuple(map(int, np.argwhere(_unequal(a, b))[0]))
     more = f", and {len(wrong) - 1} more places" if len(wrong) > 1 else ""
     raise ReplayError(
         f"step {step} gave other bits when it ran again from the same state: {path.partition('/')[2]} on {where}, at "
@@ -126,7 +125,7 @@ def _replicas(one: Any, other: Any) -> Mapping[int | None, tuple[Any, Any]]:
 def _differ(one: jax.Array, other: jax.Array) -> Any:
     """Return whether two parts on one device differ in a bit: a value that may not be ready yet."""
     if named_memory(one.sharding) is not None:  # in host memory, where devices do not compute
-        return np.any(_host_bits(np.asarray(one)) != _host_bits(np.asarray(other)))
+        return _unequal(np.asarray(one), np.asarray(other)).any()
     return _differ_on_device(one, other)
 
 
@@ -145,8 +144,7 @@ def _bits(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
 
 
-def _host_bits(array: np.ndarray) -> np.ndarray:
-    """Return an array of the same shape that differs where a bit does."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    words = flat.view(np.uint8).reshape(flat.size, -1)
-    return np.array([word.tobytes() for word in words], object).reshape(array.shape)
+def _unequal(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return where two arrays of one shape and dtype differ in a bit."""
+    a, b = (np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (one, other))
+    return (a != b).any(axis=-1).reshape(one.shape)

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "processes": {"_compat", "error_codes"},
     "engine": {"schedules", "processes", "error_codes", "_compat", "_compat_executables"},
     "layers": {"engine", "globs"},
-    "planning": {"engine", "schedules", "globs", "messages", "error_codes"},
+    "planning": {"engine", "schedules", "counts", "globs", "messages", "error_codes"},
     "plan": {"planning"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},

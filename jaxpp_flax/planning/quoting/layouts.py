@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.planning.choice import describe
-from jaxpp_flax.planning.quoting.traced import TracedModel
+from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
@@ -77,6 +77,11 @@ class Layout:
     def num_microbatches(self, global_batch: int) -> int:
         """Return the microbatches of a step."""
         return global_batch // (self.data * self.fsdp * self.microbatch)
+
+    @property
+    def axes_of_parameters(self) -> Axes:
+        """The axes inside a rank that divide parameters."""
+        return Axes(self.tensor, self.fsdp)
 
     @property
     def axes(self) -> dict[str, int]:

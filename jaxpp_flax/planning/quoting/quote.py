@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.quoting.curves import Curves
@@ -113,7 +114,7 @@ def quote(
       curves: the shares of peaks that devices reach; None: those fitted to measured steps.
 
     Raises:
-      LimitError: if no layout fits.
+      ScheduleError: if no layout fits.
       ValueError: for a name, a number, a factory or a batch that does not fit.
 
     Example:
@@ -131,8 +132,7 @@ def quote(
       >>> found.best.layout.devices, sum(found.plan().stage_sizes), found.best.seconds < 1
       (8, 17, True)
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"devices={devices!r}: it must be a number of at least 1.")
+    devices, top = check_count("devices", devices), check_count("top", top)
     device = hardware if isinstance(hardware, Device) else device_named(hardware, table)
     limit = _RESERVE * device.memory if memory is None else float(memory)
     if not (limit > 0 and math.isfinite(limit)):

@@ -85,9 +85,8 @@ def prediction_of(model: StepModel, residuals: ResidualPlan) -> Prediction:
       >>> prediction_of(step, ResidualPlan.keep(4)) == step.predict(ResidualPlan.keep(4))
       True
     """
-    ranks, count = model.schedule.num_ranks, model.num_microbatches
-    rest = count % ranks  # so that what holds of the whole number holds of the shorter ones
-    short, longer = (turns * ranks + rest for turns in (_SIMULATED, _SIMULATED + 1))
+    count, short = model.num_microbatches, _short(model)
+    longer = short + model.schedule.num_ranks
     if count <= longer:
         return model.predict(residuals)
     one, two = (replace(model, num_microbatches=each).predict(residuals) for each in (short, longer))
@@ -104,6 +103,17 @@ def prediction_of(model: StepModel, residuals: ResidualPlan) -> Prediction:
         recomputation=mixed(one.recomputation, two.recomputation),
         state_host_bytes=one.state_host_bytes,
     )
+
+
+def _short(model: StepModel) -> int:
+    """Return the microbatches of a short step: with the remainder by ranks, on which schedules depend, of the whole."""
+    ranks = model.schedule.num_ranks
+    return _SIMULATED * ranks + model.num_microbatches % ranks
+
+
+def _shortened(model: StepModel) -> StepModel:
+    """Return the model of a step with at most so many microbatches, whose memory is walked quickly."""
+    return replace(model, num_microbatches=min(model.num_microbatches, _short(model)))
 
 
 class BlockTimes(NamedTuple):
@@ -249,23 +259,23 @@ class Quoter:
         return tuple(found)
 
     def _stages(self, layout: Layout) -> tuple[tuple[float, float, float], ...]:
-        axes = Axes(layout.tensor, layout.fsdp)
+        axes = layout.axes_of_parameters
         return self._stage_times(self.sizes(layout.stages, layout.tensor), layout.microbatch, axes)
 
     def least(self, layout: Layout) -> float:
         """Return bytes that the fullest device holds at least: the mean of all, with one microbatch in its backward."""
-        state, residuals = _sums_of_bytes(self.model, layout.microbatch, Axes(layout.tensor, layout.fsdp))
+        state, residuals = _sums_of_bytes(self.model, layout.microbatch, layout.axes_of_parameters)
         return state / layout.pipeline + residuals / layout.stages
 
     def peak(self, layout: Layout) -> float:
         """Return bytes that the devices of the first or the last rank hold, without a simulation."""
         model, residuals = self.step_model(layout), layout.plan
-        short = replace(model, num_microbatches=min(model.num_microbatches, self._short(model)))
+        short = _shortened(model)
         return max(short.rank_fixed[r] + short.ordered_peak(r, residuals) for r in {0, layout.pipeline - 1})
 
     def step_model(self, layout: Layout) -> StepModel:
         """Return the model of the loop of a layout."""
-        axes, count = Axes(layout.tensor, layout.fsdp), layout.num_microbatches(self.model.global_batch)
+        axes, count = layout.axes_of_parameters, layout.num_microbatches(self.model.global_batch)
         loads = self.loads(layout.microbatch, axes, in_one_node=layout.devices <= self.device.per_node)
         return loads.model(layout.order, count, self.sizes(layout.stages, layout.tensor))
 
@@ -295,7 +305,7 @@ class Quoter:
             num_microbatches=count,
             tokens=tokens,
             mfu=self.model.flops * self.model.global_batch / (seconds * layout.devices * peak),
-            work=tuple(of.work for of in self.work(layout.microbatch, Axes(layout.tensor, layout.fsdp))),
+            work=tuple(of.work for of in self.work(layout.microbatch, layout.axes_of_parameters)),
             peaks=found.peak_bytes,
         )
 
@@ -334,10 +344,8 @@ class Quoter:
         return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
     def _sums(self, layout: Layout, stages: Sequence[int], *kinds: str) -> float:
-        work, sizes = (
-            self.work(layout.microbatch, Axes(layout.tensor, layout.fsdp)),
-            self.sizes(layout.stages, layout.tensor),
-        )
+        work = self.work(layout.microbatch, layout.axes_of_parameters)
+        sizes = self.sizes(layout.stages, layout.tensor)
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         return sum(
             getattr(of.sums, kind)
@@ -349,7 +357,7 @@ class Quoter:
     def _after(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds after the loop: of the sum of gradients over `data`, and of the update."""
         group = self.group(layout.data, layout.tensor * layout.fsdp)
-        axes, sizes = Axes(layout.tensor, layout.fsdp), self.sizes(layout.stages, layout.tensor)
+        axes, sizes = layout.axes_of_parameters, self.sizes(layout.stages, layout.tensor)
         found = _state_bytes(self.model, axes, sizes, tuple(map(layout.order.rank_of, range(layout.stages))))
         times = [
             (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device))
@@ -358,12 +366,8 @@ class Quoter:
         return max(times, key=sum)
 
     def _bytes(self, model: StepModel, residuals: ResidualPlan, rank: int, peak: float) -> dict[str, float]:
-        short = replace(model, num_microbatches=min(model.num_microbatches, self._short(model)))
+        short = _shortened(model)
         found = {kind: n for kind, n in short.bytes_by_kind(rank, residuals).items() if n > 0}
         rest = peak - sum(found.values())  # residuals of more microbatches, as gpipe keeps them
         found["residuals"] = found.get("residuals", 0.0) + rest
         return {kind: n for kind, n in found.items() if n > 0}
-
-    def _short(self, model: StepModel) -> int:
-        ranks = model.schedule.num_ranks
-        return _SIMULATED * ranks + model.num_microbatches % ranks

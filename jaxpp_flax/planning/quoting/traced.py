@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
@@ -279,8 +280,6 @@ def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches
 
 def _batch_of(make: Callable[..., Any], options: Mapping[str, Any]) -> tuple[int, int]:
     """Return the examples of a batch, and the tokens of an example."""
-    import jax
-
     _, batch = _made(make, options, 1)
     leaves = [leaf for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)]
     if not leaves:

@@ -52,12 +52,11 @@ class TrainStep:
         whole = self.rows.whole(batch, global_batch_size)
         microbatches = self.rows.split(whole)
         if self.executables.has_training(microbatches):
-            return self.executables.for_training(microbatches)
-        self._announce_shape(whole)
+            return self._compiled(microbatches, whole)
         scheduling, display = self.scheduling, self.display
         count = sum(leaf.size for leaf in jax.tree.leaves(self.held.memory.params))
         with display.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
-            compiled = self.executables.for_training(microbatches)
+            compiled = self._compiled(microbatches, whole)
         if scheduling.mesh is not None:
             schedule, mesh = scheduling.pipeline("the table of stages")
             title = f"{schedule.num_stages} stages on {describe_mesh(mesh)}, {schedule!r}"
@@ -80,18 +79,18 @@ class TrainStep:
     def _prepare(self, batch: Any, whole: Any) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
         microbatches = self.rows.split(whole)
-        if not self.executables.has_training(microbatches):
-            self._announce_shape(whole)
-        compiled = self.executables.for_training(microbatches)
+        compiled = self._compiled(microbatches, whole)
         self.check_saves()
         if whole is not batch:
             return compiled, compared_rows(compiled, batch, microbatches, self.trained_on)
         self.trained_on.before(microbatches)
         return compiled, microbatches
 
-    def _announce_shape(self, whole: Any) -> None:
-        """Tell that a batch of another shape will be compiled; refuse one too many."""
-        known = self.executables.num_batch_shapes()
+    def _compiled(self, microbatches: Any, whole: Any) -> Any:
+        return self.executables.for_training(microbatches, lambda known: self._announce_shape(whole, known))
+
+    def _announce_shape(self, whole: Any, known: int) -> None:
+        """Tell that a batch of another shape than `known` ones will be compiled; refuse one too many."""
         if known >= self.max_batch_shapes:
             raise BatchError(
                 f"a batch of another shape, after {known}: {describe_batch(whole)}. Each shape is compiled on its own. "

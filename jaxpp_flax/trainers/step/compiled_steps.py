@@ -54,9 +54,19 @@ class CompiledSteps:
         self._fsdp: Fsdp = fsdp
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
-    def for_training(self, microbatches: Any) -> Any:
-        """Return the training step for such batches, and place the state for this step."""
-        compiled = self.get("train", microbatches, lambda: self.training_function(microbatches), donate=True)
+    def for_training(self, microbatches: Any, announce: Callable[[int], None]) -> Any:
+        """Return the training step for such batches, and place the state for this step.
+
+        Before a step is compiled, call `announce` with the number of other shapes of batches that have one with the
+        present schedule and settings.
+        """
+
+        def build() -> Callable[..., Any]:
+            like = self._key("train", microbatches)
+            announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled))
+            return self.training_function(microbatches)
+
+        compiled = self.get("train", microbatches, build, donate=True)
         with self.clock.part("placement"):
             self._held.place(lambda: compiled.in_shardings[0][0])
         return compiled
@@ -109,11 +119,6 @@ class CompiledSteps:
     def has_training(self, microbatches: Any) -> bool:
         """Return True if `for_training` would compile nothing for such batches."""
         return self._key("train", microbatches) in self.compiled
-
-    def num_batch_shapes(self) -> int:
-        """Return how many shapes of batches have a training step with the present schedule and settings."""
-        like = ("train", self._scheduling.schedule, trace_settings())
-        return sum(key[:2] + key[-1:] == like for key in self.compiled)
 
     def get(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         """Return the compiled step of this kind, "train" or a kind of inference, for such batches.
