@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
 
+from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
@@ -145,7 +146,9 @@ class Blocks:
         for accumulator in part.accumulators:
             batch_dim = self.batch_dims[accumulator.part_of] if self.batch_dims else None
             inputs = part.tasks[accumulator.task].graph.inputs
-            known = [(v.aval, self.spec_of(v)) for v in inputs if v in self.arguments]
+            # A sum may be wider than its parameter is in the loop.
+            dtype = accumulator.state.aval.dtype
+            known = [(ShapeDtypeStruct(v.aval.shape, dtype), self.spec_of(v)) for v in inputs if v in self.arguments]
             found[accumulator.state] = accumulator_spec(accumulator.state.aval, batch_dim, None, known)
         return found
 

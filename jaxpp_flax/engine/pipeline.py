@@ -52,10 +52,10 @@ class Prepared:
         Raises:
           ValueError: if a loop's marks or residuals do not fit its schedule.
         """
-        shards = self.settings.shards
+        shards, arguments = self.settings.shards, _with_converted(self.step.graph, self.arguments)
 
         def choose_cuts(loop: Loop) -> Sequence[int]:
-            return policy(Marks(_blocks(loop, self.arguments, shards)), loop.schedule.num_stages)
+            return policy(Marks(_blocks(loop, arguments, shards)), loop.schedule.num_stages)
 
         settings, step = replace(self.settings, choose_cuts=choose_cuts, residuals=residuals), self.step
         if schedule_of is not None:
@@ -89,6 +89,18 @@ def prepare(
     observe = observers()
     *_, (_, step) = run_passes(PASSES[:_FIRST_CHOICE], graph, settings, observe)
     return Prepared(step, settings, observe, arguments)
+
+
+def _with_converted(
+    graph: Graph, arguments: Mapping[Value, tuple[int, PartitionSpec]]
+) -> Mapping[Value, tuple[int, PartitionSpec]]:
+    """Return the arguments of a step, and the values that are one of them in another dtype: those of a precision."""
+    found = dict(arguments)
+    for equation in graph.equations:
+        source = equation.inputs[0] if equation.name == "convert_element_type" else None
+        if isinstance(source, Value) and source in found:
+            found[equation.outputs[0]] = found[source]
+    return found
 
 
 def _blocks(loop: Loop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:

@@ -1,4 +1,4 @@
-"""Planning a training beforehand: a model of its step, the stages, the schedule and the residuals; a plan as a file."""
+"""Planning a training beforehand: a model of its step, stages, schedule, residuals, layouts; a plan as a file."""
 
 from jaxpp_flax.planning.choice import (
     Choice,
@@ -12,6 +12,12 @@ from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.planner import PlanningStep, plan
 from jaxpp_flax.planning.profile import StepProfile
+from jaxpp_flax.planning.quoting.curves import Curves
+from jaxpp_flax.planning.quoting.devices import Device, device_named
+from jaxpp_flax.planning.quoting.layouts import Layout
+from jaxpp_flax.planning.quoting.quote import Quote, quote
+from jaxpp_flax.planning.quoting.search import Ranking
+from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
 from jaxpp_flax.planning.stages.policies import (
     AssignmentError,
     CutPolicy,
@@ -26,13 +32,20 @@ from jaxpp_flax.planning.stages.policies import (
 __all__ = [
     "AssignmentError",
     "Choice",
+    "Curves",
     "CutPolicy",
+    "Device",
     "Hardware",
+    "Layout",
     "LimitError",
     "Plan",
     "PlannedBlock",
     "PlanningStep",
     "Prediction",
+    "Quote",
+    "QuotedStep",
+    "Quoter",
+    "Ranking",
     "StageLoad",
     "StepModel",
     "StepProfile",
@@ -42,8 +55,10 @@ __all__ = [
     "by_name",
     "choose_residuals",
     "describe",
+    "device_named",
     "even",
     "plan",
+    "quote",
     "segment_names",
     "sizes",
     "why_chosen",

@@ -28,6 +28,7 @@ class BlockLoads:
       holdings: the values that blocks need, those of the optimizer included.
       sent: bytes on each device that cross a cut before each block (the first is not used).
       passing: those of them that the block before the cut does not keep.
+      again: the seconds that each block takes to be recomputed; empty: those of its forward.
       with_effects: the blocks that may not run twice.
       hardware: the devices and their links.
       fsdp: how often parameters are gathered; see `MeshOptions`.
@@ -40,6 +41,7 @@ class BlockLoads:
     with_effects: frozenset[int]
     hardware: Hardware
     fsdp: Fsdp = "microbatch"
+    again: Sequence[float] = ()
     _stages: dict[tuple[int, int], StageLoad] = field(default_factory=dict[tuple[int, int], StageLoad], repr=False)
 
     @classmethod
@@ -117,6 +119,7 @@ class BlockLoads:
         return StageLoad(
             forward=sum(work.forward for work in self.work[start:end]),
             backward=sum(work.backward for work in self.work[start:end]),
+            recomputation=sum(self.again[start:end]) if self.again else None,
             residual_bytes=sum(values),
             weight_bytes=kept,
             saved_bytes=saved,

@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("plan", help="choose schedule, stages and residuals for a trainer")
     make.add_argument("factory", help="file.py:function; the function returns a trainer and a batch (arrays or shapes)")
-    make.add_argument("--memory-limit", type=_bytes, help="bytes of each device, such as 40e9 or 40GB")
+    make.add_argument("--memory-limit", type=bytes_of, help="bytes of each device, such as 40e9 or 40GB")
     make.add_argument("--schedules", nargs="+", help="names to choose from, or all (default: the trainer's own)")
     make.add_argument("--costs", default="estimated", choices=("estimated", "flops"), help="costs of blocks")
     make.add_argument("--save", help="write the plan here, as JSON")
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _bytes(text: str) -> float:
+def bytes_of(text: str) -> float:
     """Read a number of bytes: plain, or with a prefix."""
     for unit, factor in (("KB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
         if text.upper().endswith(unit):

@@ -46,6 +46,7 @@ class PlanningStep:
       platform: of the devices; `devices_of_a_rank` is their number on each rank.
       fsdp: how often parameters are gathered.
       kept: for each leaf of the step's arguments, the bytes of the optimizer on each device, and on the host.
+      argument_bytes: the bytes of each of these leaves.
       place: places the step, which is traced once, on ranks by a schedule, cuts and residuals; nothing is compiled.
       cuts: the cuts that the trainer's `assignment=` asks for; None if the planner is free.
       residuals: those of the trainer's `Memory(residuals=)`; None if the planner is free.
@@ -58,6 +59,7 @@ class PlanningStep:
     devices_of_a_rank: int
     fsdp: Fsdp
     kept: Sequence[tuple[float, float]]
+    argument_bytes: Sequence[float]
     place: Callable[[Schedule, CutPolicy, ResidualPlan | None], PlacedStep]
     cuts: CutPolicy | None = None
     residuals: ResidualPlan | None = None

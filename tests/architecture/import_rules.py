@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "engine": {"schedules", "processes", "error_codes", "_compat", "_compat_executables"},
     "layers": {"engine", "globs"},
     "planning": {"engine", "schedules", "globs", "messages", "error_codes"},
+    "plan": {"planning"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
     "checkpoint": {"engine", "processes", "counts", "globs", "error_codes"},

@@ -92,6 +92,7 @@ class CompiledSteps:
             devices_of_a_rank=len(devices),
             fsdp=self._fsdp,
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
+            argument_bytes=[float(leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves((state, microbatches))],
             place=place,
             cuts=self._assigner.fixed_cuts,
             residuals=self._scheduling.residuals,

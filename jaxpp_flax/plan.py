@@ -1,0 +1,8 @@
+"""The command line of a quote: ``python -m jaxpp_flax.plan``."""
+
+import sys
+
+from jaxpp_flax.planning.quoting.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

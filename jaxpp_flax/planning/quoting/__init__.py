@@ -1,0 +1,1 @@
+"""A quote: the fastest layouts of a training on devices that are not there."""

@@ -1,0 +1,55 @@
+"""A quote from a terminal: ``python -m jaxpp_flax.plan train.py:make --hardware h100-sxm --devices 64``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxpp_flax.planning.cli import bytes_of, function_of
+from jaxpp_flax.planning.quoting.devices import device_named
+from jaxpp_flax.planning.quoting.layouts import explained
+from jaxpp_flax.planning.quoting.quote import quote
+from jaxpp_flax.schedules.tools.cli import run
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. Errors of the user's go to stderr in one line."""
+    return run(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpp_flax.plan", description="Rank the layouts of a training on devices that are not there."
+    )
+    parser.add_argument("factory", help="file.py:function; it takes a trainer's options, returns a trainer and a batch")
+    parser.add_argument("--hardware", required=True, help="a name of the table of devices, such as h100-sxm")
+    parser.add_argument("--devices", required=True, type=int, help="their number")
+    parser.add_argument(
+        "--memory", type=bytes_of, help="bytes of each device, such as 72GB (default: 90 %% of its own)"
+    )
+    parser.add_argument("--depth", help="the parameter of the function whose default is the number of equal blocks")
+    parser.add_argument("--table", help="a TOML file with more devices")
+    parser.add_argument("--price", type=float, help="of one device for an hour")
+    parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument("--explain", help="sizes such as PP=8,DP=8: show where the seconds and bytes of the best go")
+    parser.add_argument("--save", help="write the plan of the best here, as JSON")
+    parser.set_defaults(run=_quote)
+    return parser
+
+
+def _quote(options: argparse.Namespace) -> int:
+    device = device_named(options.hardware, options.table)
+    if options.price is not None:
+        device = replace(device, price=options.price)
+    wanted = None if options.explain is None else explained(options.explain)
+    found = quote(
+        function_of(options.factory), hardware=device, devices=options.devices, memory=options.memory,
+        top=options.top, depth=options.depth, wanted=wanted,
+    )  # fmt: skip
+    print(found if wanted is None else found.explain())
+    if options.save:
+        print(f"wrote {found.plan().save(options.save)}")
+    return 0

@@ -1,0 +1,91 @@
+"""The table of devices that a quote knows, and a user's own table."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxpp_flax.messages import known_names
+
+__all__ = ["Device", "device_named"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device and its links, at their peaks: bytes and floating-point operations a second.
+
+    Args:
+      name: the name in the table.
+      peak: operations a second of dense products, by dtype.
+      memory: bytes; memory_bandwidth: bytes a second between memory and cores.
+      inside: bytes a second to the other devices of a node, in one direction; across: to other nodes.
+      per_node: the devices of a node.
+      host_bandwidth: bytes a second between device and host.
+      source: where the numbers come from.
+      price: of one device for an hour, in any currency; 0: not known.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    memory: float
+    memory_bandwidth: float
+    inside: float
+    across: float
+    per_node: int
+    host_bandwidth: float
+    source: str
+    price: float = 0.0
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak of products of this dtype; one that the table lacks has the least of all."""
+        return self.peak.get(dtype, min(self.peak.values()))
+
+
+def device_named(name: str, table: str | os.PathLike[str] | None = None) -> Device:
+    """Return a device of the table, or of a user's own TOML file, whose rows go before those of the package.
+
+    Raises:
+      ValueError: for a name that neither has, and for a row with a missing, unknown or wrong field.
+
+    Example:
+      >>> device_named("h100-sxm").memory_bandwidth
+      3350000000000.0
+      >>> device_named("h100")
+      Traceback (most recent call last):
+      ValueError: hardware 'h100' is in no table. Did you mean 'h200' or 'h100-sxm' or 'a100-80'? Known: ...
+    """
+    rows = {key: (row, "the package's table") for key, row in _read(Path(__file__).with_name("devices.toml")).items()}
+    if table is not None:
+        rows |= {key: (row, os.fspath(table)) for key, row in _read(Path(table)).items()}
+    if name not in rows:
+        raise ValueError(f"hardware {name!r} is in no table.{known_names(name, rows)}")
+    return _device(name, *rows[name])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is no TOML: {error}.") from error
+
+
+def _device(name: str, row: Any, where: str) -> Device:
+    known = {field.name: field.default for field in fields(Device) if field.name != "name"}
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {name!r} is {row!r}; it must be a table of fields.")
+    for key in row:
+        if key not in known:
+            raise ValueError(f"{where}: {name!r} has the unknown field {key!r}.{known_names(key, known)}")
+    missing = [key for key, default in known.items() if default is MISSING and key not in row]
+    if missing:
+        raise ValueError(f"{where}: {name!r} has no field {missing[0]!r}. Add it; the others: {', '.join(known)}.")
+    peaks = row["peak"] if isinstance(row["peak"], dict) else {"peak": row["peak"]}
+    numbers = {key: value for key, value in row.items() if key not in ("peak", "source", "price")}
+    for key, value in (numbers | peaks).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"{where}: {name!r} has {key} = {value!r}; it must be a number above 0.")
+    return Device(name=name, **row)

@@ -1,0 +1,233 @@
+"""What a block computes and holds on one device, from its graph: the facts that a quote starts from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.analyses.spec_flow import specs_after
+from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies
+from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
+
+__all__ = ["Product", "TaskFacts", "facts_of_task", "interpolated"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """`times` products of a matrix (m, k) and a matrix (k, n) on one device."""
+
+    times: float
+    m: float
+    n: float
+    k: float
+    dtype: str
+    itemsize: float
+
+    @property
+    def flops(self) -> float:
+        """The operations of one of them."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def nbytes(self) -> float:
+        """The bytes that one of them reads and writes."""
+        return self.itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """What a task does for one microbatch on one device.
+
+    Attributes:
+      products: its products of matrices.
+      moved: the bytes that other work reads and writes, where XLA fuses what is done element by element.
+      saved: the bytes that a forward writes for its backward alone.
+      kernels: the number of pieces of other work.
+      reduced: the bytes of each sum over tensor-parallel devices.
+    """
+
+    products: tuple[Product, ...] = ()
+    moved: float = 0.0
+    saved: float = 0.0
+    kernels: float = 0.0
+    reduced: tuple[float, ...] = ()
+
+
+def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
+    """Return the facts between those at two sizes of a microbatch (or beyond): each number is linear in the size.
+
+    Raises:
+      ValueError: if the two do not have the same operations.
+    """
+    if len(one.products) != len(other.products) or len(one.reduced) != len(other.reduced):
+        raise ValueError("the model computes something else for another size of a microbatch.")
+
+    def mixed(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    products = tuple(
+        Product(mixed(a.times, b.times), mixed(a.m, b.m), mixed(a.n, b.n), mixed(a.k, b.k), a.dtype, a.itemsize)
+        for a, b in zip(one.products, other.products, strict=True)
+    )
+    reduced = tuple(mixed(a, b) for a, b in zip(one.reduced, other.reduced, strict=True))
+    moved, saved, kernels = (mixed(getattr(one, name), getattr(other, name)) for name in ("moved", "saved", "kernels"))
+    return TaskFacts(products, moved, saved, kernels, reduced)
+
+
+def facts_of_task(
+    graph: Graph, in_specs: Sequence[PartitionSpec], axis_sizes: Mapping[str, int], saved: Collection[int] = ()
+) -> tuple[TaskFacts, list[PartitionSpec]]:
+    """Return what a task does on one device, and the partitions of its results, as `specs_after` predicts them.
+
+    `saved` are the places of the results that its own backward alone reads.
+    """
+    flat = inline(graph, flatten=True, remat=True)  # what the user recomputes, too
+    specs = specs_after(flat, in_specs, axis_sizes)
+    results = [specs.get(v) if isinstance(v, Value) else None for v in flat.outputs]
+    return _Reader(specs, axis_sizes).read(flat, saved), [spec or PartitionSpec() for spec in results]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    specs: Mapping[Value, PartitionSpec]
+    sizes: Mapping[str, int]
+
+    def read(self, graph: Graph, saved: Collection[int]) -> TaskFacts:
+        products, reduced, partial = list[Product](), list[float](), dict[Value, float]()
+        makers = {value: equation for equation in graph.equations for value in equation.outputs}
+        moved, kernels = 0.0, 0
+        written, read = set[Value](), set[Value]()
+        for equation in graph.equations:
+            facts = facts_of(equation.primitive)
+            if equation.name == "dot_general":
+                product, summed = self._product(equation)
+                products.append(product)
+                partial.update((value, summed) for value in equation.outputs if summed)
+                written.update(_made_by_element(equation.inputs, makers))
+            elif bodies(equation.params):
+                products += self._inside(equation)
+            elif facts.cost in (Cost.KERNEL, Cost.READING):
+                # A gather reads what it returns, not the whole table; a scatter runs over all of its result.
+                moved += 2 * sum(map(self._nbytes, equation.outputs))
+                kernels += 1
+                written.update(_made_by_element(equation.inputs, makers))
+                reduced += self._lookup(equation)
+            elif facts.is_reduction:  # it fuses with what it reads, and with what follows
+                read.update(_read_from_memory(equation.inputs, makers))
+                reduced += self._reduction(equation, facts.dimensions_in(equation.params))
+            elif facts.adds and all(isinstance(atom, Value) and atom in partial for atom in equation.inputs):
+                # XLA adds first, and sums over devices once.
+                partial[equation.outputs[0]] = max([partial.pop(v) for v in {*equation.inputs}], default=0.0)  # type: ignore[arg-type]
+            elif equation.name == "dynamic_slice":  # a microbatch of a batch: the rest is not read
+                moved += self._nbytes(equation.outputs[0])
+            elif facts.cost is Cost.LIGHT and equation.name != "transpose":
+                read.update(_read_from_memory(equation.inputs, makers))
+        passed = [v for place, v in enumerate(graph.outputs) if place not in saved]
+        written.update(_made_by_element(passed, makers))
+        kept = sum(map(self._nbytes, {*_made_by_element(graph.outputs, makers)} - written))
+        moved += sum(map(self._nbytes, written | read))
+        sums = (*reduced, *partial.values())
+        return TaskFacts(tuple(products), moved, kept, kernels + len(written), sums)
+
+    def _product(self, equation: Equation) -> tuple[Product, float]:
+        """Return a product on one device; where devices share the dimension that it sums over, the bytes of the sum."""
+        left, right = equation.inputs
+        contracted, batch = equation.params["dimension_numbers"]
+        summed = max(self._parts(left, contracted[0]), self._parts(right, contracted[1]))
+        shared = max(self._parts(left, batch[0]), self._parts(right, batch[1]))
+        rows, columns = (
+            self._parts(operand, set(range(operand.aval.ndim)) - {*contracted[i], *batch[i]})
+            for i, operand in enumerate((left, right))
+        )
+        whole = _shape(left.aval, right.aval, equation.params["dimension_numbers"])
+        if summed > 1:  # an axis cuts one dimension of a product
+            return replace(whole, k=whole.k / summed), _whole(equation.outputs[0])
+        return replace(whole, times=whole.times / shared, m=whole.m / rows, n=whole.n / columns), 0.0
+
+    def _inside(self, equation: Any, times: float = 1.0) -> list[Product]:
+        """Return the products of a loop's body; devices share them as they share its first result."""
+        found = list[Product]()
+        if isinstance(equation, Equation):
+            times /= max(map(self._parts, equation.outputs), default=1)
+        turns = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for body in bodies(equation.params):
+            for each in body.eqns:
+                if each.primitive.name == "dot_general":
+                    whole = _shape(each.invars[0].aval, each.invars[1].aval, each.params["dimension_numbers"])
+                    found.append(replace(whole, times=whole.times * turns * times))
+                elif bodies(each.params):
+                    found += self._inside(each, turns * times)
+        return found
+
+    def _reduction(self, equation: Equation, along: Sequence[int]) -> list[float]:
+        return [float(_whole(equation.outputs[0]))] if self._parts(equation.inputs[0], along) > 1 else []
+
+    def _lookup(self, equation: Equation) -> list[float]:
+        """Return the bytes of a sum over devices that each hold some rows of a table, as of an embedding."""
+        is_cut = equation.name == "gather" and self._parts(equation.inputs[0]) > self._parts(equation.outputs[0])
+        return [float(_whole(equation.outputs[0]))] if is_cut else []
+
+    def _parts(self, atom: Atom, dims: Collection[int] | None = None) -> int:
+        """Return the number of devices that share a value along some of its dimensions, or along all."""
+        spec = self.specs.get(atom) if isinstance(atom, Value) else None
+        entries = () if spec is None else spec.partitions
+        return math.prod(
+            self.sizes[name]
+            for d, entry in enumerate(entries)
+            if dims is None or d in dims
+            for name in axes_in((entry,))
+        )
+
+    def _nbytes(self, atom: Atom) -> float:
+        return _whole(atom) / self._parts(atom)
+
+
+def _whole(atom: Any) -> float:
+    return float(getattr(atom.aval, "size", 0) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0))
+
+
+def _shape(left: Any, right: Any, numbers: Any) -> Product:
+    (contracted, _), (batch, _) = numbers
+    k, times = (math.prod(left.shape[d] for d in dims) for dims in (contracted, batch))
+    each = max(k * times, 1)
+    dtype = str(min((left.dtype, right.dtype), key=lambda of: of.itemsize))
+    return Product(float(times), left.size / each, right.size / each, float(k), dtype, left.dtype.itemsize)
+
+
+def _source(atom: Any, makers: Mapping[Value, Equation]) -> Value | None:
+    """Return the value that this is, or is a view of; a transposed operand is read as it lies."""
+    while isinstance(atom, Value) and atom in makers:
+        equation = makers[atom]
+        if equation.name != "transpose" and facts_of(equation.primitive).cost is not Cost.VIEW:
+            break
+        if not equation.inputs:
+            return None
+        place = equation.outputs.index(atom) if len(equation.outputs) == len(equation.inputs) else 0
+        atom = equation.inputs[place]
+    return atom if isinstance(atom, Value) else None
+
+
+def _read_from_memory(atoms: Iterable[Any], makers: Mapping[Value, Equation]) -> Iterator[Value]:
+    """Return what work element by element reads from memory: what is not made by such work itself."""
+    for value in (_source(atom, makers) for atom in atoms):
+        if value is not None and not _is_light(makers.get(value)):
+            yield value
+
+
+def _is_light(equation: Equation | None) -> bool:
+    """Return whether XLA fuses this with what reads it: work element by element."""
+    facts = None if equation is None else facts_of(equation.primitive)
+    return facts is not None and facts.cost is Cost.LIGHT and not facts.is_reduction
+
+
+def _made_by_element(atoms: Iterable[Any], makers: Mapping[Value, Equation]) -> Iterator[Value]:
+    """Return what is written to memory for a reader that fuses with nothing."""
+    for value in (_source(atom, makers) for atom in atoms):
+        if value is not None and _is_light(makers.get(value)):
+            yield value

@@ -1,0 +1,180 @@
+"""The layouts that a quote ranks: how devices, microbatches, schedule and residuals are chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from jaxpp_flax.messages import known_names
+from jaxpp_flax.planning.choice import describe
+from jaxpp_flax.planning.quoting.traced import TracedModel
+from jaxpp_flax.schedules import Schedule, by_name
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+from jaxpp_flax.schedules.task import FusedTask
+
+__all__ = ["Layout", "explained", "fused_stages", "layouts"]
+
+_CHOICES = (
+    KEEP,
+    StageResiduals(recompute=True),
+    StageResiduals(offload=1.0),
+    StageResiduals(recompute=True, offload=1.0),
+)
+_AXES = {"PP": "pipeline", "DP": "data", "FSDP": "fsdp", "TP": "tensor", "MB": "microbatch"}
+_MOST_TENSOR = 16
+_ONE_STAGE = ("1f1b", "zero_bubble")
+_TWO_STAGES = ("interleaved_1f1b", "zbv", "dualpipe_v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to run a step.
+
+    Args:
+      pipeline: ranks; data, fsdp, tensor: the axes inside a rank.
+      microbatch: examples of a microbatch on each device of the axes of the batch.
+      schedule: its name; stages: of the whole model.
+      residuals: what every stage does with them.
+
+    Example:
+      >>> layout = Layout(pipeline=4, data=2, tensor=8, microbatch=1, schedule="1f1b", stages=4)
+      >>> layout.devices, layout.num_microbatches(64), str(layout)
+      (64, 32, 'PP 4 x DP 2 x TP 8, microbatch 1, 1f1b, keep')
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    microbatch: int = 1
+    schedule: str = "1f1b"
+    stages: int = 1
+    residuals: StageResiduals = KEEP
+
+    @property
+    def of_a_rank(self) -> int:
+        """The devices of a rank."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def devices(self) -> int:
+        """The devices of all ranks."""
+        return self.pipeline * self.of_a_rank
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule."""
+        return _order(self.schedule, self.stages, self.pipeline)
+
+    @cached_property
+    def plan(self) -> ResidualPlan:
+        """The residuals of every stage."""
+        return ResidualPlan([self.residuals] * self.stages)
+
+    def num_microbatches(self, global_batch: int) -> int:
+        """Return the microbatches of a step."""
+        return global_batch // (self.data * self.fsdp * self.microbatch)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh, that of the ranks first, as a `Plan` has them."""
+        inner = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return {"stage": self.pipeline, **{name: size for name, size in inner.items() if size > 1 or name == "data"}}
+
+    def __str__(self) -> str:
+        sizes = (f"{short} {getattr(self, name)}" for short, name in _AXES.items() if short != "MB")
+        mesh = " x ".join(each for each in sizes if not each.endswith(" 1")) or "one device"
+        more = f" of {self.stages} stages" if self.stages != self.pipeline else ""
+        return f"{mesh}, microbatch {self.microbatch}, {self.schedule}{more}, {describe(self.residuals)}"
+
+
+def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None = None) -> Iterator[Layout]:
+    """Return every layout of so many devices that divides the batch, the blocks and the annotated parameters.
+
+    Args:
+      wanted: sizes that are given; see `explained`.
+    """
+    given = dict(wanted or {})
+
+    def sizes(name: str, all_of: int) -> list[int]:
+        found = [size for size in range(1, all_of + 1) if all_of % size == 0]
+        return [size for size in found if given.get(name, size) == size]
+
+    blocks = len(model.names) - 1
+    for pipeline in sizes("pipeline", devices):
+        for tensor in sizes("tensor", devices // pipeline):
+            if pipeline > blocks or tensor > _MOST_TENSOR or not model.divides("tensor", tensor):
+                continue
+            for fsdp in sizes("fsdp", devices // (pipeline * tensor)):
+                data = devices // (pipeline * tensor * fsdp)
+                if given.get("data", data) != data or not model.divides("fsdp", fsdp):
+                    continue
+                if model.global_batch % (data * fsdp):
+                    continue
+                for microbatch in sizes("microbatch", model.global_batch // (data * fsdp)):
+                    yield from _orders(
+                        Layout(pipeline=pipeline, data=data, fsdp=fsdp, tensor=tensor, microbatch=microbatch),
+                        blocks,
+                        model.global_batch,
+                    )
+
+
+def _orders(layout: Layout, blocks: int, global_batch: int) -> Iterator[Layout]:
+    """Return a layout with each schedule that fits, and each choice of residuals."""
+    count = layout.num_microbatches(global_batch)
+    pairs = itertools.chain(
+        ((name, layout.pipeline) for name in _ONE_STAGE), ((name, 2 * layout.pipeline) for name in _TWO_STAGES)
+    )
+    for name, stages in pairs if layout.pipeline > 1 else (("1f1b", 1),):
+        if stages > blocks or not _fits(name, stages, layout.pipeline, count):
+            continue
+        for residuals in _CHOICES:
+            yield replace(layout, schedule=name, stages=stages, residuals=residuals)
+
+
+@cache
+def _order(name: str, stages: int, ranks: int) -> Schedule:
+    return by_name(name, stages, ranks)
+
+
+@cache
+def fused_stages(name: str, stages: int, ranks: int) -> frozenset[int]:
+    """Return the stages whose forward and backward are one task, which recomputes nothing."""
+    tasks = _order(name, stages, ranks).tasks(ranks)
+    return frozenset(task.stage for of in tasks for task in of if isinstance(task, FusedTask))
+
+
+@cache
+def _fits(name: str, stages: int, ranks: int, num_microbatches: int) -> bool:
+    try:
+        _order(name, stages, ranks).check(num_microbatches)
+    except ScheduleError:
+        return False
+    return True
+
+
+def explained(text: str) -> dict[str, int]:
+    """Return the sizes that a text such as "PP=8,DP=8" gives.
+
+    Raises:
+      ValueError: for another text.
+
+    Example:
+      >>> explained("PP=8,DP=4,MB=2")
+      {'pipeline': 8, 'data': 4, 'microbatch': 2}
+      >>> explained("PQ=8")
+      Traceback (most recent call last):
+      ValueError: 'PQ=8': the size 'PQ' is unknown. Did you mean 'TP' or 'PP' or 'DP'? Known: PP, DP, FSDP, TP, MB.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (each.strip() for each in part.partition("="))
+        if name.upper() not in _AXES:
+            raise ValueError(f"{part!r}: the size {name!r} is unknown.{known_names(name, _AXES)}")
+        if not size.isdecimal() or not int(size):
+            raise ValueError(f"{part!r}: the size must be a number of at least 1.")
+        found[_AXES[name.upper()]] = int(size)
+    return found

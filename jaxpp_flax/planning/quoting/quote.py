@@ -1,0 +1,157 @@
+"""`quote`: what a training would take on devices that are not there, and the plan of the best layout."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_flax.messages import amount
+from jaxpp_flax.planning.plan import Plan, PlannedBlock
+from jaxpp_flax.planning.quoting.curves import Curves
+from jaxpp_flax.planning.quoting.devices import Device, device_named
+from jaxpp_flax.planning.quoting.report import explanation, table
+from jaxpp_flax.planning.quoting.search import Ranking, rank
+from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
+from jaxpp_flax.planning.quoting.traced import trace_model
+from jaxpp_flax.schedules import ScheduleError, draw, simulate
+
+__all__ = ["Quote", "quote"]
+
+_RESERVE = 0.9  # of a device's memory, if no limit is given: XLA's workspace needs some
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Quote:
+    """The fastest layouts that fit; printed, it is a table.
+
+    Attributes:
+      quoter: predicts any other layout; ranking: the layouts that were found; device: of the table.
+    """
+
+    quoter: Quoter
+    ranking: Ranking
+    device: Device
+
+    @property
+    def best(self) -> QuotedStep:
+        """The fastest."""
+        return self.ranking.steps[0]
+
+    def __str__(self) -> str:
+        return table(self.ranking, self.device)
+
+    def explain(self, step: QuotedStep | None = None, *, width: int = 80) -> str:
+        """Return where the seconds and bytes of a step go (the best by default), and the picture of its beginning."""
+        chosen = step or self.best
+        return f"{explanation(chosen, self.device)}\n\n{self._picture(chosen, width)}"
+
+    def _picture(self, step: QuotedStep, width: int) -> str:
+        layout = step.layout
+        count = min(step.num_microbatches, 2 * layout.pipeline)
+        model = self.quoter.step_model(layout)
+        hardware = model.hardware
+        timeline = simulate(
+            model.schedule, model.costs, hardware.transfer, num_microbatches=count, residuals=layout.plan,
+            host_link=hardware.host_link, gathers=model.gathers,
+        )  # fmt: skip
+        title = f"{count} of {step.num_microbatches} microbatches (seconds)"
+        return draw([(title, timeline)], width=width, microseconds=1e6)
+
+    def plan(self, step: QuotedStep | None = None) -> Plan:
+        """Return the plan of a step, the best by default, for `PipelineTrainer(plan=)`."""
+        chosen = step or self.best
+        layout, names = chosen.layout, self.quoter.model.names
+        stage_of = [stage for stage, size in enumerate(chosen.sizes) for _ in range(size)]
+        low, high = chosen.interval
+        return Plan(
+            num_stages=layout.stages,
+            blocks=[
+                PlannedBlock(name=name, stage=stage, forward=work.forward, backward=work.backward)
+                for name, stage, work in zip(names, stage_of, chosen.work, strict=True)
+            ],
+            unit="s",
+            source=f"a quote for {self.device.name}",
+            schedule=layout.order,
+            num_microbatches=chosen.num_microbatches,
+            residuals=layout.plan,
+            layout=layout.axes,
+            seconds=chosen.seconds,
+            peak_bytes=chosen.peaks,
+            notes=(f"80 % of steps take {amount(low, 's')} to {amount(high, 's')}; {layout.devices} devices",),
+        )
+
+
+def quote(
+    make: Callable[..., Any],
+    *,
+    hardware: str | Device,
+    devices: int,
+    memory: float | None = None,
+    top: int = 10,
+    depth: str | None = None,
+    wanted: Mapping[str, int] | None = None,
+    table: str | os.PathLike[str] | None = None,
+    curves: Curves | None = None,
+) -> Quote:
+    """Rank the layouts of a training by their predicted seconds a step; no such device is needed.
+
+    Args:
+      make: a function that takes options of `PipelineTrainer` as keywords, passes them on, and returns the trainer and
+        a batch of a whole step (arrays or shapes). The model is traced on one device; give it by a function, so that
+        no value is made. Parameters annotated with `tensor` and `fsdp` may be cut along these axes.
+      hardware: a name of the table of devices, or a `Device`.
+      devices: their number.
+      memory: bytes that each device may hold, without XLA's workspace; None: nine tenths of the device's.
+      top: how many layouts to return.
+      depth: the parameter of `make` whose default is the number of equal blocks of the whole model. One of them is
+        traced then, and stands for all: seconds for a model of any size.
+      wanted: sizes that are fixed: pipeline, data, fsdp, tensor, microbatch.
+      table: a TOML file with more devices.
+      curves: the shares of peaks that devices reach; None: those fitted to measured steps.
+
+    Raises:
+      LimitError: if no layout fits.
+      ValueError: for a name, a number, a factory or a batch that does not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+      >>> def make(layers=16, **options):
+      ...     def model(rngs):
+      ...         return nnx.Sequential(*[PipelineStage(nnx.Linear(512, 512, rngs=rngs), name=f"layer_{i}")
+      ...                                 for i in range(layers)])
+      ...     loss = lambda model, x: jnp.mean(model(x) ** 2)
+      ...     trainer = PipelineTrainer(model, optax.adam(1e-3), loss, logging=False, **options)
+      ...     return trainer, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+      >>> found = quote(make, hardware="h100-sxm", devices=8, depth="layers")
+      >>> found.best.layout.devices, sum(found.plan().stage_sizes), found.best.seconds < 1
+      (8, 17, True)
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices={devices!r}: it must be a number of at least 1.")
+    device = hardware if isinstance(hardware, Device) else device_named(hardware, table)
+    limit = _RESERVE * device.memory if memory is None else float(memory)
+    if not (limit > 0 and math.isfinite(limit)):
+        raise ValueError(f"memory={memory!r}: it must be a number of bytes above 0.")
+    quoter = Quoter(trace_model(make, depth), device, curves or Curves())
+    found = rank(quoter, devices, limit, top, wanted)
+    if not found.steps:
+        raise ScheduleError(_nothing_fits(found, device, limit))
+    return Quote(quoter=quoter, ranking=found, device=device)
+
+
+def _nothing_fits(found: Ranking, device: Device, limit: float) -> str:
+    closest = found.closest
+    if closest is None:
+        return f"none of {found.tried} layouts keeps within {amount(limit, 'B')}."
+    kinds = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in closest.nbytes.items())
+    return (
+        f"none of {found.tried} layouts keeps within {amount(limit, 'B')} on each {device.name}. The closest is "
+        f"{closest.layout}, which holds {amount(closest.memory, 'B')}: {kinds}. Use more devices, devices with more "
+        "memory, smaller microbatches (more examples), `jax.checkpoint` in the blocks, or parameters annotated with "
+        "`fsdp` or `tensor`."
+    )

@@ -1,0 +1,77 @@
+"""The fastest layouts that fit, found by bounds: a layout is simulated only while its bound is below what is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpp_flax.planning.quoting.layouts import Layout, layouts
+from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
+
+__all__ = ["Ranking", "rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The fastest layout of each mesh, the best mesh first.
+
+    Attributes:
+      steps: those that fit.
+      plain: the fastest without a pipeline; None if none fits.
+      closest: where nothing fits, the step that takes the fewest bytes.
+      tried: the number of layouts; simulated: of those whose step was predicted.
+    """
+
+    steps: tuple[QuotedStep, ...]
+    plain: QuotedStep | None
+    closest: QuotedStep | None
+    tried: int
+    simulated: int
+
+
+def rank(quoter: Quoter, devices: int, memory: float, top: int, wanted: Mapping[str, int] | None = None) -> Ranking:
+    """Return the fastest layouts of so many devices that hold at most `memory` bytes on each.
+
+    Raises:
+      ValueError: if no layout divides devices, batch, blocks and annotated parameters.
+    """
+    every = list(layouts(quoter.model, devices, wanted))
+    if not every:
+        raise ValueError(_nothing(quoter, devices, wanted))
+    steps, simulated = _fastest(quoter, every, memory, top)
+    plain = next((step for step in steps if step.layout.pipeline == 1), None)
+    if plain is None:
+        without, more = _fastest(quoter, [layout for layout in every if layout.pipeline == 1], memory, 1)
+        plain, simulated = next(iter(without), None), simulated + more
+    closest = None if steps else quoter.quoted(min(every, key=quoter.least))
+    return Ranking(steps=tuple(steps), plain=plain, closest=closest, tried=len(every), simulated=simulated)
+
+
+def _fastest(quoter: Quoter, every: Sequence[Layout], memory: float, top: int) -> tuple[list[QuotedStep], int]:
+    """Return the fastest steps that fit, one of each mesh, and how many were simulated."""
+    known = ((quoter.quick(layout), i) for i, layout in enumerate(every) if quoter.least(layout) <= memory)
+    found: dict[tuple[int, ...], QuotedStep] = {}
+    simulated = 0
+    for bound, i in sorted(known):
+        layout = every[i]
+        mesh = layout.pipeline, layout.data, layout.fsdp, layout.tensor
+        seconds = sorted(step.seconds for step in found.values())
+        if len(seconds) >= top and bound >= seconds[top - 1]:
+            break
+        if (mesh in found and found[mesh].seconds <= bound) or quoter.peak(layout) > memory:
+            continue
+        step = quoter.quoted(layout)
+        simulated += 1
+        if step.memory <= memory and (mesh not in found or step.seconds < found[mesh].seconds):
+            found[mesh] = step
+    return sorted(found.values(), key=lambda step: step.seconds)[:top], simulated
+
+
+def _nothing(quoter: Quoter, devices: int, wanted: Mapping[str, int] | None) -> str:
+    model = quoter.model
+    asked = f" with {dict(wanted)}" if wanted else ""
+    return (
+        f"no layout of {devices} devices{asked} divides a batch of {model.global_batch} examples and "
+        f"{len(model.names) - 1} blocks. Give another number of devices, a batch with more divisors, or more marks; "
+        "`fsdp` and `tensor` need parameters that are annotated with these names, and whose sizes they divide."
+    )

@@ -1,0 +1,369 @@
+"""The predicted step of one layout: where its seconds and its bytes go."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from jaxpp_flax.engine.blocks import Work
+from jaxpp_flax.planning.block_loads import BlockLoads
+from jaxpp_flax.planning.loads import Hardware
+from jaxpp_flax.planning.model import Prediction, StepModel
+from jaxpp_flax.planning.quoting.curves import Curves, Group
+from jaxpp_flax.planning.quoting.devices import Device
+from jaxpp_flax.planning.quoting.facts import TaskFacts
+from jaxpp_flax.planning.quoting.layouts import Layout, fused_stages
+from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
+from jaxpp_flax.planning.stages.balancing import Sizes, balance
+from jaxpp_flax.schedules.residuals import ResidualPlan
+
+__all__ = ["QuotedStep", "Quoter", "prediction_of"]
+
+_SIMULATED = 4  # microbatches for each rank, beyond which a step only repeats itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotedStep:
+    """A layout with its predicted step.
+
+    Attributes:
+      layout: the layout; sizes: the number of blocks of each stage.
+      seconds: of a step; spread: 80 % of measured steps lie within a factor of exp(spread).
+      parts: the seconds of the busiest rank, by what they are for; together they are the step.
+      nbytes: the bytes of the fullest rank's devices by kind, without XLA's workspace.
+      host_bytes: of each device of the fullest rank.
+      num_microbatches, tokens, mfu: of a step.
+    """
+
+    layout: Layout
+    sizes: Sizes
+    seconds: float
+    spread: float
+    parts: dict[str, float]
+    nbytes: dict[str, float]
+    host_bytes: float
+    num_microbatches: int
+    tokens: float
+    mfu: float
+    work: Sequence[Work] = field(repr=False, default=())
+    peaks: tuple[float, ...] = ()
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The seconds between which 80 % of measured steps lie."""
+        return self.seconds * math.exp(-self.spread), self.seconds * math.exp(self.spread)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which the busiest rank waits for others."""
+        return self.parts.get("bubble", 0.0) / self.seconds
+
+    @property
+    def memory(self) -> float:
+        """The bytes of the fullest rank's devices."""
+        return sum(self.nbytes.values())
+
+    def cost(self, device: Device) -> float:
+        """Return the price of a million tokens; 0 without a price."""
+        return device.price / 3600 * self.layout.devices * self.seconds / self.tokens * 1e6
+
+
+def prediction_of(model: StepModel, residuals: ResidualPlan) -> Prediction:
+    """Return what `StepModel.predict` returns; a long step is predicted from two shorter ones.
+
+    Once every rank is busy, a schedule repeats itself, so seconds and bytes are linear in the number of microbatches.
+
+    Example:
+      >>> from jaxpp_flax.planning.loads import StageLoad
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> load, card = StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0), Hardware(flops=1.0, host_bandwidth=1.0)
+      >>> step = StepModel(schedule=Std1F1B(4), num_microbatches=64, stages=[load] * 4, hardware=card)
+      >>> prediction_of(step, ResidualPlan.keep(4)) == step.predict(ResidualPlan.keep(4))
+      True
+    """
+    ranks, count = model.schedule.num_ranks, model.num_microbatches
+    rest = count % ranks  # so that what holds of the whole number holds of the shorter ones
+    short, longer = (turns * ranks + rest for turns in (_SIMULATED, _SIMULATED + 1))
+    if count <= longer:
+        return model.predict(residuals)
+    one, two = (replace(model, num_microbatches=each).predict(residuals) for each in (short, longer))
+    share = (count - short) / (longer - short)
+
+    def mixed(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    return Prediction(
+        seconds=mixed(one.seconds, two.seconds),
+        peak_bytes=tuple(map(mixed, one.peak_bytes, two.peak_bytes)),
+        host_bytes=tuple(map(mixed, one.host_bytes, two.host_bytes)),
+        moved=mixed(one.moved, two.moved),
+        recomputation=mixed(one.recomputation, two.recomputation),
+        state_host_bytes=one.state_host_bytes,
+    )
+
+
+class BlockTimes(NamedTuple):
+    """The seconds of a block for one microbatch; `again`: what recomputation adds; `sums`: those of them in sums."""
+
+    work: Work
+    again: float
+    sums: Work
+
+
+@lru_cache(maxsize=1024)
+def _gradients(model: TracedModel, microbatch: int, axes: Axes) -> tuple[float, ...]:
+    """Return the bytes of the sums of gradients of each block."""
+    found = [0.0] * len(model.names)
+    for item in model.holdings(microbatch, axes):
+        if item.kind == "gradients":
+            found[item.blocks[0]] += item.nbytes
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _state_bytes(
+    model: TracedModel, axes: Axes, sizes: Sizes, ranks: tuple[int, ...]
+) -> tuple[tuple[float, float], ...]:
+    """Return for each rank the bytes of its gradients, and those that its update reads and writes.
+
+    `ranks` are those of the stages.
+    """
+    rank_of = [rank for rank, size in zip(ranks, sizes, strict=True) for _ in range(size)]
+    held: list[dict[str, float]] = [{} for _ in set(ranks)]
+    for item in model.holdings(model.traces[0].microbatch, axes):
+        for rank in {rank_of[block] for block in item.blocks}:
+            held[rank][item.kind] = held[rank].get(item.kind, 0.0) + item.nbytes
+
+    def moved(of: Mapping[str, float]) -> float:
+        copies = of.get("parameters", 0.0)
+        state = of.get("masters", 0.0) or copies
+        return 2 * (state + of.get("optimizer", 0.0)) + of.get("gradients", 0.0) + (copies if "masters" in of else 0.0)
+
+    return tuple((of.get("gradients", 0.0), moved(of)) for of in held)
+
+
+@lru_cache(maxsize=4096)
+def _sums_of_bytes(model: TracedModel, microbatch: int, axes: Axes) -> tuple[float, float]:
+    """Return the bytes of a whole model's weights and what belongs to them, and of one microbatch's residuals."""
+    found = Counter[str]()
+    for item in model.holdings(microbatch, axes):
+        found[item.kind] += item.nbytes  # type: ignore[assignment]
+    return float(sum(found[kind] for kind in ("parameters", "masters", "gradients", "optimizer"))), found["activations"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quoter:
+    """Predicts the steps of a model on one kind of device."""
+
+    model: TracedModel
+    device: Device
+    curves: Curves
+
+    def group(self, size: int, stride: int) -> Group:
+        return Group.of(size, stride, self.device.per_node)
+
+    @lru_cache(maxsize=512)  # noqa: B019
+    def work(self, microbatch: int, axes: Axes) -> tuple[BlockTimes, ...]:
+        """Return the seconds of each block."""
+        group, known = self.group(axes.tensor, 1), dict[int, tuple[float, float, float]]()
+
+        def seconds(of: TaskFacts) -> tuple[float, float, float]:
+            if id(of) not in known:
+                sums = sum(self.curves.all_reduce(n, group, self.device) for n in of.reduced)
+                saving = self.curves.moving(of.saved, self.device)
+                known[id(of)] = self.curves.compute(of, self.device) + sums, sums, saving
+            return known[id(of)]
+
+        found, gradients = list[BlockTimes](), _gradients(self.model, microbatch, axes)
+        for (ahead, back), nbytes in zip(self.model.work(microbatch, axes.tensor), gradients, strict=True):
+            (forward, sums, saving), (backward, back_sums, _) = seconds(ahead), seconds(back)
+            backward += self.curves.moving(2 * nbytes, self.device)  # the gradients are added to the sums
+            # A backward that recomputes saves nothing, and neither does the forward then.
+            again = max(forward - saving, 0.0)
+            found.append(BlockTimes(Work(forward + saving, backward), again, Work(sums, back_sums)))
+        return tuple(found)
+
+    @lru_cache(maxsize=512)  # noqa: B019
+    def sizes(self, stages: int, tensor: int) -> Sizes:
+        """Return the number of blocks in each of the stages, with the fastest slowest stage."""
+        if stages == 1:
+            return (len(self.model.names),)
+        work = [of.work.total for of in self.work(self.model.traces[0].microbatch, Axes(tensor))]
+        return balance(work, range(stages))
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def loads(self, microbatch: int, axes: Axes, *, in_one_node: bool) -> BlockLoads:
+        """Return the loads of any stages of blocks."""
+        device, curves = self.device, self.curves
+        gathers = self.curves.bandwidth(self.group(axes.fsdp, axes.tensor), device)
+        link = curves.inside * device.inside if in_one_node else curves.across * device.across
+        hardware = Hardware(
+            flops=1.0,
+            host_bandwidth=device.host_bandwidth,
+            link_bandwidth=link,
+            link_latency=curves.hop,
+            gather_bandwidth=gathers * axes.fsdp / max(axes.fsdp - 1, 1),
+        )
+        return BlockLoads(
+            work=[of.work for of in self.work(microbatch, axes)],
+            again=[of.again for of in self.work(microbatch, axes)],
+            holdings=self.model.holdings(microbatch, axes),
+            sent=self.model.sent(microbatch),
+            passing=self.model.passing(microbatch),
+            with_effects=self.model.with_effects,
+            hardware=hardware,
+        )
+
+    # ------------------------------------------------------------ a layout
+
+    def bound(self, layout: Layout) -> float:
+        """Return seconds that no step of this layout falls below, without a simulation."""
+        order, count = layout.order, layout.num_microbatches(self.model.global_batch)
+        stages = self._stages(layout)
+        first: dict[int, int] = {}
+        busy = [0.0] * order.num_ranks
+        whole = fused_stages(layout.schedule, layout.stages, layout.pipeline)
+        for stage, (forward, backward, again) in enumerate(stages):
+            rank = order.rank_of(stage)
+            first.setdefault(rank, stage)
+            busy[rank] += forward + backward + (again if layout.residuals.recompute and stage not in whole else 0.0)
+        drains = not order.splits_backward
+        before = [0.0]
+        for forward, backward, _ in stages:
+            before.append(before[-1] + forward + (backward if drains else 0.0))
+        longest = max(before[first[rank]] + count * work for rank, work in enumerate(busy))
+        return self.curves.step + longest
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _stage_times(self, sizes: Sizes, microbatch: int, axes: Axes) -> tuple[tuple[float, float, float], ...]:
+        work, found, start = self.work(microbatch, axes), [], 0
+        for size in sizes:
+            part = work[start : start + size]
+            times = (sum(of.work.forward for of in part), sum(of.work.backward for of in part))
+            found.append((*times, sum(of.again for of in part)))
+            start += size
+        return tuple(found)
+
+    def _stages(self, layout: Layout) -> tuple[tuple[float, float, float], ...]:
+        axes = Axes(layout.tensor, layout.fsdp)
+        return self._stage_times(self.sizes(layout.stages, layout.tensor), layout.microbatch, axes)
+
+    def least(self, layout: Layout) -> float:
+        """Return bytes that the fullest device holds at least: the mean of all, with one microbatch in its backward."""
+        state, residuals = _sums_of_bytes(self.model, layout.microbatch, Axes(layout.tensor, layout.fsdp))
+        return state / layout.pipeline + residuals / layout.stages
+
+    def peak(self, layout: Layout) -> float:
+        """Return bytes that the devices of the first or the last rank hold, without a simulation."""
+        model, residuals = self.step_model(layout), layout.plan
+        short = replace(model, num_microbatches=min(model.num_microbatches, self._short(model)))
+        return max(short.rank_fixed[r] + short.ordered_peak(r, residuals) for r in {0, layout.pipeline - 1})
+
+    def step_model(self, layout: Layout) -> StepModel:
+        """Return the model of the loop of a layout."""
+        axes, count = Axes(layout.tensor, layout.fsdp), layout.num_microbatches(self.model.global_batch)
+        loads = self.loads(layout.microbatch, axes, in_one_node=layout.devices <= self.device.per_node)
+        return loads.model(layout.order, count, self.sizes(layout.stages, layout.tensor))
+
+    def quick(self, layout: Layout) -> float:
+        """Return the seconds of a step without the transfers between ranks, and without a simulation."""
+        return self.bound(layout) + sum(self._after(layout))
+
+    def quoted(self, layout: Layout) -> QuotedStep:
+        """Return the predicted step of a layout."""
+        model, residuals = self.step_model(layout), layout.plan
+        count = model.num_microbatches
+        found = prediction_of(model, residuals)
+        rank = max(range(layout.pipeline), key=lambda r: found.peak_bytes[r])
+        nbytes = self._bytes(model, residuals, rank, found.peak_bytes[rank])
+        parts = self._parts(layout, model, found.seconds, count)
+        seconds = sum(parts.values())
+        tokens = self.model.global_batch * self.model.tokens
+        peak = self.device.peak_of("bfloat16")
+        return QuotedStep(
+            layout=layout,
+            sizes=self.sizes(layout.stages, layout.tensor),
+            seconds=seconds,
+            spread=self.curves.spread,
+            parts=parts,
+            nbytes=nbytes,
+            host_bytes=found.host_bytes[rank] + found.state_host_bytes[rank],
+            num_microbatches=count,
+            tokens=tokens,
+            mfu=self.model.flops * self.model.global_batch / (seconds * layout.devices * peak),
+            work=tuple(of.work for of in self.work(layout.microbatch, Axes(layout.tensor, layout.fsdp))),
+            peaks=found.peak_bytes,
+        )
+
+    def _parts(self, layout: Layout, model: StepModel, looped: float, count: int) -> dict[str, float]:
+        """Return the seconds of the busiest rank by what they are for."""
+        again = 1 if layout.residuals.recompute else 0
+        whole = fused_stages(layout.schedule, layout.stages, layout.pipeline)
+        of_rank = [[s for s, r in enumerate(model.rank_of) if r == rank] for rank in range(layout.pipeline)]
+        loads = model.stages
+
+        def of(rank: int) -> tuple[float, float, float]:
+            here = [loads[stage] for stage in of_rank[rank]]
+            main = count * sum(load.forward + load.backward for load in here)
+            more = again * count * sum(loads[stage].time_again for stage in of_rank[rank] if stage not in whole)
+            gathers = model.gathers
+            gathered = 0.0 if gathers is None else sum(gathers.seconds(gathers.in_every_task(s)) for s in of_rank[rank])
+            return main, more, 3 * count * gathered  # the forward gathers, the backward gathers and reduces
+
+        busiest = max(range(layout.pipeline), key=lambda rank: sum(of(rank)))
+        main, more, gathered = of(busiest)
+        sums = count * self._sums(layout, of_rank[busiest], "forward", "backward")
+        sums += count * again * self._sums(layout, [s for s in of_rank[busiest] if s not in whole], "forward")
+        share = more / (main + more) if main + more else 0.0
+        compute = main + more - sums
+        reduced, updated = self._after(layout)
+        parts = {
+            "compute": compute * (1 - share),
+            "recompute": compute * share,
+            "tensor sums": sums,
+            "fsdp gathers": gathered,
+            "bubble": max(0.0, looped - main - more - gathered),
+            "data sums": reduced,
+            "update": updated,
+            "besides": self.curves.step,
+        }
+        return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+    def _sums(self, layout: Layout, stages: Sequence[int], *kinds: str) -> float:
+        work, sizes = (
+            self.work(layout.microbatch, Axes(layout.tensor, layout.fsdp)),
+            self.sizes(layout.stages, layout.tensor),
+        )
+        starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+        return sum(
+            getattr(of.sums, kind)
+            for kind in kinds
+            for stage in stages
+            for of in work[starts[stage] : starts[stage] + sizes[stage]]
+        )
+
+    def _after(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds after the loop: of the sum of gradients over `data`, and of the update."""
+        group = self.group(layout.data, layout.tensor * layout.fsdp)
+        axes, sizes = Axes(layout.tensor, layout.fsdp), self.sizes(layout.stages, layout.tensor)
+        found = _state_bytes(self.model, axes, sizes, tuple(map(layout.order.rank_of, range(layout.stages))))
+        times = [
+            (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device))
+            for gradients, moved in found
+        ]
+        return max(times, key=sum)
+
+    def _bytes(self, model: StepModel, residuals: ResidualPlan, rank: int, peak: float) -> dict[str, float]:
+        short = replace(model, num_microbatches=min(model.num_microbatches, self._short(model)))
+        found = {kind: n for kind, n in short.bytes_by_kind(rank, residuals).items() if n > 0}
+        rest = peak - sum(found.values())  # residuals of more microbatches, as gpipe keeps them
+        found["residuals"] = found.get("residuals", 0.0) + rest
+        return {kind: n for kind, n in found.items() if n > 0}
+
+    def _short(self, model: StepModel) -> int:
+        ranks = model.schedule.num_ranks
+        return _SIMULATED * ranks + model.num_microbatches % ranks

@@ -1,0 +1,131 @@
+"""A quote ranks layouts of devices that are not there, says why, and its plan trains."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpp_flax.planning import Curves, Plan, Quote, Quoter, device_named, quote
+from jaxpp_flax.planning.quoting.cli import main
+from jaxpp_flax.planning.quoting.layouts import layouts
+from jaxpp_flax.planning.quoting.search import rank
+from jaxpp_flax.planning.quoting.traced import Axes, trace_model
+from jaxpp_flax.schedules import ScheduleError
+from tests.planning.quoting.models import make
+
+
+@pytest.fixture(scope="module")
+def quoter() -> Quoter:
+    return Quoter(trace_model(make), device_named("a100-80"), Curves())
+
+
+def test_one_block_stands_for_all_that_equal_it(quoter: Quoter):
+    whole, short = quoter.model, trace_model(make, "layers")
+    assert short.names == whole.names
+    assert len(short.traces[0].names) == 4
+    for axes in (Axes(), Axes(tensor=4, fsdp=2)):
+        assert short.work(8, axes.tensor) == whole.work(8, axes.tensor)
+        key = lambda item: (item.kind, item.blocks, item.nbytes)  # noqa: E731
+        assert sorted(map(key, short.holdings(8, axes))) == sorted(map(key, whole.holdings(8, axes)))
+    assert (short.sent(8), short.passing(8), short.flops) == (whole.sent(8), whole.passing(8), whole.flops)
+
+
+def test_two_sizes_of_a_microbatch_give_all_others(quoter: Quoter):
+    one, two = quoter.model.traces
+    assert (one.microbatch, two.microbatch) == (2, 3)
+    other = trace_model(lambda **options: make(batch=25, **options))  # its microbatches have 5 and 25 examples
+    for pair, found in zip(quoter.model.work(25, 2), other.work(25, 2), strict=True):
+        for facts, wanted in zip(pair, found, strict=True):
+            assert facts.products == wanted.products
+            assert facts.reduced == wanted.reduced
+            assert (facts.moved, facts.saved) == pytest.approx((wanted.moved, wanted.saved))
+    kept = {(i.kind, i.blocks): i.nbytes for i in other.holdings(25, Axes(tensor=2)) if i.kind != "data"}
+    assert {
+        (i.kind, i.blocks): i.nbytes for i in quoter.model.holdings(25, Axes(tensor=2)) if i.kind != "data"
+    } == pytest.approx(kept)
+
+
+def test_axes_cut_what_is_annotated(quoter: Quoter):
+    def total(kind: str, axes: Axes) -> float:
+        return sum(item.nbytes for item in quoter.model.holdings(6, axes) if item.kind == kind)
+
+    whole, first = 4.0 * (16 * 16 + 16 + 7 * 2 * 16 * 64), 4.0 * (16 * 16 + 16)
+    for kind, of in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        assert total(kind, Axes()) == pytest.approx(of * whole, abs=8)  # and the loss
+        for axes, parts in ((Axes(tensor=4), 4), (Axes(fsdp=8), 8), (Axes(tensor=2, fsdp=4), 8)):
+            assert total(kind, axes) == pytest.approx(of * (first + (whole - first) / parts), abs=8)
+    assert total("gathered", Axes(tensor=2, fsdp=4)) == (whole - first) / 2
+    assert quoter.model.divides("tensor", 64)
+    assert not quoter.model.divides("tensor", 3)
+    assert not quoter.model.divides("expert", 2)
+
+
+def test_no_step_falls_below_its_bound(quoter: Quoter):
+    for layout in list(layouts(quoter.model, 12))[::7]:
+        step = quoter.quoted(layout)
+        assert quoter.quick(layout) <= step.seconds * (1 + 1e-9), layout
+        assert max(quoter.least(layout), quoter.peak(layout)) <= step.memory * (1 + 1e-9), layout
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+        assert max(step.peaks) == pytest.approx(step.memory)
+
+
+def test_the_search_finds_what_all_layouts_have(quoter: Quoter):
+    every = [quoter.quoted(layout) for layout in layouts(quoter.model, 8)]
+    limit = sorted(step.memory for step in every)[len(every) // 3]
+    found = rank(quoter, 8, limit, 3)
+    best = min((step for step in every if step.memory <= limit), key=lambda step: step.seconds)
+    assert found.steps[0].seconds == best.seconds
+    assert found.simulated < found.tried == len(every)
+
+
+def test_the_bytes_are_those_of_the_planned_program(quoter: Quoter):
+    wanted = {"pipeline": 2, "data": 2, "microbatch": 3}
+    for layout in layouts(quoter.model, 4, wanted):
+        if layout.schedule != "1f1b" or not layout.residuals.recompute:
+            continue
+        plan = Quote(quoter=quoter, ranking=rank(quoter, 4, 1e12, 1, wanted), device=quoter.device).plan(
+            quoter.quoted(layout)
+        )
+        trainer, batch = make(plan=plan)
+        compiled = trainer.compile(batch)
+        held = [of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()]
+        assert plan.peak_bytes == pytest.approx(held, rel=0.1), layout
+
+
+def test_the_plan_of_a_quote_trains(tmp_path, capsys):
+    file, saved = tmp_path / "train.py", tmp_path / "plan.json"
+    file.write_text("from tests.planning.quoting.models import make\n")
+    command = [f"{file}:make", "--hardware", "h100-sxm", "--devices", "8", "--depth", "layers"]
+    assert main([*command, "--price", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("best: ", "a million tokens", "simulated"))
+    assert max(map(len, shown.splitlines()[:-5])) <= 80
+    assert main([*command, "--explain", "PP=2,TP=2,MB=6", "--save", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("seconds of the busiest rank", "parameters", "rank 0 |"))
+    assert max(len(line) for line in shown.splitlines()[:-1] if "makespan" not in line) <= 80
+    plan = Plan.load(saved)
+    assert (plan.layout["stage"], plan.layout["tensor"]) == (2, 2)
+    trainer, batch = make(plan=saved)
+    assert jnp.isfinite(trainer.train_step(jnp.ones(batch.shape))["loss"])
+
+
+def test_bad_input_is_named(tmp_path, capsys):
+    def refused(text: str, error: type[Exception] = ValueError, factory=make, **options):
+        with pytest.raises(error, match=text):
+            quote(factory, **{"hardware": "a100-80", "devices": 8, "depth": "layers", **options})
+
+    refused("Did you mean .*'h100-sxm'", hardware="h100")
+    refused("devices=0: it must be", devices=0)
+    refused(
+        "no layout of 5 devices with {'pipeline': 5, .*annotated",
+        devices=5,
+        wanted={"pipeline": 5, "data": 1, "microbatch": 7},
+    )
+    refused("The closest is .*parameters .*Use more devices", ScheduleError, memory=1e4)
+    refused("memory=-1.0", memory=-1.0)
+    refused("must have a parameter of this name", depth="depth")
+    refused("does not take the options of a trainer.*def make", factory=lambda layers=8: None)
+    refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)
+    assert main(["train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 1
+    assert "Did you mean 'TP' or 'PP'" in capsys.readouterr().err
