@@ -36,6 +36,7 @@ REPORT_SECONDS = 60.0
 """A wait is reported after so many seconds, and again each time that its length has doubled."""
 
 _POLL_SECONDS = 1.0
+_MOST_NAMED = 16
 
 _PATHS = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in [str(Path(__file__).resolve().parents[1]), *_PATHS])
@@ -52,12 +53,14 @@ class Wait:
       what: gives the awaited thing in words.
       on: the processes that the thread waits for, where they are known.
       run: the number of the program's run that the awaited value comes from, as `ProcessGroup.runs` counts runs.
+      number: the place of the awaited value's transfer in the order of that run.
       since: when the wait began.
     """
 
     what: Callable[[], str]
     on: tuple[int, ...]
     run: int | None
+    number: int | None
     since: float
 
     def __str__(self) -> str:
@@ -78,13 +81,19 @@ class Waits:
         self._by_thread: dict[int, Wait] = {}
 
     @contextmanager
-    def waiting(self, what: str | Callable[[], str], on: int | None = None, run: int | None = None) -> Generator[None]:
+    def waiting(
+        self,
+        what: str | Callable[[], str],
+        on: int | None = None,
+        run: int | None = None,
+        number: int | None = None,
+    ) -> Generator[None]:
         """Record what this thread waits for inside the block; see `ProcessGroup.waiting`."""
         thread = threading.get_ident()
         outer = self._by_thread.get(thread)
         own = what if callable(what) else lambda: what
         text = own if outer is None else lambda: f"{outer.what()}: {own()}"
-        self._by_thread[thread] = Wait(text, () if on is None else (on,), run, time.monotonic())
+        self._by_thread[thread] = Wait(text, () if on is None else (on,), run, number, time.monotonic())
         try:
             yield
         finally:
@@ -101,10 +110,6 @@ class Waits:
     def now(self) -> list[Wait]:
         """All waits at the moment: a copy, made in one operation."""
         return list(self._by_thread.copy().values())
-
-    def awaited_processes(self) -> list[tuple[int, int | None]]:
-        """The processes that are waited for now, each with the run that sends the awaited value."""
-        return [(process, wait.run) for wait in self.now() for process in wait.on]
 
     def texts(self) -> list[str]:
         """All waits in words; equal texts of several threads stand there once."""
@@ -263,5 +268,6 @@ def print_notice(line: str) -> None:
 
 
 def name_processes(indices: list[int]) -> str:
-    """The processes in words: "process 1", "processes 1, 3"."""
-    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+    """The processes in words: "process 1", "processes 1, 3"; of many, the first ones."""
+    more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices[:_MOST_NAMED]))}{more}"

@@ -28,6 +28,7 @@ from jaxpp_flax.engine.runtime.profile import (
     timeline,
 )
 from jaxpp_flax.engine.runtime.transport.base import Parcel
+from jaxpp_flax.engine.runtime.transport.connection import Connection
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
@@ -50,6 +51,7 @@ class Runtime:
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
         self._distributed = distributed
         self._calls = 0
+        self.step = 0  # the one that runs, as the user counts steps
         self._mesh, self._executables = mesh, executables
         if distributed is not None:
             _refuse_other_memory(program, executables)
@@ -58,9 +60,11 @@ class Runtime:
         local = set(mesh.local_ranks)
         bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         if distributed is not None:
-            before = distributed.connection.window.before_task
+            connection = distributed.connection
             bound = [
-                partial(_after, before, step) if isinstance(instruction, Run) and step is not None else step
+                partial(_begin, connection, partial(_begun, self, instruction), step)
+                if isinstance(instruction, Run) and step is not None
+                else step
                 for instruction, step in zip(program.instructions, bound, strict=True)
             ]
         self._steps = bound
@@ -161,7 +165,9 @@ class Runtime:
     def _run(self, environment: Environment, times: Times | None = None) -> None:
         self._calls += 1
         if self._distributed is not None:
-            self._distributed.connection.group.runs += 1
+            group = self._distributed.connection.group
+            group.runs += 1
+            self.step = self._calls if group.step is None else group.step
         for value, index in self._indices.items():
             environment[value] = index
         with watched(self.program, self._steps, environment) as steps:
@@ -187,9 +193,17 @@ def _run(
         environment[value] = None
 
 
-def _after(first: Callable[[], None], step: Step, environment: Environment) -> None:
-    first()
+def _begin(connection: Connection, begun: Callable[[], str], step: Step, environment: Environment) -> None:
+    connection.window.before_task()
+    connection.group.begun = begun
     step(environment)
+
+
+def _begun(runtime: Runtime, run: Run) -> str:
+    """A task that this process began, in words."""
+    task = runtime.program.tasks[run.task]
+    part = "" if task.stage is None else f", stage {task.stage}, microbatch {run.microbatch}"
+    return f"task {task.name} (rank {run.rank}{part}) in step {runtime.step}"
 
 
 def _copy(
