@@ -43,6 +43,7 @@ class Beat:
       number: counts the heartbeats of the process.
       finished: whether its program has ended.
       barrier: the barrier that its main thread is at, which no other barrier's text equals; None if it is at none.
+      came: for how long it is at that barrier, in seconds.
       idle: why it sends nothing until all have come to its barrier; None if it goes on.
       runs: how many runs of programs it has begun.
       begun: what it last began, in words.
@@ -59,6 +60,7 @@ class Beat:
     number: int = 0
     finished: bool = False
     barrier: str | None = None
+    came: float = 0.0
     idle: str | None = None
     runs: int = 0
     begun: str = ""
@@ -83,6 +85,19 @@ class Beat:
         return f"It last {began}, and was at {self.place}{f', waiting for {waits}' if waits else ''}."
 
 
+class _Since:
+    """For how long a value is what it is, to a heartbeat: so the instruction loop pays for no look at the clock."""
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._since: float | None = None
+
+    def seconds(self, value: object, now: float) -> float:
+        if self._since is None or value != self._value:
+            self._value, self._since = value, now
+        return now - self._since
+
+
 class Heart:
     """Makes the heartbeats of one process."""
 
@@ -90,25 +105,22 @@ class Heart:
         self.finished = False
         self._group = group
         self._number = 0
-        self._last: tuple[int, Callable[[], str] | None] = (0, None)
-        self._changed = 0.0
+        self._begun, self._barrier = _Since(), _Since()
 
     def beat(self, now: float) -> Beat:
         """The next heartbeat."""
         group = self._group
         self._number += 1
-        # Neither of them costs the instruction loop a look at the clock: when they changed is known to a heartbeat.
-        last = (group.runs, group.begun)
-        if last != self._last or not self._changed:
-            self._last, self._changed = last, now
+        begun, barrier = group.begun, group.barriers.current
         return Beat(
             number=self._number,
             finished=self.finished,
-            barrier=group.barriers.current,
+            barrier=barrier,
+            came=self._barrier.seconds(barrier, now),
             idle=group.barriers.idle_reason,
             runs=group.runs,
-            begun="" if last[1] is None else last[1](),
-            seconds=now - self._changed,
+            begun="" if begun is None else begun(),
+            seconds=self._begun.seconds((group.runs, begun), now),
             place=main_thread_location(),
             waits=tuple(
                 AwaitedValue(

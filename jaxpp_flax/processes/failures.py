@@ -84,8 +84,8 @@ _WORDS = (
 _REPORT_SECONDS = 2.0
 # A process that still lives was hit itself, and waits for a report before it makes one.
 _LIVES_SECONDS = 10.0
-# Heartbeats come each second. A process whose last one is older than this counts as dead here.
-_SILENT_SECONDS = 2.5
+# Heartbeats come each second, and are looked at each second: a living process is heard within two, and a bit.
+_SILENT_SECONDS = 3.5
 _POLL_SECONDS = 0.05
 
 

@@ -70,9 +70,11 @@ class ProcessGroup:
       failure: the first failure that this process knows of; None while all goes well.
       failed: set once a failure is known.
       service: the coordination service in words, for errors.
+      serves: whether the coordination service runs inside this process, and ends with it.
       identity: a text that names this process, and no other.
       runs: how many runs of programs across processes this process has begun.
       begun: gives what this process last began in words, such as a task; None if it has begun nothing.
+      begun_step: the step in which it did so.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
       place: the line of the user's code where the main thread was when an error ended its program; None before.
 
@@ -93,10 +95,12 @@ class ProcessGroup:
         self.process_index = process_index
         self.process_count = process_count
         self.service = "the coordination service"
+        self.serves = False
         self.identity = f"process id {os.getpid()} of host {socket.gethostname()}"
         self.failed = threading.Event()
         self.runs = 0
         self.begun: Callable[[], str] | None = None
+        self.begun_step = 0
         self.step: int | None = None
         self.place: str | None = None
         self._store = store
@@ -328,6 +332,7 @@ def process_group() -> ProcessGroup:
     if connection is not None:
         client, index, count = connection
         group = ProcessGroup(KeyValueStore(client), index, count)
+        group.serves = index == 0
         group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
         return group
     if jax.distributed.is_initialized():

@@ -134,21 +134,23 @@ class Judge:
             (i, wait) for i, (beat, _) in sorted(self._beats.items()) for wait in beat.waits if wait.on is not None
         ]
         sent = [(wait.run or 0, wait.number, i, wait) for i, wait in waits if wait.number is not None]
+        also: set[int | None] = set()
         if sent:
             earliest = min((run, number) for run, number, _, _ in sent)
             tied = [(i, wait) for run, number, i, wait in sent if (run, number) == earliest]
             # Of the processes of one rank, the one that began least: the others are in a collective with it.
             waiter, wait = min(tied, key=lambda pair: self._runs_of(pair[1].on))
+            also = {w.on for _, w in tied if self._runs_of(w.on)[0] == self._runs_of(wait.on)[0]} - {wait.on}
         elif waits:
             waiter, wait = max(waits, key=lambda pair: pair[1].seconds)
         else:
             return self._missing_at_barrier()
         guilty = self._end_of_chain(wait)
-        return (
-            guilty,
-            wait.seconds,
-            self._told(guilty, f"process {waiter} has waited {wait.seconds:.0f} s for {wait.what}"),
-        )
+        others = sorted(index for index in also if index is not None) if guilty == wait.on else []
+        text = self._told(guilty, f"process {waiter} has waited {wait.seconds:.0f} s for {wait.what}")
+        if others:
+            text += f" If it is in a collective, {name_processes(others)} may be what it waits for."
+        return guilty, wait.seconds, text
 
     def _runs_of(self, index: int | None) -> tuple[int, float]:
         beat = self._beats[index][0] if index in self._beats else Beat()
@@ -169,7 +171,7 @@ class Judge:
         found: tuple[int, float, str] | None = None
         for barrier, there in self._barriers().items():
             missing = sorted(self._beats.keys() - there)
-            seconds = max((wait.seconds for index in there for wait in self._beats[index][0].waits), default=0.0)
+            seconds = max(self._beats[index][0].came for index in there)
             if missing and (found is None or seconds > found[1]):
                 at = barrier.rpartition(" (")[0]
                 text = f"{len(there)} of {len(self._beats)} processes have waited {seconds:.0f} s at {at!r}"

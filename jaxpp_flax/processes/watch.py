@@ -20,23 +20,24 @@ from jaxpp_flax.processes.store import ROOT, CoordinationError, KeyValueStore
 from jaxpp_flax.processes.verdicts import Judge, Patience, silence_text
 from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
-__all__ = ["FAILURES", "Watch"]
+__all__ = ["FAILURES", "SILENCE_SHARE", "Watch"]
 
 _NEWS = f"{ROOT}/news"
 FAILURES = "failures"
 """The folder, inside the news, of what each process reports."""
 _STILL = "still"
-_NOBODY = (-1, 0.0)
 
-# Shares of the failure timeout: the silence after which a process counts as lost, and then the time that the main
-# thread has to end by itself.
-_SILENCE_SHARE = 0.6
+SILENCE_SHARE = 0.6
+"""The share of the failure timeout after which a process without a sign of life counts as lost."""
+
+# The share that its main thread then has to end by itself.
 _GRACE_SHARE = 0.1
 
 
 class _Group(WatchedGroup, Teller, Protocol):
     failure: Failure | None
     service: str
+    serves: bool
 
 
 class Watch:
@@ -62,7 +63,7 @@ class Watch:
     ) -> None:
         self._group, self._store, self._on_failure = group, store, on_failure
         self._patience = Patience(
-            silence=timeout_s * _SILENCE_SHARE, interval=min(1.0, timeout_s / 20), report=report_s, stuck=stuck_s
+            silence=timeout_s * SILENCE_SHARE, interval=min(1.0, timeout_s / 20), report=report_s, stuck=stuck_s
         )
         self._grace = timeout_s * _GRACE_SHARE
         self._heart = Heart(group)
@@ -72,7 +73,7 @@ class Watch:
         self._watcher_heard = self._exchanged = self._answered = time.monotonic()
         # The heartbeats of single processes that other threads ask for: the last one's number, and when it came.
         self._asked: dict[int, tuple[int | None, float]] = {}
-        self._told = _NOBODY  # who stood still when the user was told last, and for how long
+        self._told = 0.0  # for how long a process had stood still when the user was told last
         self._ended = threading.Event()
         self._threads = [
             reporting_thread(f"jaxpp_flax {name}", target, self._report)
@@ -130,10 +131,10 @@ class Watch:
         if reports and self._group.failure is None:
             self._group.observe(first_failure(reports))
         self._hear_watcher(news.get("watcher", b""), now)
-        if self._judge is not None:
-            self._judge_all(self._judge, now)
-        else:
+        if self._judge is None:
             self._name(news.get(_STILL))
+        elif self._group.failure is None:  # after a failure, waits are its consequences
+            self._judge_all(self._judge, now)
         for process, (number, _) in list(self._asked.items()):
             told = self._store.get(f"{ROOT}/beats/{process}", 0.1)
             if told is not None and (new := Beat.read(told).number) != number:
@@ -177,20 +178,19 @@ class Watch:
             text = f"{found[0]} {found[1]:.0f} {found[2]}".encode()
             self._store.set(f"{_NEWS}/{_STILL}", text)
             self._name(text)
-        elif self._told != _NOBODY:
+        elif self._told:
             self._store.delete(f"{_NEWS}/{_STILL}")
             self._name(None)
 
     def _name(self, told: bytes | None) -> None:
         """Tell the user who stands still: once, and again each time that its silence has doubled."""
         if told is None:
-            self._told = _NOBODY
+            self._told = 0.0
             return
         process, seconds, text = told.decode(errors="replace").split(" ", 2)
-        last, before = self._told
-        if int(process) == last and before <= float(seconds) < 2 * before:
+        if self._told <= float(seconds) < 2 * self._told:
             return
-        self._told = int(process), float(seconds)
+        self._told = float(seconds)
         if int(process) != self._group.process_index:
             print_notice(f"process {process}: {text}")
 
@@ -208,7 +208,9 @@ class Watch:
                 self._group.failed.wait(self._patience.interval)
                 continue
             self._group.observe(failure, tell=True)
-            if not self._ended.wait(self._grace):
+            # JAX aborts all processes, without a reason, once the service is gone: the one that serves ends last.
+            later = self._patience.soon if self._group.serves else 0.0
+            if not self._ended.wait(self._grace + later):
                 self._on_failure(self._group.failure or failure)
             return
 

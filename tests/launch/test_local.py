@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.running import QUICK, REAL, Run, launched, listening_addresses, marked, started
+from tests.processes.faults import says
 from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
@@ -115,6 +116,7 @@ def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str, laun
         for index in (0, 2):
             assert re.search(rf"\[{index}\] Process {index} {AWAITED}", run.stderr)
             assert run.stderr.index(f"[{index}] ") > first
+        assert says("an exception, `sys.exit` with an error").search(run.stderr)
         run.check_nothing_is_left()
 
 
@@ -134,6 +136,7 @@ def test_a_killed_process_is_named_and_ends_the_others(tmp_path: Path, victim: i
         assert error_block(run.stderr).startswith(f"process {victim} of 3 failed first: it was killed by SIGKILL")
         for index in {0, 1, 2} - {victim}:
             assert f"[{index}] jaxpp_flax: the run has ended: process {victim}: it was killed by SIGKILL" in run.stderr
+            assert says("a killed process, under `-n`").search(run.stderr)
             assert re.search(rf"\[{index}\] Process {index} {AWAITED}", run.stderr)
         run.check_nothing_is_left()
 
@@ -227,6 +230,7 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
         os.kill(service, signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         # JAX aborts the processes with messages of its own; the last line is the reason all the same.
+        assert says("a killed coordination service").search(run.stderr)
         assert error_block(run.stderr).startswith(
             "the coordination service was killed by SIGKILL. JAX ends all processes"
         )
@@ -238,6 +242,7 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
         # Process 1 is told that it is the one that failed, and may be the first to end by that.
         assert run.finish() in (1, 69)
         assert "process 1: it ended its program while others wait for it" in run.stderr
+        assert says("a script that ends early in one process").search(run.stderr)
         assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
         run.check_nothing_is_left()
 

@@ -1,6 +1,6 @@
 """Run by `test_stuck.py`: trains until process 1 stands still in step 5.
 
-Usage: run_stuck.py (callback | data | host)
+Usage: run_stuck.py (callback | data | host | collective)
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ class Middle(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if WHERE == "callback":
             jax.debug.callback(wait_for_ever, x[0, 0])
+        if WHERE == "collective":  # the processes of this stage each have a part of the batch
+            x = x - x.mean(axis=0)
         return self.linear(x)
 
 
 class Model(nnx.Module):
-    """Three stages."""
+    """Three stages, or two."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         layers = [nnx.Linear(4, 4, rngs=rngs), Middle(rngs), nnx.Linear(4, 4, rngs=rngs)]
+        if WHERE == "collective":  # two processes a stage
+            layers = [Middle(rngs), nnx.Linear(4, 4, rngs=rngs)]
         self.stages = nnx.List([PipelineStage(layer) for layer in layers])
         self.first = nnx.Param(jnp.zeros(()))
 
@@ -76,7 +80,7 @@ def batches() -> Iterator[Any]:
     number = 0
     while True:
         number += 1
-        if ME == 1 and WHERE == "data" and number > STEP:
+        if ME == 1 and WHERE in ("data", "collective") and number > STEP:
             time.sleep(600.0)
         yield {"x": np.ones((8, 4), np.float32)}
 
@@ -85,7 +89,7 @@ trainer = PipelineTrainer(
     Model(nnx.Rngs(0)),
     optax.sgd(0.01),
     lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
-    num_stages=3,
+    num_stages=2 if WHERE == "collective" else 3,
     num_microbatches=4,
     logging=False,
 )

@@ -14,7 +14,8 @@ def sent(on: int, run: int, number: int, seconds: float = 70.0) -> AwaitedValue:
 
 
 def at_barrier(name: str, seconds: float) -> Beat:
-    return Beat(barrier=f"{name} (1)", waits=(AwaitedValue(name, seconds=seconds),))
+    loader = AwaitedValue("the next batch of the data", seconds=500.0)  # of another thread
+    return Beat(barrier=f"{name} (1)", came=seconds, waits=(AwaitedValue(name, seconds=seconds), loader))
 
 
 CASES = {
@@ -54,3 +55,12 @@ def test_the_one_that_the_others_wait_for_is_named(name: str):
     patient.hear(beats, 0.0)
     assert patient.notice() is None
     assert patient.failure(0.0) is None
+
+
+def test_of_processes_in_one_collective_all_are_named():
+    judge = Judge(Patience(silence=18.0, interval=1.0, report=60.0))
+    waits = (sent(0, 7, 12), sent(1, 7, 12))
+    judge.hear({0: Beat(runs=7, seconds=71.0), 1: Beat(runs=7, seconds=70.0), 2: Beat(waits=waits)}, 0.0)
+    guilty, _, text = judge.notice() or (None, 0.0, "")
+    assert guilty == 0
+    assert text.endswith("If it is in a collective, process 1 may be what it waits for.")

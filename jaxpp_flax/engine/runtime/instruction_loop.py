@@ -28,9 +28,9 @@ from jaxpp_flax.engine.runtime.profile import (
     timeline,
 )
 from jaxpp_flax.engine.runtime.transport.base import Parcel
-from jaxpp_flax.engine.runtime.transport.connection import Connection
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
+from jaxpp_flax.processes.group import ProcessGroup
 
 __all__ = ["Runtime"]
 
@@ -51,7 +51,6 @@ class Runtime:
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
         self._distributed = distributed
         self._calls = 0
-        self.step = 0  # the one that runs, as the user counts steps
         self._mesh, self._executables = mesh, executables
         if distributed is not None:
             _refuse_other_memory(program, executables)
@@ -60,9 +59,9 @@ class Runtime:
         local = set(mesh.local_ranks)
         bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         if distributed is not None:
-            connection = distributed.connection
+            before, group = distributed.connection.window.before_task, distributed.connection.group
             bound = [
-                partial(_begin, connection, partial(_begun, self, instruction), step)
+                partial(_begin, before, group, partial(_begun, group, *_place_of(program, instruction)), step)
                 if isinstance(instruction, Run) and step is not None
                 else step
                 for instruction, step in zip(program.instructions, bound, strict=True)
@@ -167,7 +166,7 @@ class Runtime:
         if self._distributed is not None:
             group = self._distributed.connection.group
             group.runs += 1
-            self.step = self._calls if group.step is None else group.step
+            group.begun_step = self._calls if group.step is None else group.step
         for value, index in self._indices.items():
             environment[value] = index
         with watched(self.program, self._steps, environment) as steps:
@@ -193,17 +192,24 @@ def _run(
         environment[value] = None
 
 
-def _begin(connection: Connection, begun: Callable[[], str], step: Step, environment: Environment) -> None:
-    connection.window.before_task()
-    connection.group.begun = begun
+def _begin(
+    before: Callable[[], None], group: ProcessGroup, begun: Callable[[], str], step: Step, environment: Environment
+) -> None:
+    before()
+    group.begun = begun
     step(environment)
 
 
-def _begun(runtime: Runtime, run: Run) -> str:
+def _place_of(program: Program, run: Run) -> tuple[str, int, int | None, int]:
+    # Apart from the program, which would live as long as the group.
+    task = program.tasks[run.task]
+    return task.name, run.rank, task.stage, run.microbatch
+
+
+def _begun(group: ProcessGroup, name: str, rank: int, stage: int | None, microbatch: int) -> str:
     """A task that this process began, in words."""
-    task = runtime.program.tasks[run.task]
-    part = "" if task.stage is None else f", stage {task.stage}, microbatch {run.microbatch}"
-    return f"task {task.name} (rank {run.rank}{part}) in step {runtime.step}"
+    part = "" if stage is None else f", stage {stage}, microbatch {microbatch}"
+    return f"task {name} (rank {rank}{part}) in step {group.begun_step}"
 
 
 def _copy(

@@ -209,6 +209,7 @@ def connect(
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
+    group.serves = settings.process_id == 0 and not unused
     end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
         group.watch(settings.failure_timeout, on_failure)

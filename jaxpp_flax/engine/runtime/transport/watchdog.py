@@ -57,7 +57,7 @@ class Watchdog:
             parcel, tag, array, run = self._pending[0]
             if not _arrived(array):
                 self._await(parcel, tag, array, run)
-            self._pass_on_error(parcel, tag, array)
+            self._pass_on_error(parcel, tag, array, run)
             if not self._group.failed.is_set():
                 self._pending.popleft()
             del array
@@ -68,7 +68,7 @@ class Watchdog:
             while not (self._stopped.is_set() or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
                 pass
 
-    def _pass_on_error(self, parcel: Parcel, tag: Tag, array: Any) -> None:
+    def _pass_on_error(self, parcel: Parcel, tag: Tag, array: Any, run: int) -> None:
         """Report an error of a receive: a killed process closes its connections, so its arrays become errors."""
         if self._group.failed.is_set() or not _arrived(array) or array.is_deleted():
             return
@@ -77,7 +77,7 @@ class Watchdog:
         except RuntimeError as error:
             # The group describes the failure by the wait of this thread.
             what = tag.awaited
-            with self._group.waiting(what, on=parcel.source):
+            with self._group.waiting(what, parcel.source, run, tag.number):
                 observe_broken_connection(self._group, parcel.source, what, error)
 
     def _abandon_all(self) -> None:
