@@ -48,7 +48,7 @@ class Beat:
       runs: how many runs of programs it has begun.
       begun: what it last began, in words.
       seconds: for how long it has begun nothing else.
-      place: the line of the user's code that its main thread is at.
+      place: the line of the user's code that its main thread is at; empty if it has just begun something.
       waits: what its threads wait for.
 
     Example:
@@ -82,7 +82,8 @@ class Beat:
         """What the process last began, since when, and where it is, as a sentence about "it"."""
         began = f"began {self.begun}, {self.seconds:.0f} s before" if self.begun else "has begun no task"
         waits = "; and for ".join(dict.fromkeys(wait.what for wait in self.waits))
-        return f"It last {began}, and was at {self.place}{f', waiting for {waits}' if waits else ''}."
+        place = f", and was at {self.place}" if self.place else ""
+        return f"It last {began}{place}{f', waiting for {waits}' if waits else ''}."
 
 
 class _Since:
@@ -112,6 +113,7 @@ class Heart:
         group = self._group
         self._number += 1
         begun, barrier = group.begun, group.barriers.current
+        seconds = self._begun.seconds((group.runs, begun), now)
         return Beat(
             number=self._number,
             finished=self.finished,
@@ -120,8 +122,9 @@ class Heart:
             idle=group.barriers.idle_reason,
             runs=group.runs,
             begun="" if begun is None else begun(),
-            seconds=self._begun.seconds((group.runs, begun), now),
-            place=main_thread_location(),
+            seconds=seconds,
+            # To look costs milliseconds of Python's lock: only a process that begins nothing is asked where it is.
+            place=main_thread_location() if seconds > 0 else "",
             waits=tuple(
                 AwaitedValue(
                     str(wait), wait.on[0] if len(wait.on) == 1 else None, wait.run, wait.number, now - wait.since

@@ -5,9 +5,13 @@ A long wait is reported on stderr. The message of a failure names the waits; if 
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import traceback
@@ -15,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 __all__ = [
     "REPORT_SECONDS",
@@ -24,7 +27,6 @@ __all__ = [
     "Waits",
     "call_with_limit",
     "error_location",
-    "frame_location",
     "main_thread_location",
     "name_processes",
     "print_notice",
@@ -154,20 +156,22 @@ class WaitReporter:
 
 
 def main_thread_location() -> str:
-    """The innermost line of the user's code that the main thread is at, and the function that this line calls."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-    return frame_location(frame)
-
-
-def frame_location(frame: FrameType | None) -> str:
-    """The innermost line of the user's code, and the function that this line calls.
+    """The innermost line of the user's code that the main thread is at, and the function that this line calls.
 
     >>> def step():
-    ...     return frame_location(sys._getframe())
+    ...     return main_thread_location()
     >>> step().startswith("step (<doctest")
     True
     """
-    return _innermost_user_line(traceback.walk_stack(frame) if frame is not None else [])
+    text = ""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+        # One call in C, which holds Python's lock: the frames of a thread that runs on meanwhile are freed memory.
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    stack = text.partition(f"hread 0x{threading.main_thread().ident or 0:016x}")[2].partition("\n\n")[0]
+    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
+    return _innermost_user_line((file, int(line), function) for file, line, function in lines)
 
 
 def error_location(error: BaseException) -> str:
@@ -179,20 +183,20 @@ def error_location(error: BaseException) -> str:
     ...     error_location(error).startswith("<module> (<doctest")
     True
     """
-    return _innermost_user_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+    innermost_first = reversed([*traceback.walk_tb(error.__traceback__)])
+    return _innermost_user_line((f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in innermost_first)
 
 
-def _innermost_user_line(innermost_first: Iterable[tuple[FrameType, int]]) -> str:
+def _innermost_user_line(innermost_first: Iterable[tuple[str, int, str]]) -> str:
     called = ""
-    for frame, line in innermost_first:
-        if _is_users(frame):
-            return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line}){called}"
-        called = f", inside {frame.f_code.co_qualname}"
+    for file, line, function in innermost_first:
+        if _is_users(file):
+            return f"{function} ({file}:{line}){called}"
+        called = f", inside {function}"
     return "no line of your program: it starts, or it has ended"
 
 
-def _is_users(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+def _is_users(file: str) -> bool:
     if file.startswith("<frozen"):
         return False
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file

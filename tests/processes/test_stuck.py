@@ -19,7 +19,7 @@ DATA = TASK + r"batches \(.*run_stuck\.py:\d+\), waiting for the next batch of t
 PLACES = {
     "callback": (says("a host callback that never returns"), TASK.replace(".*", r", stage 1, microbatch \d")),
     "data": (says("a data loader that never returns"), DATA),
-    "host": (says("a data loader that never returns"), TASK + r"stands\.on_step \(.*run_stuck\.py:\d+\)\."),
+    "host": (says("a data loader that never returns"), TASK + r"on_step \(.*run_stuck\.py:\d+\)\."),
     "collective": (says("a process missing in a stage's collective"), DATA),
 }
 
