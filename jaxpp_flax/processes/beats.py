@@ -80,10 +80,10 @@ class Beat:
 
     def story(self) -> str:
         """What the process last began, since when, and where it is, as a sentence about "it"."""
-        began = f"began {self.begun}, {self.seconds:.0f} s before" if self.begun else "has begun no task"
+        began = f"last began {self.begun}, {self.seconds:.0f} s before" if self.begun else "has begun no task"
         waits = "; and for ".join(dict.fromkeys(wait.what for wait in self.waits))
         place = f", and was at {self.place}" if self.place else ""
-        return f"It last {began}{place}{f', waiting for {waits}' if waits else ''}."
+        return f"It {began}{place}{f', waiting for {waits}' if waits else ''}."
 
 
 class _Since:

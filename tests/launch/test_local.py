@@ -64,7 +64,7 @@ print("to stderr", file=sys.stderr)
     with launched(
         tmp_path,
         source,
-        *("-n", "2", "--devices-per-process", "2", "--log-dir", "logs"),
+        *("-n", "2", "--devices-per-process", "2"),
         arguments=("--steps", "3", "-n"),
         launcher=REAL,
     ) as run:
@@ -72,7 +72,6 @@ print("to stderr", file=sys.stderr)
         for index in range(2):
             assert f"[{index}] got ['--steps', '3', '-n'] 2 4 2 [1, 2] next door\n" in run.stdout
             assert f"[{index}] to stderr\n" in run.stderr
-            assert "to stderr\n" in (tmp_path / "logs" / f"process_{index}.log").read_text()
         run.check_nothing_is_left()
 
 
@@ -422,7 +421,8 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, moment: str):
             wait_for(lambda: any("launch.child" in line for line in marked(run.mark).values()), "the first child")
         run.popen.kill()
         run.popen.wait()
-        run.check_nothing_is_left(seconds=10.0)
+        # A process that starts hears of it once it has imported JAX.
+        run.check_nothing_is_left(seconds=10.0 if moment == "while running" else 60.0)
 
 
 def test_a_module_runs_too(tmp_path: Path):
@@ -430,17 +430,3 @@ def test_a_module_runs_too(tmp_path: Path):
     with started(tmp_path, [*REAL, "-n", "2", "-m", "program", "--flag"]) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("module __main__ ['--flag']") == 2
-
-
-@pytest.mark.parametrize("cores", ["split", "share"])
-def test_each_process_has_its_own_cores(tmp_path: Path, cores: str):
-    usable = os.sched_getaffinity(0)
-    if len(usable) < 2:
-        pytest.skip("one core cannot be split")
-    source = BEGIN + "print('cores', sorted(os.sched_getaffinity(0)), flush=True)\n"
-    with launched(tmp_path, source, "-n", "2", "--cores", cores) as run:
-        assert run.finish() == 0, run.stderr
-        found = [re.search(rf"\[{index}\] cores \[(.*)\]", run.stdout) for index in range(2)]
-        first, second = ({int(core) for core in match[1].split(",")} for match in found if match)
-    assert first | second == usable
-    assert not first & second if cores == "split" else first == second
