@@ -170,6 +170,8 @@ def main_thread_location() -> str:
         file.seek(0)
         text = file.read().decode(errors="replace")
     stack = text.partition(f"hread 0x{threading.main_thread().ident or 0:016x}")[2].partition("\n\n")[0]
+    if not stack:  # the main thread comes last, and of more than a hundred threads only a hundred are told
+        return "an unknown line of your program"
     lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
     return _innermost_user_line((file, int(line), function) for file, line, function in lines)
 
