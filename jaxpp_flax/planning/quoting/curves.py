@@ -61,7 +61,7 @@ class Curves:
     across: float = 0.457
     kernel: float = 3.8e-6
     hop: float = 5e-6
-    step: float = 0.05
+    step: float = 0.01
     spread: float = 0.197
 
     def compute(self, work: TaskFacts, device: Device) -> float:

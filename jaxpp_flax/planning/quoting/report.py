@@ -13,12 +13,12 @@ from jaxpp_flax.schedules.residuals import StageResiduals
 
 __all__ = ["explanation", "table"]
 
-_SHORT = {"interleaved_1f1b": "interleaved", "zero_bubble": "zb", "dualpipe_v": "dualpipe"}
+_SHORT = {"interleaved_1f1b": "interleave", "zero_bubble": "zb", "dualpipe_v": "dualpipe"}
 
 
 def table(found: Ranking, device: Device) -> str:
     """Return the ranking in at most 80 columns, and what follows from it."""
-    head = "    PP   DP FSDP TP  mb schedule    residuals  s/step        80 %    GB bub% MFU"
+    head = "    PP   DP FSDP TP  mb schedule   residuals  s/step         80 %    GB bub% MFU"
     lines = [head, *(_row(number, step) for number, step in enumerate(found.steps, 1))]
     lines += _notes(found, device)
     lines.append(f"{found.tried:,} layouts, {found.simulated} simulated; bytes are without XLA's workspace.")
@@ -30,7 +30,7 @@ def _row(number: int, step: QuotedStep) -> str:
     schedule = _SHORT.get(layout.schedule, layout.schedule) if layout.pipeline > 1 else "-"
     return (
         f"{number:>2} {layout.pipeline:>3} {layout.data:>4} {layout.fsdp:>4} {layout.tensor:>2} {layout.microbatch:>3} "
-        f"{schedule:<11} {_does(layout.residuals):<9} {step.seconds:>7.3g} {f'{low:.2g}-{high:.2g}':>11} "
+        f"{schedule[:10]:<10} {_does(layout.residuals):<9} {step.seconds:>7.3g} {f'{low:.2g}-{high:.2g}':>12} "
         f"{step.memory / 1e9:>5.1f} {100 * step.bubble:>4.0f} {100 * step.mfu:>3.0f}"
     )
 

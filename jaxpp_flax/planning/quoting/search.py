@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
+from jaxpp_flax.schedules.residuals import KEEP
 
 __all__ = ["Ranking", "rank"]
 
@@ -51,17 +52,20 @@ def _fastest(quoter: Quoter, every: Sequence[Layout], memory: float, top: int) -
     """Return the fastest steps that fit, one of each mesh, and how many were simulated."""
     known = ((quoter.quick(layout), i) for i, layout in enumerate(every) if quoter.least(layout) <= memory)
     found: dict[tuple[int, ...], QuotedStep] = {}
-    simulated = 0
+    kept, simulated = set[Layout](), 0
     for bound, i in sorted(known):
         layout = every[i]
         mesh = layout.pipeline, layout.data, layout.fsdp, layout.tensor
         seconds = sorted(step.seconds for step in found.values())
         if len(seconds) >= top and bound >= seconds[top - 1]:
             break
-        if (mesh in found and found[mesh].seconds <= bound) or quoter.peak(layout) > memory:
+        whole = replace(layout, residuals=KEEP)
+        if whole in kept or (mesh in found and found[mesh].seconds <= bound) or quoter.peak(layout) > memory:
             continue
         step = quoter.quoted(layout)
         simulated += 1
+        if step.memory <= memory and layout == whole:  # where all fits, nothing is gained by other residuals
+            kept.add(layout)
         if step.memory <= memory and (mesh not in found or step.seconds < found[mesh].seconds):
             found[mesh] = step
     return sorted(found.values(), key=lambda step: step.seconds)[:top], simulated
