@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -47,6 +48,9 @@ from jaxpp_flax.processes.waits import (
 from jaxpp_flax.processes.watch import FAILURES, Watch
 
 __all__ = ["ProcessGroup", "errors_naming_failed_process", "process_group"]
+
+# A process hears of a failure within a second, and has then as long to end as the one that noticed it.
+_OTHERS_END_SECONDS = 3.0
 
 
 class ProcessGroup:
@@ -291,6 +295,9 @@ class ProcessGroup:
             text = failure if isinstance(failure, str) else self.describe(failure)
             print_notice(f"the run has ended: {text}")
             sys.stdout.flush()
+            if self.serves:
+                # JAX aborts all others, without a reason, once the service is gone. They hear of a failure later.
+                time.sleep(_OTHERS_END_SECONDS)
             own = self.failure is not None and self.failure.process == self.process_index
             os._exit(1 if own else PEER_FAILED_STATUS)
 

@@ -37,7 +37,6 @@ _GRACE_SHARE = 0.1
 class _Group(WatchedGroup, Teller, Protocol):
     failure: Failure | None
     service: str
-    serves: bool
 
 
 class Watch:
@@ -208,9 +207,7 @@ class Watch:
                 self._group.failed.wait(self._patience.interval)
                 continue
             self._group.observe(failure, tell=True)
-            # JAX aborts all processes, without a reason, once the service is gone: the one that serves ends last.
-            later = self._patience.soon if self._group.serves else 0.0
-            if not self._ended.wait(self._grace + later):
+            if not self._ended.wait(self._grace):
                 self._on_failure(self._group.failure or failure)
             return
 
