@@ -25,7 +25,6 @@ def main() -> None:
     flags.set_defaults(stages=2, microbatches=16, blocks=8, width=256, length=256)
     flags.add_argument("--schedule", default="Std1F1B")
     flags.add_argument("--rounds", type=int, default=3, help="how often the contestants are started in turn")
-    flags.add_argument("--cores", default="split", choices=["split", "share"], help="as the launcher's")
     flags.add_argument("--role", default="all", choices=["all", "one", "each", "wire"], help="for internal use")
     arguments = flags.parse_args()
     if arguments.role == "all":
@@ -42,7 +41,7 @@ def main() -> None:
 def compare(arguments: Any) -> None:
     """Start the others, and print what they found."""
     own = [os.path.abspath(__file__), *sys.argv[1:]]
-    launch = [sys.executable, "-m", "jaxpp_flax.launch", "--cores", arguments.cores, "-n"]
+    launch = [sys.executable, "-m", "jaxpp_flax.launch", "-n"]
     rounds = [
         (
             run([sys.executable, *own, "--role", "one"], "one"),

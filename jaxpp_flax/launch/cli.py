@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxpp_flax.launch import child
 from jaxpp_flax.launch.local import LOOPBACK, LocalJob, run
@@ -43,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             address=options.address or LOOPBACK,
             failure_timeout=options.failure_timeout,
             grace=options.grace,
-            log_dir=options.log_dir,
-            split_cores=options.cores == "split",
         )
         return run(job)
     except LaunchError as error:
@@ -80,13 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         default=60.0,
         help="seconds to end in after Ctrl-C, SIGTERM or the program's end (default: 60)",
     )
-    parser.add_argument(
-        "--cores",
-        choices=["split", "share"],
-        default="split",
-        help="with as many cores as processes, each gets its part of them; or all use all (default: split)",
-    )
-    parser.add_argument("--log-dir", type=Path, help="also write each process's output to a file in this folder")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")
     return parser

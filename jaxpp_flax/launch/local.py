@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from typing import IO
 from rich.console import Console
 
 from jaxpp_flax import _compat
-from jaxpp_flax.launch import coordinator, guard
+from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
 from jaxpp_flax.launch.settings import (
@@ -35,7 +34,7 @@ from jaxpp_flax.launch.signals import (
     kill_group,
     signal_name,
 )
-from jaxpp_flax.launch.supervised_process import SupervisedProcess, running_on
+from jaxpp_flax.launch.supervised_process import SupervisedProcess
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, PREEMPTED_STATUS
 
 __all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
@@ -59,8 +58,6 @@ class LocalJob:
     address: str = LOOPBACK
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     grace: float = 60.0
-    log_dir: Path | None = None
-    split_cores: bool = True
 
     def __post_init__(self) -> None:
         if not self.program or self.program == ["-m"]:
@@ -102,7 +99,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
       first that failed (128 + its number if it was a signal).
     """
     console = console or Console(stderr=True)
-    logs = Logs(job.num_processes, console, out or sys.stdout, job.log_dir)
+    logs = Logs(job.num_processes, console, out or sys.stdout)
 
     def say(text: str) -> None:
         console.print(f"\njaxpp_flax.launch: {text}", style="bold", markup=False, highlight=False, soft_wrap=True)
@@ -128,9 +125,6 @@ class _Job:
         self._service: subprocess.Popen[bytes] | None = None
         # The launcher holds the port, also after the service has taken it: no other program gets it.
         self._reserved = coordinator.reserve_port(job.address)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
 
     def __enter__(self) -> _Job:
         try:
@@ -154,7 +148,6 @@ class _Job:
             self._service = coordinator.start(
                 settings.coordinator_address, job.num_processes, job.failure_timeout, linger=job.failure_timeout
             )
-            self._tell_guard("+", self._service.pid)
         for each in settings.for_every_process():
             self._processes.append(self._start_process(each))
 
@@ -162,21 +155,18 @@ class _Job:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         settings = replace(settings, control_fd=theirs.fileno())
-        share = running_on(settings.process_id, self._job.num_processes)
-        with share if self._job.split_cores else contextlib.nullcontext():
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "jaxpp_flax.launch.child", *self._job.program],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=child_environment(os.environ, settings, self._job.devices_per_process),
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-                text=True,
-                errors="replace",
-            )
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "jaxpp_flax.launch.child", *self._job.program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=child_environment(os.environ, settings, self._job.devices_per_process),
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+            text=True,
+            errors="replace",
+        )
         theirs.close()
-        self._tell_guard("+", popen.pid)
         process = SupervisedProcess(settings.process_id, popen, ours)
         for stream, errors in ((popen.stdout, False), (popen.stderr, True)):
             if stream is not None:
@@ -223,7 +213,6 @@ class _Job:
         for process in self._processes:
             if not process.reap():
                 continue
-            self._tell_guard("-", process.popen.pid)
             if not process.ended_well and (found is None or found.status == PEER_FAILED_STATUS):
                 found = self._cause(process)
         unfinished = any(process.status is None for process in self._processes)
@@ -319,12 +308,6 @@ class _Job:
                 process.is_told = True
                 self._say(f"{text}: {why}. It is waited for up to {grace:g} s (--grace).")
 
-    def _tell_guard(self, sign: str, group: int) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self._guard.stdin is not None:
-                self._guard.stdin.write(f"{sign}{group}\n")
-                self._guard.stdin.flush()
-
     def __exit__(self, *_: object) -> None:
         """Leave nothing behind."""
         for process in self._processes:
@@ -337,11 +320,6 @@ class _Job:
             self._service.wait()
             if self._service.stdin is not None:
                 self._service.stdin.close()
-        if self._guard.stdin is not None:
-            # All groups have ended; the system may give their numbers to other processes from now on.
-            self._guard.kill()
-            self._guard.stdin.close()
-            self._guard.wait()
         self._reserved.close()
 
 

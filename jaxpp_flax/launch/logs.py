@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from pathlib import Path
 from typing import IO
 
 from rich.console import Console
@@ -23,20 +22,12 @@ class Logs:
       num_processes: how many processes there are.
       console: where errors go; colours are used if it is a terminal.
       out: where standard output goes.
-      directory: each process's whole output is written here too, to `process_0.log` and so on; None: nowhere.
     """
 
-    def __init__(self, num_processes: int, console: Console, out: IO[str], directory: Path | None = None) -> None:
+    def __init__(self, num_processes: int, console: Console, out: IO[str]) -> None:
         self._console, self._out = console, out
         self._lock = threading.Lock()
         self._errors: list[deque[str]] = [deque(maxlen=_KEPT_LINES) for _ in range(num_processes)]
-        self._files: dict[int, IO[str]] = {}
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._files = {
-                index: (directory / f"process_{index}.log").open("w", encoding="utf-8")
-                for index in range(num_processes)
-            }
         width = len(str(num_processes - 1))
         self._prefixes = [self._render(f"[{index:>{width}}]", _COLOURS[index % 6]) for index in range(num_processes)]
         self._readers: list[threading.Thread] = []
@@ -61,32 +52,14 @@ class Logs:
         with self._lock:
             if errors:
                 self._errors[index].append(line)
-            if index in self._files:
-                self._log(index, line)
             # The reader of our output may have gone; a process whose output is not read would stand still.
             with contextlib.suppress(OSError):
                 _write(self._console.file if errors else self._out, f"{self._prefixes[index]}{line}\n")
 
-    def _log(self, index: int, line: str) -> None:
-        try:
-            _write(self._files[index], line + "\n")
-        except OSError as error:
-            file = self._files.pop(index)
-            with contextlib.suppress(OSError):
-                file.close()  # which tries to write the rest once more
-            with contextlib.suppress(OSError):
-                _write(
-                    self._console.file, f"jaxpp_flax.launch: the log of process {index} is not written on: {error}\n"
-                )
-
     def drain(self, seconds: float) -> None:
-        """Wait for the ends of all streams, which programs started by a process may hold open for long; close files."""
+        """Wait for the ends of all streams, which programs started by a process may hold open for long."""
         for reader in self._readers:
             reader.join(timeout=seconds)
-        with self._lock:
-            while self._files:
-                with contextlib.suppress(OSError):
-                    self._files.popitem()[1].close()
 
     def last_error(self, index: int) -> list[str]:
         """The last lines of a process's standard error, from its main thread's last traceback on, if there is one."""

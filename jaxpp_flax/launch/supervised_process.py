@@ -1,4 +1,4 @@
-"""A process of a run as its launcher sees it: its share of the cores, its messages, and its end."""
+"""A process of a run as its launcher sees it: its messages, and its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from jaxpp_flax.launch.signals import kill_group
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
-__all__ = ["SupervisedProcess", "running_on", "share_of_cores"]
+__all__ = ["SupervisedProcess"]
 
 
 @dataclass
@@ -72,35 +71,3 @@ class SupervisedProcess:
         """Send a signal to it and to the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
-
-
-# XLA's CPU client starts as many threads as it may use cores. If every process may use all cores, the threads of
-# several processes compete: measured on two cores, two processes lost an eighth of their speed by that alone.
-
-
-def share_of_cores(cores: Sequence[int], process: int, num_processes: int) -> tuple[int, ...]:
-    """The cores of one process: neighbours, which usually share a cache and memory; all if there are too few to share.
-
-    >>> [share_of_cores(range(5), process, 2) for process in (0, 1)]
-    [(0, 1), (2, 3, 4)]
-    >>> share_of_cores(range(2), 0, 3)
-    (0, 1)
-    """
-    if len(cores) < num_processes:
-        return tuple(cores)
-    first, last = (len(cores) * i // num_processes for i in (process, process + 1))
-    return tuple(cores[first:last])
-
-
-@contextlib.contextmanager
-def running_on(process: int, num_processes: int) -> Generator[None]:
-    """Bind this thread, and the processes that it starts inside, to the share of one process of the usable cores."""
-    if not hasattr(os, "sched_setaffinity"):  # macOS
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, share_of_cores(sorted(before), process, num_processes))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

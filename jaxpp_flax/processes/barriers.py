@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ __all__ = ["Barriers", "SharedValues"]
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2
+_MOST_NAMED = 17  # one more than a message names
 
 
 class Barriers:
@@ -78,20 +80,25 @@ class Barriers:
             self._check()
             if value is not None:
                 store.set(f"{here}/values/{self._index}", value)
-            # Apart from the values, which may be large: waiting processes list these entries again and again.
+            # Apart from the values, which may be large.
             store.set(f"{here}/came/{self._index}", b"")
-            if store.add(f"{here}/count") == self._count:
+            place = store.add(f"{here}/count")
+            if place == self._count:
                 store.set(f"{here}/complete", b"")
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:
                 self._check()
-                came = store.list(f"{here}/came")
-                missing = [index for index in range(self._count) if str(index) not in came]
+                if place == 1:  # looks for all, so that the load on the store grows with the number of processes only
+                    store.set(f"{here}/missing/0", json.dumps(self._missing(store, here)[:_MOST_NAMED]).encode())
                 if self._is_main():
-                    named = missing
-                    self._waits.set_awaited(missing)
+                    named = json.loads(store.list(f"{here}/missing").get("0", b"[]"))
+                    self._waits.set_awaited(named)
                 if deadline is not None and time.monotonic() > deadline:
-                    raise self._timeout_error(title, timeout_s, missing)
+                    raise self._timeout_error(title, timeout_s, self._missing(store, here))
             return store.list(f"{here}/values") if value is not None else {}
+
+    def _missing(self, store: KeyValueStore, here: str) -> list[int]:
+        came = store.list(f"{here}/came")
+        return [index for index in range(self._count) if str(index) not in came]
 
     def _is_main(self) -> bool:
         # If another thread waits here, the main threads of the missing processes may stand while those threads come.

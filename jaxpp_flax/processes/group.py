@@ -1,16 +1,18 @@
 """The group of a run's processes as one of them sees it: barriers, small values, waits, failures, the end.
 
 It rests on the key-value store of JAX's coordination service (`jax.distributed.initialize`). Every process writes a
-heartbeat there and reads the others' heartbeats. If a process was killed, was stopped, or has failed, every other
+heartbeat there, and one of them reads all heartbeats. If a process was killed, was stopped, or has failed, every other
 process names it within a deadline, together with its own wait. In a single process all calls return at once.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -24,7 +26,6 @@ from jaxpp_flax.processes.failures import (
     DEFAULT_FAILURE_TIMEOUT,
     PEER_FAILED_STATUS,
     Failure,
-    Watch,
     await_report,
     may_come_from_a_peer,
 )
@@ -44,8 +45,12 @@ from jaxpp_flax.processes.waits import (
     print_notice,
     seconds_from_environment,
 )
+from jaxpp_flax.processes.watch import FAILURES, Watch
 
 __all__ = ["ProcessGroup", "errors_naming_failed_process", "process_group"]
+
+# A process hears of a failure within a second, and has then as long to end as the one that noticed it.
+_OTHERS_END_SECONDS = 3.0
 
 
 class ProcessGroup:
@@ -69,8 +74,11 @@ class ProcessGroup:
       failure: the first failure that this process knows of; None while all goes well.
       failed: set once a failure is known.
       service: the coordination service in words, for errors.
+      serves: whether the coordination service runs inside this process, and ends with it.
       identity: a text that names this process, and no other.
       runs: how many runs of programs across processes this process has begun.
+      begun: gives what this process last began in words, such as a task; None if it has begun nothing.
+      begun_step: the step in which it did so.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
       place: the line of the user's code where the main thread was when an error ended its program; None before.
 
@@ -91,9 +99,12 @@ class ProcessGroup:
         self.process_index = process_index
         self.process_count = process_count
         self.service = "the coordination service"
+        self.serves = False
         self.identity = f"process id {os.getpid()} of host {socket.gethostname()}"
         self.failed = threading.Event()
         self.runs = 0
+        self.begun: Callable[[], str] | None = None
+        self.begun_step = 0
         self.step: int | None = None
         self.place: str | None = None
         self._store = store
@@ -186,13 +197,13 @@ class ProcessGroup:
 
     def _tell(self, store: KeyValueStore, failure: Failure) -> None:
         text = f"{'' if failure.process is None else failure.process}\n{failure.message}"
-        call_with_limit(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
+        call_with_limit(lambda: store.set(f"{ROOT}/news/{FAILURES}/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
         """Record the end of a process, which the launcher saw; the process's own report, if any, takes its place."""
         reports: list[bytes | None] = []
         if self._store is not None:
-            get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
+            get, key = self._store.get, f"{ROOT}/news/{FAILURES}/{failure.process}"
             # A process that was killed has reported nothing.
             call_with_limit(lambda: reports.append(get(key, 0.1)), timeout_s=1.0)
         _, _, report = (next(iter(reports), None) or b"").decode(errors="replace").partition("\n")
@@ -201,7 +212,11 @@ class ProcessGroup:
     # -- waits
 
     def waiting(
-        self, what: str | Callable[[], str], on: int | None = None, run: int | None = None
+        self,
+        what: str | Callable[[], str],
+        on: int | None = None,
+        run: int | None = None,
+        number: int | None = None,
     ) -> AbstractContextManager[None]:
         """Record what this thread waits for inside the block: errors name it, and so does stderr after a minute.
 
@@ -212,14 +227,14 @@ class ProcessGroup:
           on: the process that sends it: if that process ends its program meanwhile, the run fails.
           run: the number of the run that sends it, as `runs` counts runs: if process `on` goes no further after an
             earlier run, the run fails too.
+          number: the place of the value's transfer in the order of that run, which all processes follow.
         """
         if self._store is None and self._reporter is None:
             self._report_waits("this process")  # with several processes `watch` does
-        return self.waits.waiting(what, on, run)
+        return self.waits.waiting(what, on, run, number)
 
     def _report_waits(self, process: str) -> None:
-        after = seconds_from_environment(os.environ, "JAXPP_FLAX_REPORT_AFTER", REPORT_SECONDS)
-        self._reporter = WaitReporter(self.waits, process, after)
+        self._reporter = WaitReporter(self.waits, process, _report_after())
         self._reporter.start()
 
     # -- the watch
@@ -238,9 +253,10 @@ class ProcessGroup:
         failure_timeout_s: float = DEFAULT_FAILURE_TIMEOUT,
         on_failure: Callable[[Failure], None] | None = None,
     ) -> None:
-        """Write heartbeats and read the others' heartbeats, in two background threads.
+        """Write heartbeats and hear of the others' failures, in two background threads.
 
-        Does nothing in a single process, or if the watch runs already.
+        Does nothing in a single process, or if the watch runs already. A process that lives, but that others wait for,
+        is named after a minute (`JAXPP_FLAX_REPORT_AFTER`); with `JAXPP_FLAX_STUCK_TIMEOUT`, the run ends by it.
 
         Args:
           failure_timeout_s: seconds within which a failure anywhere has ended every process. A process counts as
@@ -258,7 +274,16 @@ class ProcessGroup:
         if self._store is None or self._watch is not None:
             return
         claim_index(self._store, self.process_index, self.process_count, self.identity)
-        self._watch = Watch(self, self._store, failure_timeout_s, on_failure or self.end_process)
+        stuck = seconds_from_environment(os.environ, "JAXPP_FLAX_STUCK_TIMEOUT", math.inf)
+        self._watch = Watch(
+            self,
+            self._store,
+            failure_timeout_s,
+            on_failure or self.end_process,
+            report_s=_report_after(),
+            stuck_s=stuck,
+        )
+        self._watch.start()
         self._report_waits(f"process {self.process_index}")
 
     def end_process(self, failure: Failure | str) -> NoReturn:
@@ -270,6 +295,9 @@ class ProcessGroup:
             text = failure if isinstance(failure, str) else self.describe(failure)
             print_notice(f"the run has ended: {text}")
             sys.stdout.flush()
+            if self.serves:
+                # JAX aborts all others, without a reason, once the service is gone. They hear of a failure later.
+                time.sleep(_OTHERS_END_SECONDS)
             own = self.failure is not None and self.failure.process == self.process_index
             os._exit(1 if own else PEER_FAILED_STATUS)
 
@@ -280,7 +308,7 @@ class ProcessGroup:
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until every process has ended its program, as `barrier` does, and stop the watch; called once."""
         if self._watch is not None:
-            self._watch.finished = True
+            self._watch.finish()
         self.barrier("the end of the program", timeout_s)
         for function in self._closing:
             function()
@@ -289,6 +317,10 @@ class ProcessGroup:
             self._watch = None
         if self._reporter is not None:
             self._reporter.stop()
+
+
+def _report_after() -> float:
+    return seconds_from_environment(os.environ, "JAXPP_FLAX_REPORT_AFTER", REPORT_SECONDS)
 
 
 @cache
@@ -307,6 +339,7 @@ def process_group() -> ProcessGroup:
     if connection is not None:
         client, index, count = connection
         group = ProcessGroup(KeyValueStore(client), index, count)
+        group.serves = index == 0
         group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
         return group
     if jax.distributed.is_initialized():

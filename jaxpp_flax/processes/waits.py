@@ -5,6 +5,7 @@ A long wait is reported on stderr. The message of a failure names the waits; if 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -15,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 __all__ = [
     "REPORT_SECONDS",
@@ -24,7 +24,6 @@ __all__ = [
     "Waits",
     "call_with_limit",
     "error_location",
-    "frame_location",
     "main_thread_location",
     "name_processes",
     "print_notice",
@@ -36,6 +35,7 @@ REPORT_SECONDS = 60.0
 """A wait is reported after so many seconds, and again each time that its length has doubled."""
 
 _POLL_SECONDS = 1.0
+_MOST_NAMED = 16
 
 _PATHS = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in [str(Path(__file__).resolve().parents[1]), *_PATHS])
@@ -52,12 +52,14 @@ class Wait:
       what: gives the awaited thing in words.
       on: the processes that the thread waits for, where they are known.
       run: the number of the program's run that the awaited value comes from, as `ProcessGroup.runs` counts runs.
+      number: the place of the awaited value's transfer in the order of that run.
       since: when the wait began.
     """
 
     what: Callable[[], str]
     on: tuple[int, ...]
     run: int | None
+    number: int | None
     since: float
 
     def __str__(self) -> str:
@@ -78,13 +80,19 @@ class Waits:
         self._by_thread: dict[int, Wait] = {}
 
     @contextmanager
-    def waiting(self, what: str | Callable[[], str], on: int | None = None, run: int | None = None) -> Generator[None]:
+    def waiting(
+        self,
+        what: str | Callable[[], str],
+        on: int | None = None,
+        run: int | None = None,
+        number: int | None = None,
+    ) -> Generator[None]:
         """Record what this thread waits for inside the block; see `ProcessGroup.waiting`."""
         thread = threading.get_ident()
         outer = self._by_thread.get(thread)
         own = what if callable(what) else lambda: what
         text = own if outer is None else lambda: f"{outer.what()}: {own()}"
-        self._by_thread[thread] = Wait(text, () if on is None else (on,), run, time.monotonic())
+        self._by_thread[thread] = Wait(text, () if on is None else (on,), run, number, time.monotonic())
         try:
             yield
         finally:
@@ -101,10 +109,6 @@ class Waits:
     def now(self) -> list[Wait]:
         """All waits at the moment: a copy, made in one operation."""
         return list(self._by_thread.copy().values())
-
-    def awaited_processes(self) -> list[tuple[int, int | None]]:
-        """The processes that are waited for now, each with the run that sends the awaited value."""
-        return [(process, wait.run) for wait in self.now() for process in wait.on]
 
     def texts(self) -> list[str]:
         """All waits in words; equal texts of several threads stand there once."""
@@ -149,20 +153,25 @@ class WaitReporter:
 
 
 def main_thread_location() -> str:
-    """The innermost line of the user's code that the main thread is at, and the function that this line calls."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-    return frame_location(frame)
-
-
-def frame_location(frame: FrameType | None) -> str:
-    """The innermost line of the user's code, and the function that this line calls.
+    """The innermost line of the user's code that the main thread is at, and the function that this line calls.
 
     >>> def step():
-    ...     return frame_location(sys._getframe())
+    ...     return main_thread_location()
     >>> step().startswith("step (<doctest")
     True
     """
-    return _innermost_user_line(traceback.walk_stack(frame) if frame is not None else [])
+    # A frame of a thread that runs on is freed memory. So the walk, which takes microseconds, is one turn with Python's
+    # lock: it begins with a new turn, of milliseconds, and no collection of garbage gives the lock away.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        time.sleep(0)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+        stack = [] if frame is None else list(traceback.walk_stack(frame))
+    finally:
+        if collects:
+            gc.enable()
+    return _innermost_user_line((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
 
 
 def error_location(error: BaseException) -> str:
@@ -174,20 +183,20 @@ def error_location(error: BaseException) -> str:
     ...     error_location(error).startswith("<module> (<doctest")
     True
     """
-    return _innermost_user_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+    innermost_first = reversed([*traceback.walk_tb(error.__traceback__)])
+    return _innermost_user_line((f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in innermost_first)
 
 
-def _innermost_user_line(innermost_first: Iterable[tuple[FrameType, int]]) -> str:
+def _innermost_user_line(innermost_first: Iterable[tuple[str, int, str]]) -> str:
     called = ""
-    for frame, line in innermost_first:
-        if _is_users(frame):
-            return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line}){called}"
-        called = f", inside {frame.f_code.co_qualname}"
+    for file, line, function in innermost_first:
+        if _is_users(file):
+            return f"{function} ({file}:{line}){called}"
+        called = f", inside {function}"
     return "no line of your program: it starts, or it has ended"
 
 
-def _is_users(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+def _is_users(file: str) -> bool:
     if file.startswith("<frozen"):
         return False
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
@@ -263,5 +272,6 @@ def print_notice(line: str) -> None:
 
 
 def name_processes(indices: list[int]) -> str:
-    """The processes in words: "process 1", "processes 1, 3"."""
-    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+    """The processes in words: "process 1", "processes 1, 3"; of many, the first ones."""
+    more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices[:_MOST_NAMED]))}{more}"

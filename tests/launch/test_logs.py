@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import signal
-from pathlib import Path
 
 from rich.console import Console
 
@@ -22,21 +21,6 @@ def test_characters_that_the_output_cannot_show_are_escaped():
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     printed(Logs(1, Console(file=io.StringIO()), out), "loss ↓ 0.5\nnext\n")
     assert out.buffer.getvalue().decode() == "[0] loss \\u2193 0.5\n[0] next\n"
-
-
-def test_a_full_disk_stops_nobody_and_is_told_once(tmp_path: Path):
-    (tmp_path / "process_0.log").symlink_to("/dev/full")
-    out, errors = io.StringIO(), io.StringIO()
-    printed(Logs(1, Console(file=errors), out, tmp_path), "one\ntwo\n")
-    assert out.getvalue() == "[0] one\n[0] two\n"
-    assert errors.getvalue().count("the log of process 0 is not written on: [Errno 28]") == 1
-
-
-def test_logs_can_be_read_while_the_run_goes_on(tmp_path: Path):
-    logs = Logs(1, Console(file=io.StringIO()), io.StringIO(), tmp_path)
-    logs._print(0, "one", False)
-    assert (tmp_path / "process_0.log").read_text() == "one\n"
-    logs.drain(seconds=1.0)
 
 
 def test_a_hangup_that_is_ignored_stays_so():

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.processes.faults import says
 from tests.processes.running import Ended, Processes, start_processes
 
 pytestmark = pytest.mark.processes
@@ -57,6 +58,7 @@ def test_of_three_in_a_row_the_last_blames_the_first_and_not_the_one_between():
     for end in ended[1:]:
         assert end.code == 69, end.output[-3000:]
         assert "jaxpp_flax: the run has ended: process 0: its connection broke while" in end.output, end.output[-3000:]
+        assert says("a killed process, elsewhere").search(end.output)
 
 
 def test_a_stopped_process_is_named():
@@ -66,8 +68,18 @@ def test_a_stopped_process_is_named():
         ended = processes.wait(since + 40, standing=[1])
         outputs = others(ended, since)
     for output in outputs:
-        assert "process 1" in output, output[-3000:]
-        assert "no sign of life" in output
+        assert "process 1: no sign of life" in output, output[-3000:]
+        assert says("a stopped process; a killed one that sends nothing").search(output)
+
+
+def test_process_0_of_a_run_that_we_did_not_start_takes_all_with_it():
+    # It serves the coordination there, without which JAX aborts the others.
+    with start_processes(2, "run_watched.py") as processes:
+        since = processes.wait_for_output(1, "watched\n")
+        processes.processes[0].kill()
+        ended = processes.wait(since + 40)
+    assert ended[1].code == -signal.SIGABRT
+    assert says("a killed process 0, after your own `jax.distributed.initialize`").search(ended[1].output)
 
 
 def test_data_that_ends_early_in_one_process_is_told():

@@ -16,6 +16,7 @@ from jaxpp_flax.processes import (
     ProcessGroup,
     process_group,
 )
+from jaxpp_flax.processes.beats import Beat
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore, in_parallel
 from tests.running import wait_for
@@ -164,7 +165,7 @@ def test_a_silent_process_is_lost_and_ends_the_others():
     ended: dict[int, Failure] = {}
     for group in members[:2]:
         group.watch(1.0, lambda failure, index=group.process_index: ended.setdefault(index, failure))
-    store.set("jaxpp_flax/beats/2", b"1 running")  # one sign of life, and then none
+    store.set("jaxpp_flax/beats/2", Beat(number=1, place="train.py:7").text())  # one sign of life, and then none
     wait_for(lambda: len(ended) == 2)
     for failure in ended.values():
         assert failure.process == 2
@@ -205,14 +206,14 @@ def test_a_store_that_hangs_is_a_failure_too():
 def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     members = groups(2, store)
-    monkeypatch.setattr(members[0].waits, "awaited_processes", lambda: 1 / 0)
     ended: list[Failure] = []
     for member in members:
         member.watch(4.0, ended.append)
+    monkeypatch.setattr(members[0]._watch._heart, "beat", lambda now: 1 / 0)
     wait_for(lambda: len(ended) == 2)
     for failure in ended:
         assert failure.process == 0
-        assert "its thread 'jaxpp_flax watch' failed: ZeroDivisionError" in failure.message
+        assert "its thread 'jaxpp_flax heartbeat' failed: ZeroDivisionError" in failure.message
 
 
 def test_to_end_the_program_while_another_waits_is_a_failure():
@@ -342,7 +343,7 @@ def test_waits_nest_and_end():
     with group.waiting("a"):
         with group.waiting(lambda: "b", on=3):
             assert group.waits.texts() == ["a: b (from process 3)"]
-            assert group.waits.awaited_processes() == [(3, None)]
+            assert [wait.on for wait in group.waits.now()] == [(3,)]
         assert group.waits.texts() == ["a"]
     assert group.waits.texts() == []
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.processes.faults import says
 from tests.processes.running import Ended, start_processes
 
 pytestmark = pytest.mark.processes
@@ -46,3 +47,5 @@ def test_one_process_calls_alone(names: tuple[str, str], ended: dict[tuple[str, 
     said = "\n".join(end.output for end in ended[names])
     for words in SAID[names]:
         assert words in said, said[-4000:]
+    if names == ("fit", "does not save"):
+        assert says("one process alone calls `save`").search(said)

@@ -30,6 +30,7 @@ from jaxpp_flax.engine.runtime.profile import (
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
+from jaxpp_flax.processes.group import ProcessGroup
 
 __all__ = ["Runtime"]
 
@@ -58,9 +59,11 @@ class Runtime:
         local = set(mesh.local_ranks)
         bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         if distributed is not None:
-            before = distributed.connection.window.before_task
+            before, group = distributed.connection.window.before_task, distributed.connection.group
             bound = [
-                partial(_after, before, step) if isinstance(instruction, Run) and step is not None else step
+                partial(_begin, before, group, partial(_begun, group, *_place_of(program, instruction)), step)
+                if isinstance(instruction, Run) and step is not None
+                else step
                 for instruction, step in zip(program.instructions, bound, strict=True)
             ]
         self._steps = bound
@@ -161,7 +164,9 @@ class Runtime:
     def _run(self, environment: Environment, times: Times | None = None) -> None:
         self._calls += 1
         if self._distributed is not None:
-            self._distributed.connection.group.runs += 1
+            group = self._distributed.connection.group
+            group.runs += 1
+            group.begun_step = self._calls if group.step is None else group.step
         for value, index in self._indices.items():
             environment[value] = index
         with watched(self.program, self._steps, environment) as steps:
@@ -187,9 +192,24 @@ def _run(
         environment[value] = None
 
 
-def _after(first: Callable[[], None], step: Step, environment: Environment) -> None:
-    first()
+def _begin(
+    before: Callable[[], None], group: ProcessGroup, begun: Callable[[], str], step: Step, environment: Environment
+) -> None:
+    before()
+    group.begun = begun
     step(environment)
+
+
+def _place_of(program: Program, run: Run) -> tuple[str, int, int | None, int]:
+    # Apart from the program, which would live as long as the group.
+    task = program.tasks[run.task]
+    return task.name, run.rank, task.stage, run.microbatch
+
+
+def _begun(group: ProcessGroup, name: str, rank: int, stage: int | None, microbatch: int) -> str:
+    """A task that this process began, in words."""
+    part = "" if stage is None else f", stage {stage}, microbatch {microbatch}"
+    return f"task {name} (rank {rank}{part}) in step {group.begun_step}"
 
 
 def _copy(

@@ -113,6 +113,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     if settings is None:
         settings, local_device_ids = _find_place(options)
     if settings.num_processes == 1:
+        _listen(settings, lambda _: None)
         return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
@@ -180,10 +181,7 @@ def connect(
     late.daemon = True
     late.start()
     watching = threading.Event()
-    if settings.control_fd is not None:
-        # If the launcher was killed, kill this process and those that it started.
-        on_end = partial(os.killpg, 0, signal.SIGKILL)
-        listen_to_launcher(settings.control_fd, lambda failure: _on_launcher_news(failure, watching), on_end)
+    _listen(settings, lambda failure: _on_launcher_news(failure, watching))
     service: subprocess.Popen[bytes] | None = None
     if serves:
         service = coordinator.start(
@@ -209,6 +207,7 @@ def connect(
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
+    group.serves = settings.process_id == 0 and not unused
     end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
         group.watch(settings.failure_timeout, on_failure)
@@ -219,6 +218,12 @@ def connect(
     watching.set()
     group.barrier("the start of all processes", timeout_s)
     return end
+
+
+def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> None:
+    if settings.control_fd is not None:
+        # If the launcher was killed, kill this process and those that it started.
+        listen_to_launcher(settings.control_fd, on_failure, partial(os.killpg, 0, signal.SIGKILL))
 
 
 def _take_sigterm_back() -> None:

@@ -24,6 +24,7 @@ from jaxpp_flax.launch.process import connection
 from jaxpp_flax.launch.process.connection import _listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
 from tests.launch.running import Run, started
+from tests.processes.faults import says
 from tests.running import free_port, wait_for
 
 pytestmark = pytest.mark.processes
@@ -108,6 +109,7 @@ def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[R
     survivor = killed[victim][1 - victim]
     assert survivor.finish() == 69
     assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
+    assert says("a stopped process; a killed one that sends nothing").search(survivor.stderr)
     awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
     assert awaited in survivor.stderr
     for run in killed[victim]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ class Settings:
         loopback if the coordinator's is (`JAXPP_FLAX_BIND_ADDRESS`).
       start_timeout: seconds that processes wait for one another before the first step; the slowest compilation must
         fit (`JAXPP_FLAX_START_TIMEOUT`).
-      receive_timeout: seconds that one receive may take although its sender lives; by default no limit: a failed
-        process is found by other means (`JAXPP_FLAX_RECEIVE_TIMEOUT`).
 
     Example:
       >>> Settings.read({"JAXPP_FLAX_TRANSPORT": "transfer"}).transport
@@ -48,7 +45,6 @@ class Settings:
     transport: str | None = None
     bind_address: str | None = None
     start_timeout: float = 1800.0
-    receive_timeout: float = math.inf
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
@@ -64,7 +60,6 @@ class Settings:
             transport=transport,
             bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
             start_timeout=seconds_from_environment(environment, "JAXPP_FLAX_START_TIMEOUT", cls.start_timeout),
-            receive_timeout=seconds_from_environment(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", cls.receive_timeout),
         )
 
 
@@ -75,7 +70,7 @@ class Connection:
         self.group, self.transport, self.settings = group, transport, settings
         # Until all processes have ended their programs, others may still receive parcels of this process.
         group.when_closed(transport.close)
-        self.watchdog = Watchdog(transport, group, settings.receive_timeout)
+        self.watchdog = Watchdog(transport, group)
         self.window = Window(group)
         self._programs = 0
 

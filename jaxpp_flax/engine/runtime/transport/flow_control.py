@@ -54,7 +54,7 @@ class Window:
 
     def _wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
         what = tag.awaited
-        with self._group.waiting(what, parcel.source, run):
+        with self._group.waiting(what, parcel.source, run, tag.number):
             try:
                 array.block_until_ready()
             except jax.errors.JaxRuntimeError as error:

@@ -153,11 +153,11 @@ class NcclTransport(Transport):
             communicator = self._pairs[pair].communicator
             moves = [(buffer.pointer, _nbytes(parcel.shapes[i])) for i, buffer in buffers]
             # NCCL connects the two ends at their first group, and may wait for the sender there.
-            with self._group.waiting(lambda: tag.awaited, on=parcel.source):
+            with self._group.waiting(lambda: tag.awaited, parcel.source, self._group.runs, tag.number):
                 self._move(communicator, moves, parcel, tag)
             queued.append((communicator, buffers))
         for communicator, buffers in queued:
-            with self._group.waiting(lambda: tag.awaited, on=parcel.source):
+            with self._group.waiting(lambda: tag.awaited, parcel.source, self._group.runs, tag.number):
                 self._wait(communicator, parcel, tag)
             for i, buffer in buffers:
                 shape = parcel.shapes[i]

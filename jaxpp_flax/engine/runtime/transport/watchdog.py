@@ -7,14 +7,12 @@ errors name it. When a process of the run has failed, the thread turns all await
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections import deque
 from typing import Any
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport
-from jaxpp_flax.processes.failures import Failure, observe_broken_connection
+from jaxpp_flax.processes.failures import observe_broken_connection
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.waits import reporting_thread
 
@@ -31,11 +29,10 @@ class Watchdog:
     Args:
       transport: abandons its peers after a failure.
       group: knows the processes that have failed; the watchdog reports the awaited parcels to it.
-      deadline_s: seconds that one parcel may take although its sender lives.
     """
 
-    def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float = math.inf) -> None:
-        self._transport, self._group, self._deadline = transport, group, deadline_s
+    def __init__(self, transport: Transport, group: ProcessGroup) -> None:
+        self._transport, self._group = transport, group
         self._pending: deque[tuple[Parcel, Tag, Any, int]] = deque()
         self._stopped = threading.Event()
         self._thread = reporting_thread("jaxpp_flax watchdog", self._run, self._report)
@@ -60,28 +57,18 @@ class Watchdog:
             parcel, tag, array, run = self._pending[0]
             if not _arrived(array):
                 self._await(parcel, tag, array, run)
-            self._pass_on_error(parcel, tag, array)
+            self._pass_on_error(parcel, tag, array, run)
             if not self._group.failed.is_set():
                 self._pending.popleft()
             del array
 
     def _await(self, parcel: Parcel, tag: Tag, array: Any, run: int) -> None:
         # All earlier receives have arrived. So the wait for this one begins now.
-        begun = time.monotonic()
-        with self._group.waiting(lambda: tag.awaited, parcel.source, run):
+        with self._group.waiting(lambda: tag.awaited, parcel.source, run, tag.number):
             while not (self._stopped.is_set() or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
-                waited = time.monotonic() - begun
-                if waited > self._deadline:
-                    self._group.observe(
-                        Failure(
-                            parcel.source,
-                            f"process {parcel.source} has sent nothing for {waited:.0f} s, though it lives. Its log "
-                            "may say what it does; raise JAXPP_FLAX_RECEIVE_TIMEOUT if it only needs longer.",
-                        ),
-                        tell=True,
-                    )
+                pass
 
-    def _pass_on_error(self, parcel: Parcel, tag: Tag, array: Any) -> None:
+    def _pass_on_error(self, parcel: Parcel, tag: Tag, array: Any, run: int) -> None:
         """Report an error of a receive: a killed process closes its connections, so its arrays become errors."""
         if self._group.failed.is_set() or not _arrived(array) or array.is_deleted():
             return
@@ -90,7 +77,7 @@ class Watchdog:
         except RuntimeError as error:
             # The group describes the failure by the wait of this thread.
             what = tag.awaited
-            with self._group.waiting(what, on=parcel.source):
+            with self._group.waiting(what, parcel.source, run, tag.number):
                 observe_broken_connection(self._group, parcel.source, what, error)
 
     def _abandon_all(self) -> None:

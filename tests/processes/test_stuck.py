@@ -1,0 +1,50 @@
+"""A process that lives but does not go on is named by all others, and ends the run if the option says so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.processes.faults import says
+from tests.processes.running import start_processes
+
+pytestmark = pytest.mark.processes
+
+REPORT, STUCK = 3.0, 6.0
+LIMITS = {"JAXPP_FLAX_REPORT_AFTER": str(REPORT), "JAXPP_FLAX_STUCK_TIMEOUT": str(STUCK)}
+# What the table says, and the last words about the place where process 1 stands.
+TASK = r"It last began task \S+ \(rank \d.*\) in step \d+, \d+ s before, and was at "
+DATA = TASK + r"batches \(.*run_stuck\.py:\d+\), waiting for the next batch of the data\."
+PLACES = {
+    "callback": (says("a host callback that never returns"), TASK.replace(".*", r", stage 1, microbatch \d")),
+    "data": (says("a data loader that never returns"), DATA),
+    "host": (says("a data loader that never returns"), TASK + r"on_step \(.*run_stuck\.py:\d+\)\."),
+    "collective": (says("a process missing in a stage's collective"), DATA),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_process_that_stands_still_is_named_by_all_others(where: str):
+    words, place = PLACES[where]
+    count = 4 if where == "collective" else 3
+    with start_processes(count, "run_stuck.py", where, environment=LIMITS) as processes:
+        since = processes.wait_for_output(1, "step 1\n")
+        ended = processes.wait(since + 60)
+    for index, end in enumerate(ended):
+        if index == 1:
+            continue
+        assert end.code == 69, end.output[-3000:]
+        assert end.seconds - since < 40
+        named = [line for line in end.output.splitlines() if "it lives, but all wait for it" in line]
+        notice, last = named[0], next(line for line in named if "the run has ended" in line)
+        for line, seconds in ((notice, REPORT), (last, STUCK)):
+            assert words.search(line), line
+            waited = re.search(r"ha(?:s|ve) waited (\d+) s", line)
+            assert waited is not None, line
+            # A heartbeat tells it a second later at most; the rest is for machines that are busy with other tests.
+            assert seconds <= int(waited[1]) <= seconds + 5, line
+            assert re.search(place, line), line
+    # Its own watch ends it too. Process 0, which serves the coordination here, ends last: else JAX would abort others.
+    assert ended[1].code == 1, ended[1].output[-3000:]
+    assert ended[0].seconds >= max(end.seconds for end in ended[1:])
