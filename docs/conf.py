@@ -62,11 +62,17 @@ linkcheck_anchors = False
 linkcheck_timeout = 20
 
 
-def _name_the_moment(app, what, name, obj, options, lines):  # the signature of the event
+def _name_the_moment(
+    app, what, name, obj, options, lines
+):  # the signature of the event
     """Napoleon knows the section "Raises", and not "Raises (when it is lowered)"."""
     for number, line in enumerate(lines):
         if found := re.fullmatch(r"Raises \((.+)\):", line):
-            lines[number : number + 1] = [f"It raises errors {found[1]}.", "", "Raises:"]
+            lines[number : number + 1] = [
+                f"It raises errors {found[1]}.",
+                "",
+                "Raises:",
+            ]
 
 
 def _as_rst(app, what, name, obj, options, lines):
@@ -88,5 +94,7 @@ def _unlink_folders(app, name, source):
 
 def setup(app):
     app.connect("source-read", _unlink_folders)
-    app.connect("autodoc-process-docstring", _name_the_moment, priority=100)  # before Napoleon, which has 500
+    app.connect(
+        "autodoc-process-docstring", _name_the_moment, priority=100
+    )  # before Napoleon, which has 500
     app.connect("autodoc-process-docstring", _as_rst, priority=900)

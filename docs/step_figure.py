@@ -36,10 +36,16 @@ def svg_of_passes() -> str:
     made = groupby(_structures(), key=lambda pair: pair[1])
     for fill, (kind, pairs) in zip(_FILLS, made, strict=False):
         passes = [each for each, _ in pairs]
-        file = Path(inspect.getfile(kind)).relative_to(Path(jaxpp_flax.__file__).parent).as_posix()
+        file = (
+            Path(inspect.getfile(kind))
+            .relative_to(Path(jaxpp_flax.__file__).parent)
+            .as_posix()
+        )
         lines = [wrap(each.ensures, _LINE) for each in passes]
         height = _TOP + _ROW * sum(map(len, lines))
-        out.append(f'<rect x="4" y="{y:g}" width="{_WIDTH - 8}" height="{height - 6}" rx="4" fill="{fill}"/>')
+        out.append(
+            f'<rect x="4" y="{y:g}" width="{_WIDTH - 8}" height="{height - 6}" rx="4" fill="{fill}"/>'
+        )
         out.append(text(_LEFT, y + 18, f"{kind.__name__}, in {file}", "bold"))
         at = y + _TOP + 4
         for each, ensured in zip(passes, lines, strict=True):
@@ -61,13 +67,25 @@ def _structures() -> Iterator[tuple[Pass, type]]:
         return jnp.mean((mark_stage_end(jnp.tanh(x @ weights[0])) @ weights[1]) ** 2)
 
     def step(weights: list[jax.Array], batch: jax.Array) -> list[jax.Array]:
-        _, gradients = treduce(lambda x: jax.value_and_grad(loss)(weights, x), batch, schedule=Std1F1B(2))
-        return [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients, strict=True)]
+        _, gradients = treduce(
+            lambda x: jax.value_and_grad(loss)(weights, x), batch, schedule=Std1F1B(2)
+        )
+        return [
+            weight - 0.1 * gradient
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ]
 
-    graph, _ = from_jaxpr(jax.jit(step).trace([jnp.ones((4, 4))] * 2, jnp.ones((2, 8, 4))).jaxpr)
+    graph, _ = from_jaxpr(
+        jax.jit(step).trace([jnp.ones((4, 4))] * 2, jnp.ones((2, 8, 4))).jaxpr
+    )
     nothing = [PartitionSpec()] * len(graph.inputs)
-    built = prepare(graph, 2, [False] * len(nothing), nothing, {}).build(cut_at_every_mark)
-    return ((each, type(structure)) for each, structure in run_passes(PASSES, graph, built.settings))
+    built = prepare(graph, 2, [False] * len(nothing), nothing, {}).build(
+        cut_at_every_mark
+    )
+    return (
+        (each, type(structure))
+        for each, structure in run_passes(PASSES, graph, built.settings)
+    )
 
 
 def text(x: float, y: float, words: str, weight: str = "normal") -> str:

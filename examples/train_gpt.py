@@ -1,6 +1,7 @@
 """Trains a byte-level GPT on the source of Python's standard library, in four pipeline stages.
 
     python examples/train_gpt.py                      # 4 stages on 4 virtual CPU devices, or on 4 accelerators
+    JAX_PLATFORMS=cpu python examples/train_gpt.py    # on a machine with fewer accelerators than that
     python examples/train_gpt.py --no-pipeline        # the same training under plain jax.jit
     python examples/train_gpt.py --stages 8 --ranks 4 --schedule interleaved_1f1b
     python examples/train_gpt.py --stages 2 --data-parallel 2
@@ -25,6 +26,7 @@ import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import MeshOptions, Training
 
 Batch = dict[str, np.ndarray]
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -116,20 +118,24 @@ def held_out_batches(data: np.ndarray, batch_size: int, length: int, batches: in
 
 
 # ---------------------------------------------------------------- the training, pipelined and plain
-def train_pipelined(args: argparse.Namespace, model: GPT, tx: optax.GradientTransformation, train, held_out):
-    ranks = args.ranks or args.stages
-    needed = ranks * args.data_parallel
-    devices = jax.devices() if len(jax.devices()) >= needed else jax.devices("cpu")
-    mesh = jax.sharding.Mesh(np.array(devices[:needed]).reshape(ranks, args.data_parallel), ("stage", "data"))
-    plan = {"num_stages": args.stages, "num_microbatches": args.microbatches, "schedule": args.schedule, "mesh": mesh}
-    trainer = PipelineTrainer(model, tx, loss_fn, **plan)
+def train_pipelined(args: argparse.Namespace, cfg: Config, tx: optax.GradientTransformation, train, held_out):
+    trainer = PipelineTrainer(
+        lambda rngs: GPT(cfg, rngs=rngs),  # each parameter is made on the devices of its stage
+        tx,
+        loss_fn,
+        num_stages=args.stages,
+        num_microbatches=args.microbatches,
+        schedule=args.schedule,
+        mesh=MeshOptions(axes={"data": args.data_parallel}, num_ranks=args.ranks),
+        training=Training(seed=args.seed),
+    )
     trainer.fit(train, steps=args.steps)
     return trainer.gather_model(), trainer.evaluate(held_out)["loss"]
 
 
-def train_plain(args: argparse.Namespace, model: GPT, tx: optax.GradientTransformation, train, held_out):
+def train_plain(args: argparse.Namespace, cfg: Config, tx: optax.GradientTransformation, train, held_out):
     """Gradient accumulation over the same microbatches, on one device."""
-    graphdef, params = nnx.split(model)
+    graphdef, params = nnx.split(GPT(cfg, rngs=nnx.Rngs(args.seed)))
     opt_state = tx.init(params)
 
     def loss_of(params, batch):
@@ -202,7 +208,6 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", max(4, (args.ranks or args.stages) * args.data_parallel))
 
     cfg = Config(layers=args.layers, width=args.width, heads=args.heads, length=args.length)
-    model = GPT(cfg, rngs=nnx.Rngs(args.seed))
     warmup = min(40, args.steps // 5)
     rate = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 0.05 * args.learning_rate)
     tx = optax.adamw(rate, b2=0.98, weight_decay=0.05)
@@ -213,7 +218,7 @@ def main() -> None:
     print(f"{len(train_data):,} bytes to train on, {len(held_out_data):,} bytes held out")
 
     run = train_plain if args.no_pipeline else train_pipelined
-    model, loss = run(args, model, tx, train, held_out)
+    model, loss = run(args, cfg, tx, train, held_out)
     print(f"held-out loss: {loss:.3f} nats/byte")
     print(sample(model, cfg, "import os\n\n\ndef ", num_bytes=400, seed=args.seed))
 

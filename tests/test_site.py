@@ -93,6 +93,15 @@ def test_links_inside_the_repository(page: Path):
     assert broken_links(page) == []
 
 
+def test_no_line_of_code_is_cut_on_a_page():
+    blocks = [
+        (page.name, block) for page in PAGES for block in re.findall(r"```.*?\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    assert len(blocks) > 100
+    too_long = [(name, line) for name, block in blocks for line in block.splitlines() if len(line) > 88]
+    assert too_long == [], "a page shows 88 characters of a line"
+
+
 def test_a_broken_link_is_found(tmp_path: Path):
     (tmp_path / "there.md").write_text("# A heading\n")
     page = tmp_path / "page.md"

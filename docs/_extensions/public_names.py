@@ -62,7 +62,9 @@ def directive(module: str, name: str) -> list[str]:
     value = getattr(import_module(module), name)
     path = f"{module}.{name}"
     if (owner := home(module, name)) != module:
-        kind = "class" if inspect.isclass(value) else "func" if callable(value) else "data"
+        kind = (
+            "class" if inspect.isclass(value) else "func" if callable(value) else "data"
+        )
         return [f"- :py:{kind}:`{path} <{owner}.{name}>`", ""]
     if inspect.isclass(value):
         return _class(module, name, value)
@@ -71,7 +73,12 @@ def directive(module: str, name: str) -> list[str]:
     if isinstance(value, ModuleType):
         text = f"The module ``{value.__name__}``."
     elif type(value).__module__.startswith("jaxpp_flax"):
-        text = (inspect.getdoc(type(value)) or "").partition("\n\n")[0].replace("\n", " ").replace("`", "``")
+        text = (
+            (inspect.getdoc(type(value)) or "")
+            .partition("\n\n")[0]
+            .replace("\n", " ")
+            .replace("`", "``")
+        )
     else:  # numbers, dictionaries and aliases of types
         text = f"``{value!r}``".replace("jax._src.mesh", "jax.sharding")
     return [f".. py:data:: {name}", "", f"   {text}", ""]
@@ -84,10 +91,23 @@ def _class(module: str, name: str, value: type) -> list[str]:
         return [f".. autoclass:: {module}.{name}", "   :members:", ""]
     lines = [f".. py:data:: {name}", ""]
     for other in (module, *MODULES):
-        if getattr(import_module(other), own, None) is value and own in public_names(other):
-            return [*lines, f"   Another name of :py:class:`{own} <{home(other, own)}.{own}>`.", ""]
+        if getattr(import_module(other), own, None) is value and own in public_names(
+            other
+        ):
+            return [
+                *lines,
+                f"   Another name of :py:class:`{own} <{home(other, own)}.{own}>`.",
+                "",
+            ]
     real = f"{value.__module__}.{own}"
-    return [*lines, f"   Another name of :py:class:`{own} <{real}>`.", "", f".. autoclass:: {real}", "   :members:", ""]
+    return [
+        *lines,
+        f"   Another name of :py:class:`{own} <{real}>`.",
+        "",
+        f".. autoclass:: {real}",
+        "   :members:",
+        "",
+    ]
 
 
 class PublicNames(SphinxDirective):
@@ -97,7 +117,9 @@ class PublicNames(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         module = self.arguments[0]
-        elsewhere = [name for name in public_names(module) if home(module, name) != module]
+        elsewhere = [
+            name for name in public_names(module) if home(module, name) != module
+        ]
         here = [name for name in public_names(module) if home(module, name) == module]
         lines = [f".. py:module:: {module}", ""]
         for name in here:

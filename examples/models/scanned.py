@@ -59,7 +59,8 @@ class Transformer(nn.Module):
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocabulary", "embed"))
         x = nn.Embed(cfg.vocabulary, cfg.width, embedding_init=init, name="embed")(tokens)
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("length", "embed"))
-        x = x + self.param("position", init, (cfg.length, cfg.width))[: tokens.shape[1]]
+        position = self.param("position", init, (cfg.length, cfg.width))
+        x = x + position[: tokens.shape[1]]
         layers = nn.scan(
             nn.remat(DecoderLayer, prevent_cse=False),
             variable_axes={"params": 0},

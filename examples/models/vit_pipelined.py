@@ -42,9 +42,9 @@ class ViT(nnx.Module):
         self.class_token = nnx.Param(init(rngs.params(), (1, 1, width)))
         self.position_embedding = nnx.Param(init(rngs.params(), (1, patches + 1, width)))
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
-        self.encoder = nnx.Sequential(
-            *[PipelineStage(EncoderBlock(width, heads, dropout_rate, rngs=rngs)) for _ in range(layers)],
-        )
+        settings = width, heads, dropout_rate
+        blocks = [EncoderBlock(*settings, rngs=rngs) for _ in range(layers)]
+        self.encoder = nnx.Sequential(*[PipelineStage(block) for block in blocks])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.classifier = nnx.Linear(width, classes, rngs=rngs)
 
