@@ -78,6 +78,27 @@ def test_the_pages_about_the_trainer_run(page: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+def test_the_page_about_the_output_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
+    run_page("guides/output.md", 1, files="guides/trainer.md")
+    printed = " ".join(capsys.readouterr().out.split())
+    shown = re.findall(
+        r"^ +\d  block_.*?[kM]? +\d\.\d\d", (ROOT / "docs/guides/output.md").read_text(), flags=re.MULTILINE
+    )
+    assert len(shown) == 2
+    for row in shown:
+        assert " ".join(row.split()) in printed
+    assert "If time follows FLOPs, ranks are idle for 31% of a step." in printed
+
+
+@pytest.mark.slow
+def test_the_page_about_long_sequences_runs():
+    names = run_page("guides/long_sequences.md", blocks=2)
+    whole, divided = names["losses"]
+    assert abs(whole - divided) <= 1e-6 * whole  # the same sums over positions, in another order
+    assert all(2 * part < 1.6 * rank for rank, part in zip(*names["peaks"], strict=True)), "a device keeps its part"
+
+
+@pytest.mark.slow
 def test_the_page_about_linen_runs(capsys: pytest.CaptureFixture[str]):
     run_page("guides/linen.md", blocks=2)
     assert "['Dense_0', 'Dense_1', 'Dense_2']" in capsys.readouterr().out
