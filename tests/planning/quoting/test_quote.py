@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.planning import Curves, Plan, Quote, Quoter, device_named, quote
 from jaxpp_flax.planning.quoting.cli import main
-from jaxpp_flax.planning.quoting.layouts import layouts
+from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.search import rank
 from jaxpp_flax.planning.quoting.traced import Axes, trace_model
 from jaxpp_flax.schedules import ScheduleError
+from jaxpp_flax.schedules.residuals import StageResiduals
 from tests.planning.quoting.models import make
 
 
@@ -64,9 +67,17 @@ def test_no_step_falls_below_its_bound(quoter: Quoter):
     for layout in list(layouts(quoter.model, 12))[::7]:
         step = quoter.quoted(layout)
         assert quoter.quick(layout) <= step.seconds * (1 + 1e-9), layout
-        assert max(quoter.least(layout), quoter.peak(layout)) <= step.memory * (1 + 1e-9), layout
+        assert quoter.mean(layout) <= quoter.least(layout) <= step.memory * (1 + 1e-9), layout
+        assert quoter.least(layout) > 0.65 * step.memory, layout  # so that what does not fit is not simulated
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
         assert max(step.peaks) == pytest.approx(step.memory)
+
+
+def test_what_is_offloaded_leaves_the_devices(quoter: Quoter):
+    layout = Layout(pipeline=4, data=1, microbatch=3, stages=4)
+    moved = quoter.quoted(replace(layout, residuals=StageResiduals(offload=1.0)))
+    assert moved.peaks[0] < quoter.quoted(layout).peaks[0]  # where most microbatches are in flight
+    assert moved.host_bytes > 0
 
 
 def test_the_search_finds_what_all_layouts_have(quoter: Quoter):
