@@ -105,8 +105,14 @@ def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None =
 
     Args:
       wanted: sizes that are given; see `explained`.
+
+    Raises:
+      ValueError: for a size that no layout has.
     """
     given = dict(wanted or {})
+    for name in given:
+        if name not in _AXES.values():
+            raise ValueError(f"wanted={given}: there is no size {name!r}.{known_names(name, _AXES.values())}")
 
     def sizes(name: str, all_of: int) -> list[int]:
         found = [size for size in range(1, all_of + 1) if all_of % size == 0]

@@ -14,6 +14,7 @@ from jaxpp_flax.planning.quoting.search import rank
 from jaxpp_flax.planning.quoting.traced import Axes, trace_model
 from jaxpp_flax.schedules import ScheduleError
 from jaxpp_flax.schedules.residuals import StageResiduals
+from jaxpp_flax.trainers import MeshError
 from tests.planning.quoting.models import make
 
 
@@ -121,13 +122,24 @@ def test_the_plan_of_a_quote_trains(tmp_path, capsys):
     assert jnp.isfinite(trainer.train_step(jnp.ones(batch.shape))["loss"])
 
 
+def test_a_plan_for_more_devices_names_both_numbers(quoter: Quoter):
+    layout = Layout(pipeline=4, data=48, microbatch=1, stages=4)
+    found = Quote(quoter=quoter, ranking=rank(quoter, 1, 1e12, 1), device=quoter.device)
+    with pytest.raises(MeshError, match=r"the plan's layout .*'data': 48.* needs 192 devices, but there are"):
+        make(plan=found.plan(quoter.quoted(layout)))
+
+
 def test_bad_input_is_named(tmp_path, capsys):
     def refused(text: str, error: type[Exception] = ValueError, factory=make, **options):
         with pytest.raises(error, match=text):
             quote(factory, **{"hardware": "a100-80", "devices": 8, "depth": "layers", **options})
 
     refused("Did you mean .*'h100-sxm'", hardware="h100")
+    refused("Did you mean .*'h100-sxm'", hardware="H100")
     refused("devices=0: it must be", devices=0)
+    refused("there is no size 'pipline'. Did you mean 'pipeline'", wanted={"pipline": 2})
+    axis = lambda layers=8, **options: make(layers, axis="expert", **options)  # noqa: E731
+    refused("parameter blocks/0/down/kernel is annotated with 'expert'.*Known: data, fsdp, tensor.*rules", factory=axis)
     refused(
         "no layout of 5 devices with {'pipeline': 5, .*annotated",
         devices=5,
