@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -112,6 +113,8 @@ def test_the_plan_of_a_quote_trains(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("best: ", "a million tokens", "simulated"))
     assert max(map(len, shown.splitlines()[:-5])) <= 80
+    assert main([*command, "--measure"]) == 0
+    assert f"as measured on {jax.devices()[0].device_kind}; links: of h100-sxm" in capsys.readouterr().out
     assert main([*command, "--explain", "PP=2,TP=2,MB=6", "--save", str(saved)]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("seconds of the busiest rank", "parameters", "rank 0 |"))
