@@ -12,7 +12,7 @@ from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.planner import PlanningStep, plan
 from jaxpp_flax.planning.profile import StepProfile
-from jaxpp_flax.planning.quoting.curves import Curves
+from jaxpp_flax.planning.quoting.curves import Curves, MeasuredCurves
 from jaxpp_flax.planning.quoting.devices import Device, device_named
 from jaxpp_flax.planning.quoting.layouts import Layout
 from jaxpp_flax.planning.quoting.quote import Quote, quote
@@ -38,6 +38,7 @@ __all__ = [
     "Hardware",
     "Layout",
     "LimitError",
+    "MeasuredCurves",
     "Plan",
     "PlannedBlock",
     "PlanningStep",

@@ -64,7 +64,9 @@ def _read(found: Any) -> dict[str, Any]:
     optional = ("about", "format", *_OPTIONAL, "schedule", "residuals")
     top = _keys(found, "the plan", required=("num_stages", "blocks"), optional=optional)
     if top.pop("format", _FORMAT) != _FORMAT:
-        raise AssignmentError(f"the plan has format {found['format']!r}; this version reads {_FORMAT!r}.")
+        raise AssignmentError(
+            f"the plan has format {found['format']!r}; this version reads {_FORMAT!r}. Make it again."
+        )
     top.pop("about", None)
     if not isinstance(top["blocks"], list):
         raise AssignmentError(f"blocks is a {type(top['blocks']).__name__}; it must be a list of blocks.")

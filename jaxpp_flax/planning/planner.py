@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -50,6 +50,7 @@ class PlanningStep:
       place: places the step, which is traced once, on ranks by a schedule, cuts and residuals; nothing is compiled.
       cuts: the cuts that the trainer's `assignment=` asks for; None if the planner is free.
       residuals: those of the trainer's `Memory(residuals=)`; None if the planner is free.
+      ignored: the names of the model's annotations that cut nothing, each with a leaf.
     """
 
     schedule: Schedule
@@ -63,6 +64,7 @@ class PlanningStep:
     place: Callable[[Schedule, CutPolicy, ResidualPlan | None], PlacedStep]
     cuts: CutPolicy | None = None
     residuals: ResidualPlan | None = None
+    ignored: Mapping[str, str] = field(default_factory=dict)
 
 
 class Plannable(Protocol):

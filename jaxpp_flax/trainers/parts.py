@@ -133,7 +133,7 @@ def make_core(
     first = update.first_state(chosen.params, chosen.rest)
     update = replace(update, measured=logging.step_metrics(first.opt_state))
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
-    specs = state_specs(first, chosen.notes, mesh, rules)
+    specs, ignored = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     adapter = chosen.adapter.computing_in(precision.computed)
@@ -159,6 +159,7 @@ def make_core(
             held,
             state_specs=specs,
             rules=rules,
+            ignored=ignored,
             fsdp=devices.fsdp,
             clock=measures.clock,
         ),

@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
+
 from jaxpp_flax.planning.cli import bytes_of, function_of
+from jaxpp_flax.planning.quoting.curves import MeasuredCurves
 from jaxpp_flax.planning.quoting.devices import device_named
 from jaxpp_flax.planning.quoting.layouts import explained
 from jaxpp_flax.planning.quoting.quote import quote
@@ -32,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--depth", help="the parameter of the function whose default is the number of equal blocks")
     parser.add_argument("--table", help="a TOML file with more devices")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure products and memory on the device at hand, in place of curves"
+    )
     parser.add_argument("--price", type=float, help="of one device for an hour")
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
     parser.add_argument("--explain", help="sizes such as PP=8,DP=8: show where the seconds and bytes of the best go")
@@ -44,12 +50,15 @@ def _quote(options: argparse.Namespace) -> int:
     device = device_named(options.hardware, options.table)
     if options.price is not None:
         device = replace(device, price=options.price)
+    curves = MeasuredCurves() if options.measure else None
     wanted = None if options.explain is None else explained(options.explain)
     found = quote(
         function_of(options.factory), hardware=device, devices=options.devices, memory=options.memory,
-        top=options.top, depth=options.depth, wanted=wanted,
+        top=options.top, depth=options.depth, wanted=wanted, curves=curves,
     )  # fmt: skip
     print(found if wanted is None else found.explain())
+    if options.measure:
+        print(f"products and memory: as measured on {jax.devices()[0].device_kind}; links: of {device.name}")
     if options.save:
         print(f"wrote {found.plan().save(options.save)}")
     return 0

@@ -2,16 +2,31 @@
 
 A product of (m, k) and (k, n) reaches `product / (1 + edge * (1/m + 1/n + 1/k))` of the device's peak, unless its bytes
 take longer: small and thin products reach less than large ones. A collective is a ring of latency and bandwidth.
+`MeasuredCurves` runs products and moves bytes on the device at hand instead.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import Product, TaskFacts
 
-__all__ = ["Curves", "Group"]
+__all__ = ["Curves", "Group", "MeasuredCurves"]
+
+_LONGEST = 4096  # dimension of a product that is measured: longer ones reach no more
+_MOST_ELEMENTS = 2**26  # of the operands and the result of a batch of products
+_MEASURED_BYTES = 2**26
+_MEASURED_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -100,3 +115,66 @@ class Curves:
     def all_reduce(self, nbytes: float, group: Group, device: Device) -> float:
         """Return the time of a sum: a reduce-scatter, then an all-gather."""
         return 2 * self.gather(nbytes, group, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCurves(Curves):
+    """Curves whose products and bytes take the time that JAX's default device takes for them.
+
+    Each shape is measured when a layout needs it, with dimensions rounded to powers of two, of 4,096 at most; several
+    equal products run as one batch. Links, which one device does not have, keep the curves.
+
+    Example:
+      >>> from jaxpp_flax.planning.quoting.devices import device_named
+      >>> work = TaskFacts((Product(1.0, 64, 64, 64, "float32", 4),))
+      >>> MeasuredCurves().compute(work, device_named("h200")) > 0
+      True
+    """
+
+    def moving(self, nbytes: float, device: Device) -> float:
+        """Return the time of reading or writing bytes."""
+        return nbytes * _seconds_of_a_byte()
+
+    def _product(self, of: Product, device: Device) -> float:
+        m, n, k = (_near(size, _LONGEST) for size in (of.m, of.n, of.k))
+        batch = _near(of.times, max(1, min(_LONGEST**3 // (m * n * k), _MOST_ELEMENTS // (m * k + k * n + m * n))))
+        return of.times * of.flops * _seconds_of_a_flop(batch, m, n, k, of.dtype)
+
+
+def _near(size: float, most: int) -> int:
+    """Return the nearest power of two, within bounds.
+
+    Example:
+      >>> [_near(size, 4096) for size in (0.5, 48, 100, 3000, 1e6)]
+      [1, 64, 128, 4096, 4096]
+    """
+    return max(1, min(2 ** round(math.log2(max(size, 1))), 2 ** int(math.log2(most))))
+
+
+@cache
+def _seconds_of_a_flop(batch: int, m: int, n: int, k: int, dtype: str) -> float:
+    left, right = jnp.ones((batch, m, k), dtype), jnp.ones((batch, k, n), dtype)
+    return _seconds(jnp.matmul, left, right) / (2.0 * batch * m * n * k)
+
+
+@cache
+def _seconds_of_a_byte() -> float:
+    values = jnp.ones(_MEASURED_BYTES // 4, jnp.float32)
+    return _seconds(lambda x: x + 1, values) / (2 * _MEASURED_BYTES)  # read and written
+
+
+def _seconds(function: Callable[..., Any], *operands: jax.Array) -> float:
+    """Return the median time of a call among others, compiled."""
+    compiled, calls, found = jax.jit(function), 1, list[float]()
+    jax.block_until_ready(compiled(*operands))
+    while len(found) < 3:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            compiled(*operands)
+        jax.block_until_ready(compiled(*operands))
+        taken = time.perf_counter() - start
+        if taken < _MEASURED_SECONDS:
+            calls *= 2
+        else:
+            found.append(taken / calls)
+    return statistics.median(found)

@@ -62,7 +62,7 @@ def device_named(name: str, table: str | os.PathLike[str] | None = None) -> Devi
     if table is not None:
         rows |= {key: (row, os.fspath(table)) for key, row in _read(Path(table)).items()}
     if name not in rows:
-        raise ValueError(f"hardware {name!r} is in no table.{known_names(name, rows)}")
+        raise ValueError(f"hardware {name!r} is in no table.{known_names(name.lower(), rows)}")
     return _device(name, *rows[name])
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.planning.choice import describe
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
-from jaxpp_flax.schedules.task import FusedTask
+from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask
 
-__all__ = ["Layout", "explained", "fused_stages", "layouts"]
+__all__ = ["Layout", "explained", "fullest_moments", "fused_stages", "layouts"]
 
 _CHOICES = (
     KEEP,
@@ -71,8 +74,9 @@ class Layout:
 
     @cached_property
     def plan(self) -> ResidualPlan:
-        """The residuals of every stage."""
-        return ResidualPlan([self.residuals] * self.stages)
+        """The residuals of every stage; an offload ends before the task after the next one."""
+        within = 1 if self.residuals.offload else None
+        return ResidualPlan([self.residuals] * self.stages, offload_within=within)
 
     def num_microbatches(self, global_batch: int) -> int:
         """Return the microbatches of a step."""
@@ -101,8 +105,14 @@ def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None =
 
     Args:
       wanted: sizes that are given; see `explained`.
+
+    Raises:
+      ValueError: for a size that no layout has.
     """
     given = dict(wanted or {})
+    for name in given:
+        if name not in _AXES.values():
+            raise ValueError(f"wanted={given}: there is no size {name!r}.{known_names(name, _AXES.values())}")
 
     def sizes(name: str, all_of: int) -> list[int]:
         found = [size for size in range(1, all_of + 1) if all_of % size == 0]
@@ -150,6 +160,59 @@ def fused_stages(name: str, stages: int, ranks: int) -> frozenset[int]:
     """Return the stages whose forward and backward are one task, which recomputes nothing."""
     tasks = _order(name, stages, ranks).tasks(ranks)
     return frozenset(task.stage for of in tasks for task in of if isinstance(task, FusedTask))
+
+
+class Moment(NamedTuple):
+    """What a rank holds when a backward starts.
+
+    Attributes:
+      held: how often each `(name of StageBytes, stage)`.
+      here: the stages of what is saved on the devices even if all is offloaded: of the backward, and of a forward just
+        before it.
+    """
+
+    held: tuple[tuple[tuple[str, int], int], ...]
+    here: tuple[int, ...]
+
+    def nbytes(self, stages: Sequence[StageBytes], *, offloaded: bool) -> float:
+        """Return the bytes, with those of each stage."""
+        saved = sum(stages[stage].saved for stage in self.here) if offloaded else 0.0
+        return saved + sum(
+            count * getattr(stages[stage], name)
+            for (name, stage), count in self.held
+            if not (offloaded and name == "saved")
+        )
+
+
+@cache
+def fullest_moments(name: str, stages: int, ranks: int, num_microbatches: int) -> tuple[Moment, ...]:
+    """Return for each rank the start of a backward at which most microbatches are in flight.
+
+    Example:
+      >>> fullest_moments("1f1b", 2, 2, 8)[0]
+      Moment(held=((('saved', 0), 2), (('recomputed', 0), 1)), here=(0, 0))
+    """
+    return tuple(map(_fullest, _order(name, stages, ranks).tasks(num_microbatches)))
+
+
+def _fullest(tasks: Sequence[AnyTask]) -> Moment:
+    held, most, found = Counter[tuple[str, int]](), 0, Moment((), ())
+    before: set[tuple[int, int]] = set()  # what a forward just before has saved
+    for task in tasks:
+        own = {(task.stage, task.microbatch)}
+        if isinstance(task, FusedTask):
+            takes, frees, leaves, own = ("activation",), ("activation",), (), set[tuple[int, int]]()
+        else:
+            meaning = MEANING[task.kind]
+            takes, frees, leaves = meaning.takes, meaning.frees, meaning.leaves
+        held.update((name, task.stage) for name in takes)
+        if takes != ("saved",) and held.total() > most:
+            most, here = held.total(), tuple(stage for stage, _ in own | before)
+            found = Moment(tuple((key, n) for key, n in held.items() if n), here)
+        held.update((name, task.stage) for name in leaves)
+        held.subtract((name, task.stage) for name in frees)
+        before = own if takes == ("saved",) else set()
+    return found
 
 
 @cache

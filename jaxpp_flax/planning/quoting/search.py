@@ -44,28 +44,30 @@ def rank(quoter: Quoter, devices: int, memory: float, top: int, wanted: Mapping[
     if plain is None:
         without, more = _fastest(quoter, [layout for layout in every if layout.pipeline == 1], memory, 1)
         plain, simulated = next(iter(without), None), simulated + more
-    closest = None if steps else quoter.quoted(min(every, key=quoter.least))
+    closest = None if steps else quoter.quoted(min(every, key=quoter.mean))
     return Ranking(steps=tuple(steps), plain=plain, closest=closest, tried=len(every), simulated=simulated)
 
 
 def _fastest(quoter: Quoter, every: Sequence[Layout], memory: float, top: int) -> tuple[list[QuotedStep], int]:
     """Return the fastest steps that fit, one of each mesh, and how many were simulated."""
-    known = ((quoter.quick(layout), i) for i, layout in enumerate(every) if quoter.least(layout) <= memory)
+    known = ((quoter.quick(layout), i) for i, layout in enumerate(every) if quoter.mean(layout) <= memory)
     found: dict[tuple[int, ...], QuotedStep] = {}
-    kept, simulated = set[Layout](), 0
+    fitting, simulated = set[Layout](), 0
     for bound, i in sorted(known):
         layout = every[i]
         mesh = layout.pipeline, layout.data, layout.fsdp, layout.tensor
         seconds = sorted(step.seconds for step in found.values())
         if len(seconds) >= top and bound >= seconds[top - 1]:
             break
-        whole = replace(layout, residuals=KEEP)
-        if whole in kept or (mesh in found and found[mesh].seconds <= bound) or quoter.peak(layout) > memory:
+        less = KEEP, replace(layout.residuals, offload=0.0)
+        if any(replace(layout, residuals=of) in fitting for of in less):
+            continue  # where all fits, nothing is gained by other residuals
+        if (mesh in found and found[mesh].seconds <= bound) or quoter.least(layout) > memory:
             continue
         step = quoter.quoted(layout)
         simulated += 1
-        if step.memory <= memory and layout == whole:  # where all fits, nothing is gained by other residuals
-            kept.add(layout)
+        if step.memory <= memory:
+            fitting.add(layout)
         if step.memory <= memory and (mesh not in found or step.seconds < found[mesh].seconds):
             found[mesh] = step
     return sorted(found.values(), key=lambda step: step.seconds)[:top], simulated

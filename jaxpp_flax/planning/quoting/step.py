@@ -16,7 +16,7 @@ from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import TaskFacts
-from jaxpp_flax.planning.quoting.layouts import Layout, fused_stages
+from jaxpp_flax.planning.quoting.layouts import Layout, fullest_moments, fused_stages
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.planning.stages.balancing import Sizes, balance
 from jaxpp_flax.schedules.residuals import ResidualPlan
@@ -116,6 +116,20 @@ def _shortened(model: StepModel) -> StepModel:
     return replace(model, num_microbatches=min(model.num_microbatches, _short(model)))
 
 
+class StageTimes(NamedTuple):
+    """The seconds of a stage for one microbatch; `gather`: of its parameters, once."""
+
+    forward: float
+    backward: float
+    again: float
+    gather: float
+
+    def busy(self, *, fused: bool, recomputes: bool) -> float:
+        """Return the seconds of all tasks: each gathers, a backward reduces; a fused one gathers and reduces."""
+        again = self.again if recomputes and not fused else 0.0
+        return self.forward + self.backward + again + (2 if fused else 3) * self.gather
+
+
 class BlockTimes(NamedTuple):
     """The seconds of a block for one microbatch; `again`: what recomputation adds; `sums`: those of them in sums."""
 
@@ -176,6 +190,11 @@ class Quoter:
     def group(self, size: int, stride: int) -> Group:
         return Group.of(size, stride, self.device.per_node)
 
+    def gather_bandwidth(self, axes: Axes) -> float:
+        """Return the bytes of whole parameters that a device gathers in a second."""
+        within = self.curves.bandwidth(self.group(axes.fsdp, axes.tensor), self.device)
+        return within * axes.fsdp / max(axes.fsdp - 1, 1)
+
     @lru_cache(maxsize=512)  # noqa: B019
     def work(self, microbatch: int, axes: Axes) -> tuple[BlockTimes, ...]:
         """Return the seconds of each block."""
@@ -209,14 +228,13 @@ class Quoter:
     def loads(self, microbatch: int, axes: Axes, *, in_one_node: bool) -> BlockLoads:
         """Return the loads of any stages of blocks."""
         device, curves = self.device, self.curves
-        gathers = self.curves.bandwidth(self.group(axes.fsdp, axes.tensor), device)
         link = curves.inside * device.inside if in_one_node else curves.across * device.across
         hardware = Hardware(
             flops=1.0,
             host_bandwidth=device.host_bandwidth,
             link_bandwidth=link,
             link_latency=curves.hop,
-            gather_bandwidth=gathers * axes.fsdp / max(axes.fsdp - 1, 1),
+            gather_bandwidth=self.gather_bandwidth(axes),
         )
         return BlockLoads(
             work=[of.work for of in self.work(microbatch, axes)],
@@ -233,45 +251,57 @@ class Quoter:
     def bound(self, layout: Layout) -> float:
         """Return seconds that no step of this layout falls below, without a simulation."""
         order, count = layout.order, layout.num_microbatches(self.model.global_batch)
-        stages = self._stages(layout)
-        first: dict[int, int] = {}
-        busy = [0.0] * order.num_ranks
         whole = fused_stages(layout.schedule, layout.stages, layout.pipeline)
-        for stage, (forward, backward, again) in enumerate(stages):
-            rank = order.rank_of(stage)
-            first.setdefault(rank, stage)
-            busy[rank] += forward + backward + (again if layout.residuals.recompute and stage not in whole else 0.0)
-        drains = not order.splits_backward
-        before = [0.0]
-        for forward, backward, _ in stages:
-            before.append(before[-1] + forward + (backward if drains else 0.0))
-        longest = max(before[first[rank]] + count * work for rank, work in enumerate(busy))
-        return self.curves.step + longest
+        first: dict[int, float] = {}
+        busy = [0.0] * order.num_ranks
+        before = 0.0  # until the first task of a rank, and from its last one to the end
+        for stage, times in enumerate(self._stage_times(layout)):
+            rank, recomputes = order.rank_of(stage), layout.residuals.recompute
+            first.setdefault(rank, before)
+            work = times.busy(fused=stage in whole, recomputes=recomputes)
+            busy[rank] += work
+            before += times.forward + times.gather if order.splits_backward else work
+        return self.curves.step + max(first[rank] + count * work for rank, work in enumerate(busy))
+
+    def _stage_times(self, layout: Layout) -> tuple[StageTimes, ...]:
+        sizes = self.sizes(layout.stages, layout.tensor)
+        return self._times(sizes, layout.microbatch, layout.axes_of_parameters)
 
     @lru_cache(maxsize=4096)  # noqa: B019
-    def _stage_times(self, sizes: Sizes, microbatch: int, axes: Axes) -> tuple[tuple[float, float, float], ...]:
-        work, found, start = self.work(microbatch, axes), [], 0
-        for size in sizes:
+    def _times(self, sizes: Sizes, microbatch: int, axes: Axes) -> tuple[StageTimes, ...]:
+        gathered, bandwidth = self._gathered(sizes, microbatch, axes), self.gather_bandwidth(axes)
+        work, found, start = self.work(microbatch, axes), list[StageTimes](), 0
+        for size, moved in zip(sizes, gathered, strict=True):
             part = work[start : start + size]
-            times = (sum(of.work.forward for of in part), sum(of.work.backward for of in part))
-            found.append((*times, sum(of.again for of in part)))
+            forward, backward = (sum(getattr(of.work, name) for of in part) for name in ("forward", "backward"))
+            found.append(StageTimes(forward, backward, sum(of.again for of in part), moved / bandwidth))
             start += size
         return tuple(found)
 
-    def _stages(self, layout: Layout) -> tuple[tuple[float, float, float], ...]:
-        axes = layout.axes_of_parameters
-        return self._stage_times(self.sizes(layout.stages, layout.tensor), layout.microbatch, axes)
+    def _gathered(self, sizes: Sizes, microbatch: int, axes: Axes) -> list[float]:
+        """Return the bytes that each stage gathers."""
+        stage_of, found = [stage for stage, size in enumerate(sizes) for _ in range(size)], [0.0] * len(sizes)
+        for item in self.model.holdings(microbatch, axes) if axes.fsdp > 1 else ():
+            for stage in {stage_of[block] for block in item.blocks} if item.kind == "gathered" else ():
+                found[stage] += item.nbytes
+        return found
 
-    def least(self, layout: Layout) -> float:
+    def mean(self, layout: Layout) -> float:
         """Return bytes that the fullest device holds at least: the mean of all, with one microbatch in its backward."""
         state, residuals = _sums_of_bytes(self.model, layout.microbatch, layout.axes_of_parameters)
         return state / layout.pipeline + residuals / layout.stages
 
-    def peak(self, layout: Layout) -> float:
-        """Return bytes that the devices of the first or the last rank hold, without a simulation."""
-        model, residuals = self.step_model(layout), layout.plan
-        short = _shortened(model)
-        return max(short.rank_fixed[r] + short.ordered_peak(r, residuals) for r in {0, layout.pipeline - 1})
+    def least(self, layout: Layout) -> float:
+        """Return bytes that the fullest device holds at least, without a walk.
+
+        They are those of one moment of each rank: when its schedule has most microbatches in flight.
+        """
+        model = _shortened(self.step_model(layout))
+        stages = model.costs.table(layout.stages, layout.plan).stages
+        moments = fullest_moments(layout.schedule, layout.stages, layout.pipeline, model.num_microbatches)
+        offloaded = layout.residuals.offload > 0
+        held = (moment.nbytes(stages, offloaded=offloaded) for moment in moments)
+        return max(map(sum, zip(model.rank_fixed, held, strict=True)))
 
     def step_model(self, layout: Layout) -> StepModel:
         """Return the model of the loop of a layout."""
@@ -311,23 +341,19 @@ class Quoter:
 
     def _parts(self, layout: Layout, model: StepModel, looped: float, count: int) -> dict[str, float]:
         """Return the seconds of the busiest rank by what they are for."""
-        again = 1 if layout.residuals.recompute else 0
+        recomputes = layout.residuals.recompute
         whole = fused_stages(layout.schedule, layout.stages, layout.pipeline)
         of_rank = [[s for s, r in enumerate(model.rank_of) if r == rank] for rank in range(layout.pipeline)]
-        loads = model.stages
-
-        def of(rank: int) -> tuple[float, float, float]:
-            here = [loads[stage] for stage in of_rank[rank]]
-            main = count * sum(load.forward + load.backward for load in here)
-            more = again * count * sum(loads[stage].time_again for stage in of_rank[rank] if stage not in whole)
-            gathers = model.gathers
-            gathered = 0.0 if gathers is None else sum(gathers.seconds(gathers.in_every_task(s)) for s in of_rank[rank])
-            return main, more, 3 * count * gathered  # the forward gathers, the backward gathers and reduces
-
-        busiest = max(range(layout.pipeline), key=lambda rank: sum(of(rank)))
-        main, more, gathered = of(busiest)
-        sums = count * self._sums(layout, of_rank[busiest], "forward", "backward")
-        sums += count * again * self._sums(layout, [s for s in of_rank[busiest] if s not in whole], "forward")
+        times = self._stage_times(layout)
+        busy = [
+            count * sum(times[s].busy(fused=s in whole, recomputes=recomputes) for s in stages) for stages in of_rank
+        ]
+        busiest = max(range(layout.pipeline), key=lambda rank: busy[rank])
+        here, twice = of_rank[busiest], [s for s in of_rank[busiest] if recomputes and s not in whole]
+        main = count * sum(times[s].forward + times[s].backward for s in here)
+        more = count * sum(times[s].again for s in twice)
+        sums = count * (self._sums(layout, here, "forward", "backward") + self._sums(layout, twice, "forward"))
+        gathered = busy[busiest] - main - more
         share = more / (main + more) if main + more else 0.0
         compute = main + more - sums
         reduced, updated = self._after(layout)

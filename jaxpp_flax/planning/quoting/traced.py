@@ -22,6 +22,7 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.blocks import Blocks, Holding, Marks
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.messages import known_names
 from jaxpp_flax.planning.planner import PlanningStep
 from jaxpp_flax.planning.quoting.facts import TaskFacts, facts_of_task, interpolated
 from jaxpp_flax.planning.stages.policies import AssignmentError, segment_names
@@ -29,6 +30,7 @@ from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Axes", "TracedModel", "trace_model"]
 
+_AXES = ("data", "fsdp", "tensor")  # of a layout, inside a rank
 _TRACED = 3  # blocks of a model that is traced with `depth`: the first, one that is repeated, and the last
 _PER_DEVICE = ("parameters", "masters", "gradients", "optimizer", "gathered")  # of FSDP
 
@@ -265,9 +267,8 @@ def _depth_of(make: Callable[..., Any], depth: str) -> int:
 
 
 def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches: int) -> tuple[Any, Any]:
-    axes = {"data": 1, "fsdp": 1, "tensor": 1}
     try:
-        made = make(**options, num_stages=1, num_microbatches=num_microbatches, mesh=axes)
+        made = make(**options, num_stages=1, num_microbatches=num_microbatches, mesh=dict.fromkeys(_AXES, 1))
     except TypeError as error:
         raise ValueError(
             f"the factory does not take the options of a trainer: {error}. Write it as `def make(**options)`, and pass "
@@ -291,6 +292,12 @@ def _batch_of(make: Callable[..., Any], options: Mapping[str, Any]) -> tuple[int
 def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, microbatch: int) -> _Trace:
     trainer, shapes = _made(make, options, batch // microbatch)
     step: PlanningStep = trainer.planning_step(shapes)
+    for name, leaf in step.ignored.items():
+        raise ValueError(
+            f"the parameter {leaf} is annotated with {name!r}, which is no axis of a layout and has no rule."
+            f"{known_names(name, _AXES)} Annotate it with one of them, or call quote under "
+            f"`nn.logical_axis_rules([({name!r}, None)])`: then this dimension stays whole."
+        )
     found = list[Marks]()
 
     def remember(marks: Any, num_stages: int) -> Sequence[int]:

@@ -111,21 +111,23 @@ def state_specs(
     notes: tuple[Sequence[Annotation | None], Sequence[Annotation | None]],
     mesh: MpmdMesh | None,
     rules: AxisRules,
-) -> TrainState | None:
+) -> tuple[TrainState | None, Mapping[str, str]]:
     """Return the spec of each leaf of a state on a rank: a tree like `state`, with None for leaves without annotation.
+
+    Return also the names of annotations that are ignored, each with the first leaf that has it.
 
     An optimizer leaf belongs to the parameter with the same path, and has the parameter's spec. An optimizer leaf with
     only some of the parameter's dimensions, such as Adafactor's factored statistics, has the spec of these dimensions.
     Where every axis except the stage axis has one device, names without a meaning are ignored: they cut nothing. So
     they are where `data` is the only such axis, and nothing is annotated with it.
 
-    Return None if nothing is annotated, or there is no mesh. `notes` are the annotations of parameters and of the
-    model's other state.
+    The specs are None if nothing is annotated, or there is no mesh. `notes` are the annotations of parameters and of
+    the model's other state.
     Names that are neither axes (except the stage axis) nor in the rules are refused, and axes that do not divide a
     dimension.
     """
     if mesh is None or not any(note is not None for half in notes for note in half):
-        return None
+        return None, {}
     reader = _Reader(inner_sizes(mesh), rules)
     params, rest = reader.specs(state.params, notes[0]), reader.specs(state.model_state, notes[1])
     reader.refuse_faults()
@@ -146,7 +148,7 @@ def state_specs(
 
         return jax.tree.unflatten(structure, [spec_of(path, getattr(leaf, "shape", ())) for path, leaf in leaves])
 
-    return TrainState(
+    specs = TrainState(
         step=None,
         params=jax.tree.unflatten(jax.tree.structure(state.params), params),
         opt_state=like_parameters(state.opt_state),
@@ -154,6 +156,7 @@ def state_specs(
         ema=like_parameters(state.ema),
         loss_scale=None if state.loss_scale is None else dict.fromkeys(state.loss_scale),
     )
+    return specs, reader.unknown | {axis: path for (_, axis), path in reader.absent.items()}
 
 
 def _spec_of_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, number: int) -> PartitionSpec:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from jaxpp_flax.planning.plan import Plan
 from jaxpp_flax.schedules import Schedule, by_name
+from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import STAGE_AXIS, layout_of, wrap_mesh
 from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.options.mesh import MeshOptions
@@ -33,6 +37,7 @@ def take_plan(plan: Plan | str | os.PathLike[str] | None, given: Planned) -> Pla
     Raises:
       AssignmentError, FileNotFoundError: for a file that holds no plan.
       TypeError: without a plan, if the number of stages or of microbatches is missing; for a value that is no plan.
+      MeshError: for a plan for more devices than there are.
       ValueError: if an argument differs from the plan; it names the field and both values.
     """
     if plan is None:
@@ -87,6 +92,12 @@ def _mesh(given: MeshOptions, plan: Plan) -> MeshOptions:
     if given.mesh is not None:
         _same("mesh", layout_of(wrap_mesh(given.mesh, None)), dict(plan.layout))
         return given
+    needed, available = num_ranks * math.prod(axes.values()), jax.device_count()
+    if needed > available:
+        raise MeshError(
+            f"the plan's layout {dict(plan.layout)} needs {needed} devices, but there are {available}. Start the job "
+            f"with as many, or make a plan for {available}."
+        )
     return replace(
         given,
         axes=_same("the mesh's axes", None if given.axes is None else dict(given.axes), axes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,8 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` is for training steps.
+    leaves of the state; `rules` has the meanings of logical axis names, and `ignored` those without one, each with a
+    leaf; `fsdp` is for training steps.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CompiledSteps:
         *,
         state_specs: TrainState | None,
         rules: AxisRules,
+        ignored: Mapping[str, str] | None = None,
         fsdp: Fsdp = "microbatch",
         clock: Clock | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class CompiledSteps:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
         self.state_specs, self._rules = state_specs, rules
         self._fsdp: Fsdp = fsdp
+        self._ignored = ignored or {}
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any, announce: Callable[[int], None]) -> Any:
@@ -106,6 +109,7 @@ class CompiledSteps:
             place=place,
             cuts=self._assigner.fixed_cuts,
             residuals=self._scheduling.residuals,
+            ignored=self._ignored,
         )
 
     def like_training(self, function: Callable[..., Any], microbatches: Any) -> Any:

@@ -21,18 +21,18 @@ def dense(inputs: int, outputs: int, cut: tuple[str, str], rngs: nnx.Rngs) -> nn
 class Block(nnx.Module):
     """Two products, cut as Megatron cuts them."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, axis: str, rngs: nnx.Rngs) -> None:
         self.up, self.down = (dense(width, 4 * width, ("fsdp", "tensor"), rngs),
-                              dense(4 * width, width, ("tensor", "fsdp"), rngs))  # fmt: skip
+                              dense(4 * width, width, (axis, "fsdp"), rngs))  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.down(jax.nn.relu(self.up(x)))
 
 
 class Model(nnx.Module):
-    def __init__(self, layers: int, width: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, layers: int, width: int, axis: str, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(width, width, rngs=rngs)
-        blocks = (Block(width, rngs) for _ in range(layers))
+        blocks = (Block(width, axis, rngs) for _ in range(layers))
         self.blocks = nnx.List([PipelineStage(block, name=f"block_{i}") for i, block in enumerate(blocks)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -46,6 +46,11 @@ def loss(model: Model, batch: jax.Array) -> jax.Array:
     return jnp.mean(model(batch) ** 2)
 
 
-def make(layers: int = 7, batch: int = 48, width: int = 16, **options: Any) -> tuple[PipelineTrainer, Any]:
-    trainer = PipelineTrainer(lambda rngs: Model(layers, width, rngs), optax.adam(1e-3), loss, logging=False, **options)
+def make(
+    layers: int = 7, batch: int = 48, width: int = 16, axis: str = "tensor", **options: Any
+) -> tuple[PipelineTrainer, Any]:
+    """Make the trainer and the shapes of a batch; `axis` cuts the second product."""
+    trainer = PipelineTrainer(
+        lambda rngs: Model(layers, width, axis, rngs), optax.adam(1e-3), loss, logging=False, **options
+    )
     return trainer, jax.ShapeDtypeStruct((batch, width), jnp.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.planning import Curves, Hardware, StageLoad, StepModel, device_named
+from jaxpp_flax.planning import Curves, Hardware, MeasuredCurves, StageLoad, StepModel, device_named
 from jaxpp_flax.planning.quoting.curves import Group
 from jaxpp_flax.planning.quoting.facts import Product, TaskFacts, facts_of_task
 from jaxpp_flax.planning.quoting.step import prediction_of
@@ -59,6 +61,21 @@ def test_products_and_collectives():
     assert curves.gather(1e9, across, device) > curves.gather(1e9, inside, device)
     assert curves.gather(1e9, Group(16, 1), device) > curves.gather(1e9, across, device)
     assert curves.gather(1e9, Group(1, 1), device) == 0
+
+
+def test_measured_curves_take_the_time_of_the_device_at_hand():
+    device, work = device_named("h100-sxm"), TaskFacts((Product(4.0, 512, 512, 512, "float32", 4),), moved=4e6)
+    layer = jax.jit(lambda x, w: jnp.tanh(jax.lax.fori_loop(0, 4, lambda _, y: y @ w, x)))
+    values = jnp.ones((512, 512))
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        layer(values, values).block_until_ready()
+        taken.append(time.perf_counter() - start)
+    measured = MeasuredCurves()
+    assert min(taken) / 10 < measured.compute(work, device) < min(taken) * 10
+    assert measured.compute(work, device) > 10 * Curves().compute(work, device)
+    assert measured.gather(1e9, Group(8, 8), device) == Curves().gather(1e9, Group(8, 8), device)
 
 
 def test_the_facts_of_a_block_that_devices_share():
