@@ -10,10 +10,12 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, emit
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
-from jaxpp_flax.verify.runs.crossings import Crossing, marks_at_top
+from jaxpp_flax.verify.runs.choices import choice_places
+from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
 from jaxpp_flax.verify.runs.plain_step import trace_step
-from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
+from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop, num_gradients
 
 __all__ = ["WatchedStep"]
 
@@ -48,12 +50,15 @@ class WatchedStep:
 
     def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
         params = equation.params
-        body = inline(params["body"])
-        seen: list[Crossing] = marks_at_top(body)
-        crossed = [value for crossing in seen for value in crossing.values]
+        count = len(params["body"].outputs)
+        places = choice_places(params["body"], count - num_gradients(count, params["num_carry"], self._parameters))
+        body = inline(params["body"], flatten=bool(places), remat=bool(places))  # as the compiler does later
+        seen = crossings_at_top(body, places)
+        equations = list(body.equations)
+        crossed = [value for crossing in seen for value in _in_place(body, crossing, equations)]
         watching = {
             **params,
-            "body": replace(body, outputs=(*body.outputs, *crossed)),
+            "body": replace(body, outputs=(*body.outputs, *crossed), equations=tuple(equations)),
             "operations": (*params["operations"], *[Concat()] * len(crossed)),
         }
         found = treduce_p.bind(*operands, **watching)
@@ -65,3 +70,15 @@ class WatchedStep:
     def at_points(self, watched: Sequence[Any]) -> dict[Point, Any]:
         """Return the watched arrays of a run by their points."""
         return dict(zip(self._points, watched, strict=True))
+
+
+def _in_place(body: Graph, crossing: Crossing, equations: list[Any]) -> Sequence[Atom]:
+    """Return the values of a crossing; what is recomputed stays in its backward task, also if it is looked at."""
+    later = body.equations[crossing.region :] if crossing.direction == AGAIN else ()
+    anchor = next((equation for equation in later if equation.transposed), None)
+    if anchor is None:
+        return crossing.values
+    beside = [*crossing.values, anchor.outputs[0]]
+    made, values = emit(lambda *arrays: jax.lax.optimization_barrier(arrays), beside, like=anchor)
+    equations += made
+    return values[:-1]

@@ -1,0 +1,40 @@
+"""Choices: results that jump where a float moves a little: arg-max, top-k, comparisons, casts to integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeAlias
+
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, prune
+from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.verify.rounding import is_float
+
+__all__ = ["Places", "choice_places", "chosen"]
+
+Places: TypeAlias = frozenset[tuple[str, str]]
+"""The primitives, and the user's lines, of choices."""
+
+
+def choice_places(body: Graph, count: int) -> Places:
+    """Return where a loop's body makes choices on which its first `count` results depend: those of the forward pass.
+
+    What derivatives alone compare, such as the side of a ReLU, is none. A choice inside a `scan`, `cond`, `while` or
+    `shard_map` is not seen.
+    """
+    flat = inline(body, flatten=True, remat=True)
+    forward = prune(replace(flat, outputs=flat.outputs[:count]))
+    return frozenset((e.name, e.where) for e in forward.equations if _made_by(forward, e))
+
+
+def chosen(graph: Graph, equation: Equation, places: Places) -> tuple[int, ...]:
+    """Return which results of an equation at one of the places are choices that something reads."""
+    return _made_by(graph, equation) if places and (equation.name, equation.where) in places else ()
+
+
+def _made_by(graph: Graph, equation: Equation) -> tuple[int, ...]:
+    if bodies(equation.params) or not any(is_float(atom.aval) for atom in equation.inputs):
+        return ()
+    steps = facts_of(equation.primitive).steps
+    results = enumerate(equation.outputs)
+    return tuple(i for i, value in results if graph.reads[value] and (steps or not is_float(value.aval)))
