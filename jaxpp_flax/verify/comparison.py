@@ -57,7 +57,7 @@ def compare(
             num_microbatches=num_microbatches,
             num_shards=num_shards,
             parts=wide(plain.parts[point]) if point in plain.parts else None,
-            stacked=point.kind in ("forward", "backward"),
+            stacked=point.kind in ("choice", "forward", "recomputed", "backward"),
             before=wide(before[point]) if point in before else None,
             dtype=str(expected.dtype),
             is_exact=not is_float(expected),

@@ -15,7 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.engine.program.program import Program, Run
 from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.trainers import Memory
 from jaxpp_flax.verify import Choice, Report, verify
+from tests.helpers import slow
 from tests.verify.faults import MICROBATCHES, Fault, Step, edge
 from tests.verify.test_faults import Bench
 
@@ -58,11 +60,11 @@ class TwinsAndRouter(nnx.Module):
         return nnx.remat(Router.__call__)(self.router, self.twins(x))
 
 
-def router_trainer(*blocks: nnx.Module, **options: Any) -> PipelineTrainer:
-    stages = [PipelineStage(block, name=f"block_{i}", **options) for i, block in enumerate(blocks)]
+def router_trainer(*blocks: nnx.Module, remat: Any = None, memory: Memory | None = None) -> PipelineTrainer:
+    stages = [PipelineStage(block, name=f"block_{i}", remat=remat) for i, block in enumerate(blocks)]
     return PipelineTrainer(
         nnx.Sequential(*stages), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=len(blocks),
-        num_microbatches=MICROBATCHES, logging=False,
+        num_microbatches=MICROBATCHES, memory=memory, logging=False,
     )  # fmt: skip
 
 
@@ -79,12 +81,20 @@ def the_choice(report: Report) -> Choice:
     return choice
 
 
-@pytest.mark.parametrize(("remat", "recomputed"), [("full", 2 * len(X)), (SAVED, 0)], ids=["full", "saved"])
-def test_a_recomputed_router_is_told_and_the_remedy_helps(remat: Any, recomputed: int):
-    report = verify(router_trainer(Router(0), Router(1), remat=remat), X)
+@pytest.mark.parametrize(
+    ("options", "recomputed"),
+    [
+        ({"remat": "full"}, 2 * len(X)),
+        ({"remat": SAVED}, 0),
+        slow({"memory": Memory(remat="full")}, 2 * len(X)),
+        slow({"memory": Memory(remat=SAVED)}, 0),
+    ],
+)
+def test_a_recomputed_router_is_told_and_the_remedy_helps(options: dict[str, Any], recomputed: int):
+    report = verify(router_trainer(Router(0), Router(1), **options), X)
     assert report.agrees, report
     choice = the_choice(report)
-    assert (choice.count, choice.recomputed) == (2 * len(X), recomputed)
+    assert (choice.count, choice.differ, choice.recomputed, choice.otherwise) == (2 * len(X), 0, recomputed, 0)
     assert ("save_only_these_names" in str(report)) == bool(recomputed)
 
 

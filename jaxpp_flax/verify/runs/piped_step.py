@@ -73,12 +73,15 @@ class WatchedStep:
 
 
 def _in_place(body: Graph, crossing: Crossing, equations: list[Any]) -> Sequence[Atom]:
-    """Return the values of a crossing; what is recomputed stays in its backward task, also if it is looked at."""
-    later = body.equations[crossing.region :] if crossing.direction == AGAIN else ()
-    anchor = next((equation for equation in later if equation.transposed), None)
-    if anchor is None:
-        return crossing.values
-    beside = [*crossing.values, anchor.outputs[0]]
-    made, values = emit(lambda *arrays: jax.lax.optimization_barrier(arrays), beside, like=anchor)
-    equations += made
-    return values[:-1]
+    """Return the values of a crossing; what is recomputed stays in the backward task that needs it."""
+    reached = set(crossing.values[len(crossing.values) - crossing.num_chosen :])
+    for equation in body.equations[crossing.region :] if crossing.direction == AGAIN else ():
+        if reached.isdisjoint(equation.inputs):
+            continue
+        if equation.transposed:
+            beside = [*crossing.values, equation.outputs[0]]
+            made, values = emit(lambda *arrays: jax.lax.optimization_barrier(arrays), beside, like=equation)
+            equations += made
+            return values[:-1]
+        reached.update(equation.outputs)
+    return crossing.values
