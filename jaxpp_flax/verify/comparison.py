@@ -80,16 +80,16 @@ def count_choices(plain: Side, pipeline: Side) -> tuple[Choice, ...]:
         later.sort(key=lambda point: -point.region)  # regions are recomputed in reverse order of the forward pass
         blocks = {point.block for point in later}
         same = first if len(first) == len(later) else [point for point in first if point.block in blocks]
+        pairs = zip(same, later, strict=False)
+        otherwise = _count((theirs[p], theirs[q]) for p, q in pairs) if len(same) == len(later) else None
         found.append(
             Choice(
                 name=leaf.rpartition("[")[0],
                 count=sum(theirs[p].size for p in first),
                 differ=_count((plain.arrays[p], theirs[p]) for p in first),
                 recomputed=sum(theirs[p].size for p in later),
-                otherwise=_count((theirs[p], theirs[q]) for p, q in zip(same, later, strict=True))
-                if len(same) == len(later)
-                else None,
-                is_comparison=theirs[first[0]].dtype == np.bool_,
+                otherwise=otherwise,
+                is_at_risk=bool(later) and (otherwise != 0 or theirs[first[0]].dtype != np.bool_),
             )
         )
     return tuple(found)

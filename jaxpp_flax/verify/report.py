@@ -50,7 +50,8 @@ class Choice:
       count, differ: the number of choices, and how many of the pipeline's are not those of the plain step.
       recomputed, otherwise: how many the pipeline makes again for the backward pass, and how many of them then differ;
         None if it is not known which is which.
-      is_comparison: the choices are booleans: often, both lead to nearly the same numbers.
+      is_at_risk: gradients may be those of other choices than the loss. Of comparisons, both sides often lead to nearly
+        the same numbers: they are at risk if some differ.
     """
 
     name: str
@@ -58,12 +59,7 @@ class Choice:
     differ: int
     recomputed: int
     otherwise: int | None
-    is_comparison: bool
-
-    @property
-    def is_at_risk(self) -> bool:
-        """True if gradients may be those of other choices than the loss."""
-        return self.recomputed > 0 and (self.otherwise != 0 or not self.is_comparison)
+    is_at_risk: bool
 
     def __str__(self) -> str:
         """Return the counts in one line."""

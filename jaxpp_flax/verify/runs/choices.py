@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, prune
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Places", "choice_places", "chosen"]
+__all__ = ["Places", "choice_places", "chosen", "num_gradients"]
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
 
 
-def choice_places(body: Graph, count: int) -> Places:
-    """Return where a loop's body makes choices on which its first `count` results depend: those of the forward pass.
+def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:
+    """Return how many of a loop's results are gradients, its last ones: one for each parameter, or none."""
+    return len(parameters) if num_results - num_carry >= len(parameters) else 0
+
+
+def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Places:
+    """Return where the body of a loop with these parameters makes choices on which more depends than gradients.
 
     What derivatives alone compare, such as the side of a ReLU, is none. A choice inside a `scan`, `cond`, `while` or
     `shard_map` is not seen.
     """
-    flat = inline(body, flatten=True, remat=True)
-    forward = prune(replace(flat, outputs=flat.outputs[:count]))
+    flat = inline(params["body"], flatten=True, remat=True)
+    count = len(flat.outputs)
+    forward = prune(
+        replace(flat, outputs=flat.outputs[: count - num_gradients(count, params["num_carry"], parameters)])
+    )
     return frozenset((e.name, e.where) for e in forward.equations if _made_by(forward, e))
 
 

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
 from jaxpp_flax.verify.runs.choices import choice_places
 from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
 from jaxpp_flax.verify.runs.plain_step import trace_step
-from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop, num_gradients
+from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
 
 __all__ = ["WatchedStep"]
 
@@ -50,8 +50,7 @@ class WatchedStep:
 
     def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
         params = equation.params
-        count = len(params["body"].outputs)
-        places = choice_places(params["body"], count - num_gradients(count, params["num_carry"], self._parameters))
+        places = choice_places(params, self._parameters)
         body = inline(params["body"], flatten=bool(places), remat=bool(places))  # as the compiler does later
         seen = crossings_at_top(body, places)
         equations = list(body.equations)

@@ -14,7 +14,7 @@ from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, struct_o
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.verify.runs.choices import choice_places
 from jaxpp_flax.verify.runs.crossings import Crossing, run_body
-from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop, num_gradients, points_of
+from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop, points_of
 
 __all__ = ["PlainStep", "Traced", "trace_step"]
 
@@ -106,8 +106,7 @@ class PlainStep:
         made = body.outputs[num_carry:]
         states = [op.state(params["length"], struct_of(y.aval)) for op, y in zip(operations, made, strict=True)]
         named: list[LoopPoints] = []
-        count = len(body.outputs)
-        places = choice_places(body, count - num_gradients(count, num_carry, self._parameters))
+        places = choice_places(params, self._parameters)
 
         def one(state: tuple[list[Any], list[Any]], index: Any) -> Any:
             seen: list[Crossing] = []

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from jaxpp_flax.verify.runs.choices import num_gradients
 from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, block_at, number_of
 
-__all__ = ["CHOSEN", "Kind", "LoopPoints", "Point", "name_loop", "num_gradients", "points_of"]
+__all__ = ["CHOSEN", "Kind", "LoopPoints", "Point", "name_loop", "points_of"]
 
 Kind: TypeAlias = Literal[
     "choice", "chosen", "forward", "result", "recomputed", "chosen again", "backward", "gradient", "carry", "metric",
@@ -53,11 +54,6 @@ class LoopPoints:
 
     crossings: tuple[tuple[Point, ...], ...]
     results: tuple[Point, ...]
-
-
-def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:
-    """Return how many of a body's results are gradients, its last ones: one for each parameter, or none."""
-    return len(parameters) if num_results - num_carry >= len(parameters) else 0
 
 
 def points_of(crossing: Crossing, loop: int, number: int, block: str = "") -> Iterator[Point]:
