@@ -78,10 +78,8 @@ def count_choices(plain: Side, pipeline: Side) -> tuple[Choice, ...]:
     for leaf in dict.fromkeys(point.leaf for point in theirs if point.kind == CHOSEN[0]):
         first, later = ([p for p in theirs if (p.kind, p.leaf) == (kind, leaf)] for kind in CHOSEN)
         later.sort(key=lambda point: -point.region)  # regions are recomputed in reverse order of the forward pass
-        blocks = {point.block for point in later}
-        same = first if len(first) == len(later) else [point for point in first if point.block in blocks]
-        pairs = zip(same, later, strict=False)
-        otherwise = _count((theirs[p], theirs[q]) for p, q in pairs) if len(same) == len(later) else None
+        pairs = zip(first, later, strict=False)
+        otherwise = _count((theirs[p], theirs[q]) for p, q in pairs) if len(first) == len(later) else None
         found.append(
             Choice(
                 name=leaf.rpartition("[")[0],

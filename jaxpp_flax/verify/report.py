@@ -41,28 +41,31 @@ class Row:
         return not self.distance > self.allowed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Choice:
     """Results that jump where a float moves a little (arg-max, top-k, comparisons, casts to integers), at one line.
 
     Args:
       name: the primitive, and the user's line.
-      count, differ: the number of choices, and how many of the pipeline's are not those of the plain step.
+      count, differ: the number of choices, and how many of the pipeline's are not those of the plain step. None are
+        counted of those that are recomputed inside a `scan`, `cond` or `while`.
       recomputed, otherwise: how many the pipeline makes again for the backward pass, and how many of them then differ;
-        None if it is not known which is which.
+        None if it does not make all of them again.
       is_at_risk: gradients may be those of other choices than the loss. Of comparisons, both sides often lead to nearly
         the same numbers: they are at risk if some differ.
     """
 
     name: str
-    count: int
-    differ: int
-    recomputed: int
-    otherwise: int | None
-    is_at_risk: bool
+    count: int = 0
+    differ: int = 0
+    recomputed: int = 0
+    otherwise: int | None = None
+    is_at_risk: bool = True
 
     def __str__(self) -> str:
         """Return the counts in one line."""
+        if not self.count:
+            return f"{self.name}: recomputed inside a loop, where choices are not counted"
         unknown = "an unknown number" if self.otherwise is None else self.otherwise
         again = f"; {self.recomputed} are recomputed, {unknown} otherwise" if self.recomputed else ""
         return f"{self.name}: {self.differ} of {self.count} choices differ{again}"

@@ -14,7 +14,7 @@ from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
 from jaxpp_flax.verify.comparison import Side, chosen_by, compare, count_choices
 from jaxpp_flax.verify.errors import VerifyError
-from jaxpp_flax.verify.report import Report
+from jaxpp_flax.verify.report import Choice, Report
 from jaxpp_flax.verify.rounding import apart, is_float, moved, on_host
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
 from jaxpp_flax.verify.runs.plain_step import PlainStep, trace_step
@@ -88,7 +88,9 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "schedule": repr(trainer.schedule),
         "jax": jax.__version__,
     }
-    return Report(rows=rows, facts=facts, choices=count_choices(plain, pipeline))
+    return Report(
+        rows=rows, facts=facts, choices=(*count_choices(plain, pipeline), *map(Choice, sorted(watched.hidden)))
+    )
 
 
 def _run_plain(

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, prune
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from jaxpp_flax.engine.tracing.inline import inline, is_recomputation
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, inside, prune
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Places", "choice_places", "chosen", "num_gradients"]
+__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients"]
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
@@ -25,8 +28,7 @@ def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -
 def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Places:
     """Return where the body of a loop with these parameters makes choices on which more depends than gradients.
 
-    What derivatives alone compare, such as the side of a ReLU, is none. A choice inside a `scan`, `cond`, `while` or
-    `shard_map` is not seen.
+    What derivatives alone compare, such as the side of a ReLU, is none. Nor is one of the `hidden_choices`.
     """
     flat = inline(params["body"], flatten=True, remat=True)
     count = len(flat.outputs)
@@ -34,6 +36,20 @@ def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Place
         replace(flat, outputs=flat.outputs[: count - num_gradients(count, params["num_carry"], parameters)])
     )
     return frozenset((e.name, e.where) for e in forward.equations if _made_by(forward, e))
+
+
+def hidden_choices(body: Graph) -> set[str]:
+    """Return the names of the choices, comparisons aside, that are recomputed inside a `scan`, `cond` or `while`."""
+    opaque = (e for e in inline(body, flatten=True, remat=True).equations if bodies(e.params))
+    regions = (region for e in opaque for region in inside(e.params) if is_recomputation(region))
+    return {
+        f"{e.primitive.name} at {source_info_util.summarize(e.source_info)}"
+        for region in regions
+        for e in inside(region.params)
+        if not bodies(e.params)
+        and any(is_float(v.aval) for v in e.invars)
+        and any(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in e.outvars)
+    }
 
 
 def chosen(graph: Graph, equation: Equation, places: Places) -> tuple[int, ...]:

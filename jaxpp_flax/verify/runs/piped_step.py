@@ -12,7 +12,7 @@ import jax
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, emit
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
-from jaxpp_flax.verify.runs.choices import choice_places
+from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices
 from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
 from jaxpp_flax.verify.runs.plain_step import trace_step
 from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
@@ -30,6 +30,7 @@ class WatchedStep:
     def __init__(self, step: Callable[..., Any], parameters: Sequence[str]) -> None:
         self._step, self._parameters = step, parameters
         self._points: list[Point] = []
+        self.hidden: set[str] = set()  # choices that are recomputed where they cannot be looked at
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, tuple[Any, list[Any]]]:
         """Trace the step, and run its graph with more results."""
@@ -51,6 +52,7 @@ class WatchedStep:
     def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
         params = equation.params
         places = choice_places(params, self._parameters)
+        self.hidden |= hidden_choices(params["body"])
         body = inline(params["body"], flatten=bool(places), remat=bool(places))  # as the compiler does later
         seen = crossings_at_top(body, places)
         equations = list(body.equations)
