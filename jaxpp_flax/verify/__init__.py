@@ -3,7 +3,7 @@
 from jaxpp_flax.verify.errors import ReplayError, VerifyError
 from jaxpp_flax.verify.parting import Parting, bisect
 from jaxpp_flax.verify.replay import Replay
-from jaxpp_flax.verify.report import Report, Row
+from jaxpp_flax.verify.report import Choice, Report, Row
 from jaxpp_flax.verify.verification import verify
 
-__all__ = ["Parting", "Replay", "ReplayError", "Report", "Row", "VerifyError", "bisect", "verify"]
+__all__ = ["Choice", "Parting", "Replay", "ReplayError", "Report", "Row", "VerifyError", "bisect", "verify"]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "Row"]
+__all__ = ["Choice", "Report", "Row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Row:
     """One array on both sides.
 
     Args:
-      kind, block, leaf: which array; see `Point`.
+      kind, block, leaf: which array; see `Point`. "choice" is what a choice reads.
       index: where the arrays are farthest apart.
       expected, actual: both numbers there.
       distance: how far these are apart, in units of rounding of the expected array's largest number.
@@ -41,9 +41,49 @@ class Row:
         return not self.distance > self.allowed
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Results that jump where a float moves a little (arg-max, top-k, comparisons, casts to integers), at one line.
+
+    Args:
+      name: the primitive, and the user's line.
+      count, differ: the number of choices, and how many of the pipeline's are not those of the plain step. None are
+        counted of those that are recomputed inside a `scan`, `cond` or `while`.
+      recomputed, otherwise: how many the pipeline makes again for the backward pass, and how many of them then differ;
+        None if it does not make all of them again.
+      is_at_risk: gradients may be those of other choices than the loss. Of comparisons, both sides often lead to nearly
+        the same numbers: they are at risk if some differ.
+    """
+
+    name: str
+    count: int = 0
+    differ: int = 0
+    recomputed: int = 0
+    otherwise: int | None = None
+    is_at_risk: bool = True
+
+    def __str__(self) -> str:
+        """Return the counts in one line."""
+        if not self.count:
+            return f"{self.name}: recomputed inside a loop, where choices are not counted"
+        unknown = "an unknown number" if self.otherwise is None else self.otherwise
+        again = f"; {self.recomputed} are recomputed, {unknown} otherwise" if self.recomputed else ""
+        return f"{self.name}: {self.differ} of {self.count} choices differ{again}"
+
+
+_REMEDY = """\
+`jax.checkpoint` (remat) recomputes choices. Rounding may decide otherwise there, and gradients are then those of other
+choices than the loss. Save them, and read nothing else of the operation that chooses:
+  index = checkpoint_name(jax.lax.top_k(scores, k)[1], "choice")  # from jax.ad_checkpoint
+  remat=jax.checkpoint_policies.save_only_these_names("choice")  # of PipelineStage; policy= of jax.checkpoint"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The comparison of one step; printed, it is a sentence and a table. `rows` are in order of computation.
+
+    Choices that rounding decides otherwise are counted in `choices`. They are no difference: the rows compare with a
+    plain step that makes the pipeline's choices.
 
     Example:
       >>> right = Row(kind="gradient", block="b", leaf="w", index=(0,), expected=1.0, actual=1.0, distance=0,
@@ -59,6 +99,7 @@ class Report:
 
     rows: tuple[Row, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple[Choice, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -97,7 +138,9 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         note = "apart, explained: in units of rounding of an array's largest number"
-        return "\n".join([self.sentence, "", *table, note])
+        choices = ["", *map(str, self.choices)] if self.choices else []
+        remedy = [_REMEDY] if any(choice.is_at_risk for choice in self.choices) else []
+        return "\n".join([self.sentence, "", *table, note, *choices, *remedy])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON: the sentence, the facts of the run, and all rows."""
@@ -106,5 +149,6 @@ class Report:
             "sentence": self.sentence,
             "facts": dict(self.facts),
             "rows": [asdict(row) for row in self.rows],
+            "choices": [asdict(choice) for choice in self.choices],
         }
         Path(path).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")

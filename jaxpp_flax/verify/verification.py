@@ -12,9 +12,9 @@ from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
-from jaxpp_flax.verify.comparison import Side, compare
+from jaxpp_flax.verify.comparison import Side, chosen_by, compare, count_choices
 from jaxpp_flax.verify.errors import VerifyError
-from jaxpp_flax.verify.report import Report
+from jaxpp_flax.verify.report import Choice, Report
 from jaxpp_flax.verify.rounding import apart, is_float, moved, on_host
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
 from jaxpp_flax.verify.runs.plain_step import PlainStep, trace_step
@@ -32,7 +32,8 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     one unit of rounding; see `jaxpp_flax.verify.rounding.FACTOR`.
 
     It costs four plain steps, two steps of the pipeline, and two compilations: of the plain step, and of a pipeline
-    that returns what crosses its marks. The plain step and the state must fit into one device.
+    that returns what crosses its marks. The plain step and the state must fit into one device. If rounding decided a
+    choice otherwise (an arg-max, a top-k), the plain steps are compiled again, with the pipeline's choices.
 
     Args:
       trainer: a trainer in one process, before its first step or after any.
@@ -68,10 +69,14 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     found = _copied(watched.at_points(arrays))
     results = trainer.compile(batch)(jax.tree.map(on_host, state), microbatches)
     blocks = _blocks(plain.arrays)
+    pipeline = Side({**found, **_after(jax.tree.map(on_host, results), blocks)})
+    forced = chosen_by(pipeline, plain)
+    if any(apart(array, side.arrays[point]).any() for point, array in forced.items() for side in (plain, *others)):
+        plain, others = _run_plain(step, state, inputs, used, trainer.num_microbatches, forced)
     rows = compare(
         plain,
         others,
-        Side({**found, **_after(jax.tree.map(on_host, results), blocks)}),
+        pipeline,
         num_microbatches=trainer.num_microbatches,
         num_shards=core.rows.batch_shards,
         before={point: leaf for point, leaf in _after((state, {}), blocks).items() if point.kind == "state"},
@@ -83,13 +88,17 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "schedule": repr(trainer.schedule),
         "jax": jax.__version__,
     }
-    return Report(rows=rows, facts=facts)
+    return Report(
+        rows=rows, facts=facts, choices=(*count_choices(plain, pipeline), *map(Choice, sorted(watched.hidden)))
+    )
 
 
-def _run_plain(step: Any, state: Any, batch: Any, used: list[str], count: int) -> tuple[Side, list[Side]]:
+def _run_plain(
+    step: Any, state: Any, batch: Any, used: list[str], count: int, forced: Mapping[Point, Any] | None = None
+) -> tuple[Side, list[Side]]:
     """Return the plain step's arrays, and those of two runs that differ from it by rounding alone."""
     traced = trace_step(step, state, batch)
-    run = PlainStep(traced, used)
+    run = PlainStep(traced, used, forced or {})
     order = np.arange(count)
 
     def side(arguments: Any, order: Any) -> Side:

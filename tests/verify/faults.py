@@ -76,7 +76,7 @@ def edge(source: int, target: int, change: Callable[[Any, list[Any]], Any], only
     return wrap
 
 
-def sums(stage: int, change: Callable[[Any, Any, int], Any]) -> Wrap:
+def sums(stage: int, change: Callable[[Any, Any, int], Any], only: Callable[[Any], bool] = lambda array: True) -> Wrap:
     """A fault of the accumulators of a stage: `change(before, after, microbatch)` returns the wrong sum."""
 
     def wrap(program: Program, instruction: Any, step: Step) -> Step:
@@ -92,7 +92,7 @@ def sums(stage: int, change: Callable[[Any, Any, int], Any]) -> Wrap:
             for (o, _), old in zip(task.pins, before, strict=True):
                 value = instruction.outputs[o]
                 new = environment[value]
-                if new.ndim == 0 or new.shape[0] == MICROBATCHES:
+                if new.ndim == 0 or new.shape[0] == MICROBATCHES or not only(new):
                     continue  # the loss, and what is stacked to be watched
                 changed = change(old, np.array(new), instruction.microbatch)
                 environment[value] = jax.device_put(jnp.asarray(changed, new.dtype), new.sharding)

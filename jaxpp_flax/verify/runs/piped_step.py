@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, emit
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
-from jaxpp_flax.verify.runs.crossings import Crossing, marks_at_top
+from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices
+from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
 from jaxpp_flax.verify.runs.plain_step import trace_step
 from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
 
@@ -28,6 +30,7 @@ class WatchedStep:
     def __init__(self, step: Callable[..., Any], parameters: Sequence[str]) -> None:
         self._step, self._parameters = step, parameters
         self._points: list[Point] = []
+        self.hidden: set[str] = set()  # choices that are recomputed where they cannot be looked at
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, tuple[Any, list[Any]]]:
         """Trace the step, and run its graph with more results."""
@@ -48,12 +51,15 @@ class WatchedStep:
 
     def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
         params = equation.params
-        body = inline(params["body"])
-        seen: list[Crossing] = marks_at_top(body)
-        crossed = [value for crossing in seen for value in crossing.values]
+        places = choice_places(params, self._parameters)
+        self.hidden |= hidden_choices(params["body"])
+        body = inline(params["body"], flatten=bool(places), remat=bool(places))  # as the compiler does later
+        seen = crossings_at_top(body, places)
+        equations = list(body.equations)
+        crossed = [value for crossing in seen for value in _in_place(body, crossing, equations)]
         watching = {
             **params,
-            "body": replace(body, outputs=(*body.outputs, *crossed)),
+            "body": replace(body, outputs=(*body.outputs, *crossed), equations=tuple(equations)),
             "operations": (*params["operations"], *[Concat()] * len(crossed)),
         }
         found = treduce_p.bind(*operands, **watching)
@@ -65,3 +71,18 @@ class WatchedStep:
     def at_points(self, watched: Sequence[Any]) -> dict[Point, Any]:
         """Return the watched arrays of a run by their points."""
         return dict(zip(self._points, watched, strict=True))
+
+
+def _in_place(body: Graph, crossing: Crossing, equations: list[Any]) -> Sequence[Atom]:
+    """Return the values of a crossing; what is recomputed stays in the backward task that needs it."""
+    reached = set(crossing.values[len(crossing.values) - crossing.num_chosen :])
+    for equation in body.equations[crossing.region :] if crossing.direction == AGAIN else ():
+        if reached.isdisjoint(equation.inputs):
+            continue
+        if equation.transposed:
+            beside = [*crossing.values, equation.outputs[0]]
+            made, values = emit(lambda *arrays: jax.lax.optimization_barrier(arrays), beside, like=equation)
+            equations += made
+            return values[:-1]
+        reached.update(equation.outputs)
+    return crossing.values

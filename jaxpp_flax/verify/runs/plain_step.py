@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.verify.runs.choices import choice_places
 from jaxpp_flax.verify.runs.crossings import Crossing, run_body
-from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
+from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop, points_of
 
 __all__ = ["PlainStep", "Traced", "trace_step"]
 
@@ -66,10 +67,11 @@ class PlainStep:
 
     `parameters` are the paths of the parameters that have gradients. Arrays of every microbatch, those that cross a
     mark and the summands of each gradient, are stacked in the order of the batch, whatever the order of the run.
+    Choices in `forced` take the place of the step's own, which are returned all the same.
     """
 
-    def __init__(self, traced: Traced, parameters: Sequence[str]) -> None:
-        self._traced, self._parameters = traced, parameters
+    def __init__(self, traced: Traced, parameters: Sequence[str], forced: Mapping[Point, Any]) -> None:
+        self._traced, self._parameters, self._forced = traced, parameters, forced
         self.loops: list[LoopPoints] = []  # known once the step is traced
         self._run = jax.jit(self._evaluate)
 
@@ -104,11 +106,18 @@ class PlainStep:
         made = body.outputs[num_carry:]
         states = [op.state(params["length"], struct_of(y.aval)) for op, y in zip(operations, made, strict=True)]
         named: list[LoopPoints] = []
+        places = choice_places(params, self._parameters)
 
         def one(state: tuple[list[Any], list[Any]], index: Any) -> Any:
             seen: list[Crossing] = []
             inputs = [*consts, index, *state[0]]
-            results, phases = run_body(body, inputs, [0] * len(inputs), seen)
+
+            def force(choice: Crossing, number: int) -> list[Any]:
+                named = zip(points_of(choice, len(self.loops), number), choice.values, strict=True)
+                own = [jnp.asarray(self._forced[p])[index] if p in self._forced else value for p, value in named]
+                return own[len(own) - choice.num_chosen :]
+
+            results, phases = run_body(body, inputs, [0] * len(inputs), seen, places=places, force=force)
             named[:] = [name_loop(len(self.loops), seen, phases, num_carry, self._parameters)]
             summands = results[num_carry:]
             new = [op.update(s, y, index) for op, s, y in zip(operations, state[1], summands, strict=True)]

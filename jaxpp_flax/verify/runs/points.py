@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from jaxpp_flax.engine.tracing.markers import FORWARD
-from jaxpp_flax.verify.runs.crossings import Crossing, block_at
+from jaxpp_flax.verify.runs.choices import num_gradients
+from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, block_at, number_of
 
-__all__ = ["Kind", "LoopPoints", "Point", "name_loop"]
+__all__ = ["CHOSEN", "Kind", "LoopPoints", "Point", "name_loop", "points_of"]
 
-Kind: TypeAlias = Literal["forward", "result", "backward", "gradient", "carry", "metric", "state"]
+Kind: TypeAlias = Literal[
+    "choice", "chosen", "forward", "result", "recomputed", "chosen again", "backward", "gradient", "carry", "metric",
+    "state",
+]  # fmt: skip
+
+
+CHOSEN: tuple[Kind, Kind] = ("chosen", "chosen again")
 
 
 @dataclass(frozen=True)
@@ -19,13 +25,14 @@ class Point:
     """One array of a step. Both sides find the same points; only the plain side knows their blocks and phases.
 
     Args:
-      kind: what crosses a mark forward or backward; a result, a gradient or the last carry of a loop; a metric; a leaf
-        of the new state.
+      kind: what crosses a mark forward or backward; what a choice reads, or has chosen, in the forward pass or when it
+        is recomputed; a result, a gradient or the last carry of a loop; a metric; a leaf of the new state.
       leaf: its name there.
       loop: the number of its loop in the step; what is computed behind the loops has the next number.
       occurrence: tells apart marks of one name, in order of the program.
       block: the block that computes it.
       phase: the number of marks that stand before it: points are compared in order of loop and phase.
+      region: that of its crossing.
     """
 
     kind: Kind
@@ -34,6 +41,7 @@ class Point:
     occurrence: int = 0
     block: str = field(default="", compare=False)
     phase: int = field(default=0, compare=False)
+    region: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         """Say which array it is."""
@@ -48,6 +56,15 @@ class LoopPoints:
     results: tuple[Point, ...]
 
 
+def points_of(crossing: Crossing, loop: int, number: int, block: str = "") -> Iterator[Point]:
+    """Yield the points of a crossing's values; `number` counts crossings of its direction and name before it."""
+    first_chosen = len(crossing.values) - crossing.num_chosen
+    for i in range(len(crossing.values)):
+        kind = crossing.direction if i < first_chosen else CHOSEN[crossing.direction == AGAIN]
+        leaf = f"{crossing.mark.name or 'mark'}[{i}]"
+        yield Point(kind, leaf, loop, number, block, crossing.phase, crossing.region)  # pyright: ignore[reportArgumentType]
+
+
 def name_loop(
     loop: int, seen: Sequence[Crossing], phases: Sequence[int], num_carry: int, parameters: Sequence[str]
 ) -> LoopPoints:
@@ -60,20 +77,15 @@ def name_loop(
       num_carry: the number of results that are its carry.
       parameters: the paths of the trained parameters; the body's last results are their gradients, if it has so many.
     """
-    crossings: list[tuple[Point, ...]] = []
-    counts: dict[tuple[str, str | None], int] = {}
-    for crossing in seen:
-        which = (crossing.direction, crossing.mark.name)
-        number = counts[which] = counts.get(which, -1) + 1
-        kind: Kind = "forward" if crossing.direction == FORWARD else "backward"
-        leaves = range(len(crossing.values))
-        block, name = block_at(crossing.phase, seen), crossing.mark.name or "mark"
-        crossings.append(tuple(Point(kind, f"{name}[{i}]", loop, number, block, crossing.phase) for i in leaves))
-    num_gradients = len(parameters) if len(phases) - num_carry >= len(parameters) else 0
-    begin = len(phases) - num_gradients
+    crossings = [
+        tuple(points_of(crossing, loop, number_of(crossing, seen[:i]), block_at(crossing.phase, seen)))
+        for i, crossing in enumerate(seen)
+    ]
+    count = num_gradients(len(phases), num_carry, parameters)
+    begin = len(phases) - count
     results: list[Point] = []
     for i, phase in enumerate(phases):
-        kind, leaf = _result(i, num_carry, begin, parameters, has_gradients=num_gradients > 0)
+        kind, leaf = _result(i, num_carry, begin, parameters, has_gradients=count > 0)
         results.append(Point(kind, leaf, loop, block=block_at(phase, seen), phase=phase))
     return LoopPoints(tuple(crossings), tuple(results))
 

@@ -1,0 +1,65 @@
+"""Choices: results that jump where a float moves a little: arg-max, top-k, comparisons, casts to integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from jaxpp_flax.engine.tracing.inline import inline, is_recomputation
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, inside, prune
+from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.verify.rounding import is_float
+
+__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients"]
+
+Places: TypeAlias = frozenset[tuple[str, str]]
+"""The primitives, and the user's lines, of choices."""
+
+
+def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:
+    """Return how many of a loop's results are gradients, its last ones: one for each parameter, or none."""
+    return len(parameters) if num_results - num_carry >= len(parameters) else 0
+
+
+def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Places:
+    """Return where the body of a loop with these parameters makes choices on which more depends than gradients.
+
+    What derivatives alone compare, such as the side of a ReLU, is none. Nor is one of the `hidden_choices`.
+    """
+    flat = inline(params["body"], flatten=True, remat=True)
+    count = len(flat.outputs)
+    forward = prune(
+        replace(flat, outputs=flat.outputs[: count - num_gradients(count, params["num_carry"], parameters)])
+    )
+    return frozenset((e.name, e.where) for e in forward.equations if _made_by(forward, e))
+
+
+def hidden_choices(body: Graph) -> set[str]:
+    """Return the names of the choices, comparisons aside, that are recomputed inside a `scan`, `cond` or `while`."""
+    opaque = (e for e in inline(body, flatten=True, remat=True).equations if bodies(e.params))
+    regions = (region for e in opaque for region in inside(e.params) if is_recomputation(region))
+    return {
+        f"{e.primitive.name} at {source_info_util.summarize(e.source_info)}"
+        for region in regions
+        for e in inside(region.params)
+        if not bodies(e.params)
+        and any(is_float(v.aval) for v in e.invars)
+        and any(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in e.outvars)
+    }
+
+
+def chosen(graph: Graph, equation: Equation, places: Places) -> tuple[int, ...]:
+    """Return which results of an equation at one of the places are choices that something reads."""
+    return _made_by(graph, equation) if places and (equation.name, equation.where) in places else ()
+
+
+def _made_by(graph: Graph, equation: Equation) -> tuple[int, ...]:
+    if bodies(equation.params) or not any(is_float(atom.aval) for atom in equation.inputs):
+        return ()
+    steps = facts_of(equation.primitive).steps
+    results = enumerate(equation.outputs)
+    return tuple(i for i, value in results if graph.reads[value] and (steps or not is_float(value.aval)))

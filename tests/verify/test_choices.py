@@ -1,0 +1,164 @@
+"""Results that jump where a float moves a little: counted, told if they are recomputed, no difference at a tie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.engine.program.program import Program, Run
+from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.trainers import Memory
+from jaxpp_flax.verify import Choice, Report, verify
+from tests.helpers import slow
+from tests.verify.faults import MICROBATCHES, Fault, Step, edge
+from tests.verify.test_faults import Bench
+
+DIM, ROWS = 4, 3
+X = np.random.default_rng(0).normal(size=(ROWS * MICROBATCHES, DIM)).astype(np.float32)
+SAVED = jax.checkpoint_policies.save_only_these_names("choice")
+
+
+class Twins(nnx.Linear):
+    """The first two of its numbers are equal, and larger than the others: rounding decides which is the largest."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(DIM, DIM, rngs=nnx.Rngs(seed))
+        kernel = 0.1 * np.array(self.kernel[...])
+        kernel[:, 1] = kernel[:, 0]
+        self.kernel[...] = jnp.asarray(kernel)
+        self.bias = nnx.Param(jnp.array([5.0, 5.0, 0.0, 0.0]))
+
+
+class Router(nnx.Module):
+    """Experts of one matrix each, and one for each row."""
+
+    def __init__(self, seed: int) -> None:
+        self.experts = nnx.Param(jax.random.normal(jax.random.key(seed), (DIM, DIM, DIM)))
+
+    def __call__(self, x: Any) -> Any:
+        scores = jax.nn.softmax(x)
+        index = checkpoint_name(jax.lax.top_k(scores, 1)[1], "choice")
+        gate = jnp.take_along_axis(scores, index, -1)
+        return x + gate * jnp.einsum("bi,bio->bo", x, self.experts[index[:, 0]])
+
+
+class TwinsAndRouter(nnx.Module):
+    """Recomputes the router alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.twins, self.router = Twins(seed), Router(seed)
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.remat(Router.__call__)(self.router, self.twins(x))
+
+
+def router_trainer(*blocks: nnx.Module, remat: Any = None, memory: Memory | None = None) -> PipelineTrainer:
+    stages = [PipelineStage(block, name=f"block_{i}", remat=remat) for i, block in enumerate(blocks)]
+    return PipelineTrainer(
+        nnx.Sequential(*stages), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=len(blocks),
+        num_microbatches=MICROBATCHES, memory=memory, logging=False,
+    )  # fmt: skip
+
+
+def nudged(x: Any) -> Any:
+    """By a unit of rounding, one of two twins."""
+    return x * jnp.where(jnp.arange(x.shape[-1]) == 1, 1 + np.float32(2**-22), 1)
+
+
+def the_choice(report: Report) -> Choice:
+    (choice,) = report.choices
+    assert choice.name.startswith("top_k at ")
+    assert "test_choices.py:" in choice.name
+    assert choice.name.endswith("(Router.__call__)")
+    return choice
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputed"),
+    [
+        ({"remat": "full"}, 2 * len(X)),
+        ({"remat": SAVED}, 0),
+        slow({"memory": Memory(remat="full")}, 2 * len(X)),
+        slow({"memory": Memory(remat=SAVED)}, 0),
+    ],
+)
+def test_a_recomputed_router_is_told_and_the_remedy_helps(options: dict[str, Any], recomputed: int):
+    report = verify(router_trainer(Router(0), Router(1), **options), X)
+    assert report.agrees, report
+    choice = the_choice(report)
+    assert (choice.count, choice.differ, choice.recomputed) == (2 * len(X), 0, recomputed)
+    assert choice.otherwise == (0 if recomputed else None)
+    assert ("save_only_these_names" in str(report)) == bool(recomputed)
+
+
+class Scanned(nnx.Module):
+    """Two routers of one stack, each recomputed."""
+
+    def __init__(self, seed: int) -> None:
+        self.experts = nnx.Param(jax.random.normal(jax.random.key(seed), (2, DIM, DIM)))
+
+    def __call__(self, x: Any) -> Any:
+        def layer(x: Any, experts: Any) -> Any:
+            return x + jnp.tanh(experts[x.argmax(-1)]), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, self.experts[...])[0]
+
+
+def test_a_router_that_is_recomputed_in_a_scan_is_told():
+    report = verify(router_trainer(Scanned(0), Scanned(1)), X)
+    (choice,) = report.choices
+    assert choice.name.startswith("argmax at ")
+    assert choice.name.endswith("(Scanned.__call__.<locals>.layer)")
+    assert f"{choice.name}: recomputed inside a loop" in str(report)
+    assert "save_only_these_names" in str(report)
+
+
+def test_a_tie_that_rounding_decides_otherwise_is_counted_and_is_no_difference(monkeypatch: pytest.MonkeyPatch):
+    """A fault behind it is found all the same."""
+    bench = Bench(monkeypatch, router_trainer(Twins(0), Router(1), Router(2)), X)
+    report = bench.find(Fault("", edge(0, 1, lambda x, _: nudged(x)), (), ()))
+    assert report.agrees, report
+    assert the_choice(report).differ == len(X)
+
+    def both(x: Any, _: Any) -> Any:
+        return nudged(x) * 1.01
+
+    report = bench.find(Fault("", edge(0, 1, both), (), ()))
+    assert report.first is not None
+    assert report.first.kind == "choice"
+
+
+def nudge_residuals(program: Program, instruction: Any, step: Step) -> Step:
+    """The last stage but one keeps other numbers for its backward pass, by a unit of rounding."""
+    if not isinstance(instruction, Run) or instruction.microbatch < 0:
+        return step
+    task = program.tasks[instruction.task]
+    if task.stage != 1 or task.kind is TaskKind.FORWARD:
+        return step
+
+    def wrong(environment: list[Any]) -> None:
+        for value in instruction.inputs:
+            maker, _ = program.origin(value)
+            array = environment[value]
+            if maker is not None and maker.rank == instruction.rank and array.shape == (ROWS, DIM):
+                environment[value] = jax.device_put(nudged(array), array.sharding)
+        step(environment)
+
+    return wrong
+
+
+def test_a_recomputation_that_chooses_otherwise_is_counted(monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(monkeypatch, router_trainer(Twins(0), TwinsAndRouter(1), Twins(2)), X)
+    report = bench.find(Fault("", nudge_residuals, (), ()))
+    assert report.agrees, report
+    choice = the_choice(report)
+    assert (choice.differ, choice.recomputed, choice.otherwise) == (0, len(X), len(X))
+    assert "save_only_these_names" in str(report)
