@@ -96,6 +96,8 @@ def test_features_agree(kind: str, schedule: str, stages: int, ranks: int, optio
     trainer = make_trainer(kind, schedule, stages, ranks, 4, **options)
     report = verify(trainer, m.make_batch(8))
     assert report.agrees, report
+    # The accuracy's, and no mask of a dropout, which depends on keys alone.
+    assert all(choice.name.startswith("argmax at ") for choice in report.choices), report
 
 
 def test_a_loss_that_is_not_deterministic_is_named():

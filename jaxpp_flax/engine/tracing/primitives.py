@@ -83,7 +83,7 @@ class Facts:
       linear: None if the operation is linear in no operand, or not for every dtype.
       summed: the operands over whose shared dimension the operation sums.
       adds: the result is the sum of the operands.
-      steps: a result that is a float jumps where an operand moves a little; whole numbers made of floats always do.
+      jumps: whether results jump where a float among the operands moves a little; by default, those that are no floats.
       sums_over_devices: the result is the sum of the operand over axes of the mesh.
       body: the parameter that holds a body which may replace the call without changing a value.
       recomputes: the body is one of `jax.checkpoint`.
@@ -97,7 +97,7 @@ class Facts:
     linear: Linear | None = None
     summed: tuple[int, ...] = ()
     adds: bool = False
-    steps: bool = False
+    jumps: bool | None = None
     sums_over_devices: bool = False
     body: str | None = None
     recomputes: bool = False
@@ -126,9 +126,9 @@ class Facts:
 _UNKNOWN = Facts()
 
 _ELEMENTWISE = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt clamp clz
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp clz
     complex conj cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 ge gt igamma igamma_grad_a igammac
-    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not
+    imag integer_pow le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not
     one_minus_square or polygamma polynomial population_count pow real reciprocal reduce_precision
     regularized_incomplete_beta rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
     sin sinh sqrt square tan tanh xor zeta
@@ -164,7 +164,8 @@ def _rows() -> Iterator[tuple[str, Facts]]:
 
     # Element by element.
     yield from rows(_ELEMENTWISE, light, elementwise)
-    yield from rows("ceil floor round sign", light, elementwise, steps=True)
+    yield from rows("ceil floor round sign", light, elementwise, jumps=True)
+    yield from rows("bitcast_convert_type is_finite", light, elementwise, jumps=False)
     yield from rows("add add_any", light, elementwise, linear=Linear(Operands.EVERY), adds=True)
     yield from rows("sub", light, elementwise, linear=Linear(Operands.EVERY))
     yield from rows("mul", light, elementwise, linear=Linear(Operands.EITHER))

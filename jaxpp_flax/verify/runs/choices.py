@@ -28,14 +28,21 @@ def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -
 def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Places:
     """Return where the body of a loop with these parameters makes choices on which more depends than gradients.
 
-    What derivatives alone compare, such as the side of a ReLU, is none. Nor is one of the `hidden_choices`.
+    What derivatives alone compare, such as the side of a ReLU, is none; nor is what depends on keys alone, such as the
+    mask of a dropout; nor one of the `hidden_choices`.
     """
     flat = inline(params["body"], flatten=True, remat=True)
     count = len(flat.outputs)
     forward = prune(
         replace(flat, outputs=flat.outputs[: count - num_gradients(count, params["num_carry"], parameters)])
     )
-    return frozenset((e.name, e.where) for e in forward.equations if _made_by(forward, e))
+    moving, found = {value for value in forward.inputs if is_float(value.aval)}, set[tuple[str, str]]()
+    for e in forward.equations:
+        if not moving.isdisjoint(e.inputs):
+            moving.update(e.outputs)
+            if _made_by(forward, e):
+                found.add((e.name, e.where))
+    return frozenset(found)
 
 
 def hidden_choices(body: Graph) -> set[str]:
@@ -58,8 +65,8 @@ def chosen(graph: Graph, equation: Equation, places: Places) -> tuple[int, ...]:
 
 
 def _made_by(graph: Graph, equation: Equation) -> tuple[int, ...]:
-    if bodies(equation.params) or not any(is_float(atom.aval) for atom in equation.inputs):
+    jumps = facts_of(equation.primitive).jumps
+    if jumps is False or bodies(equation.params) or not any(is_float(atom.aval) for atom in equation.inputs):
         return ()
-    steps = facts_of(equation.primitive).steps
     results = enumerate(equation.outputs)
-    return tuple(i for i, value in results if graph.reads[value] and (steps or not is_float(value.aval)))
+    return tuple(i for i, value in results if graph.reads[value] and (jumps or not is_float(value.aval)))

@@ -113,8 +113,8 @@ class PlainStep:
             inputs = [*consts, index, *state[0]]
 
             def force(choice: Crossing, number: int) -> list[Any]:
-                named = zip(points_of(choice, len(self.loops), number), choice.values, strict=True)
-                own = [jnp.asarray(self._forced[p])[index] if p in self._forced else value for p, value in named]
+                pairs = zip(points_of(choice, len(self.loops), number), choice.values, strict=True)
+                own = [jnp.asarray(self._forced[p])[index] if p in self._forced else value for p, value in pairs]
                 return own[len(own) - choice.num_chosen :]
 
             results, phases = run_body(body, inputs, [0] * len(inputs), seen, places=places, force=force)
