@@ -62,7 +62,8 @@ def test_a_transfer_between_processes_is_planned_once_for_each_kind(monkeypatch:
 
         compiled = mpmd_jit_with_loop(step, mesh_of(3)).compile(chain(3), batch_of(microbatches))
         window = SimpleNamespace(before_task=lambda: None)
-        connection = SimpleNamespace(window=window, transport=SimpleNamespace(needs_global_order=False))
+        transport = SimpleNamespace(needs_global_order=False)
+        connection = SimpleNamespace(window=window, transport=transport, group=SimpleNamespace())
         here: Any = OneRankHere(mesh_of(3))
         distributed: Any = SimpleNamespace(connection=connection)
         planned.clear()
