@@ -101,7 +101,9 @@ def draw_storage(rng: random.Random, program: Program) -> Program:
     plan = ResidualPlan(
         [stage() for _ in program.stages], fetch_ahead=rng.randint(1, 3), offload_within=rng.choice([None, 1, 2])
     )
-    sharded = "fsdp" in dict(program.submesh) and not program.collective
+    # `fsdp="step"` is refused where a loop reads no parameter in shards; the shared one may be read by no stage.
+    of_stages = jax.tree.leaves(specs(program)[0]["stages"], is_leaf=lambda x: isinstance(x, P))
+    sharded = P("fsdp") in of_stages and not program.collective
     return replace(
         program, residuals=plan if rng.random() < 0.8 else None,
         fsdp="step" if sharded else "microbatch",
