@@ -92,7 +92,7 @@ def main() -> None:
         lambda rngs: Distillation(rngs=rngs), optax.adam(4e-3), distil, num_stages=3, mesh={},
         training=Training(frozen="teacher"), **common,
     )  # fmt: skip
-    start = nnx.merge(*nnx.split(Distillation(rngs=nnx.Rngs(1))))
+    start = Distillation(rngs=nnx.Rngs(1))
     start.teacher = teacher.gather_model()
     student.set_weights(start)
     student.fit((make_batch(rng) for _ in range(steps)), steps=steps)

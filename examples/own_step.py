@@ -84,10 +84,7 @@ def main() -> None:
     opt_state, rng = tx.init(params), np.random.default_rng(0)
     train_step = make_train_step(graphdef, tx, mpmd_mesh)
     for step in range(1, steps + 1):
-        batch, more = draw(rng, 8), draw(rng, 32)
-        labelled, unlabelled = ({name: part[name] for name in names} for part, names in
-                                ((batch, ("x", "label")), (more, ("x", "noise"))))  # fmt: skip
-        params, opt_state, loss, gap = train_step(params, opt_state, labelled, unlabelled)
+        params, opt_state, loss, gap = train_step(params, opt_state, draw(rng, 8), draw(rng, 32))
         if step % 50 == 0 or step == steps:
             print(f"step {step:4d}  loss {float(loss):.4f}  gap {float(gap):.4f}", flush=True)
 

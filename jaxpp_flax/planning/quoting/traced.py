@@ -292,7 +292,8 @@ def _batch_of(make: Callable[..., Any], options: Mapping[str, Any]) -> tuple[int
 def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, microbatch: int) -> _Trace:
     trainer, shapes = _made(make, options, batch // microbatch)
     step: PlanningStep = trainer.planning_step(shapes)
-    for name, leaf in step.ignored.items():
+    if step.ignored:
+        name, leaf = next(iter(step.ignored.items()))
         raise ValueError(
             f"the parameter {leaf} is annotated with {name!r}, which is no axis of a layout and has no rule."
             f"{known_names(name, _AXES)} Annotate it with one of them, or call quote under "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
@@ -14,7 +14,7 @@ from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, inside, prune
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients"]
+__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients", "opened"]
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
@@ -25,17 +25,19 @@ def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -
     return len(parameters) if num_results - num_carry >= len(parameters) else 0
 
 
-def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Places:
-    """Return where the body of a loop with these parameters makes choices on which more depends than gradients.
+def opened(body: Graph) -> Graph:
+    """Return a loop's body with its calls and recomputations opened, as the compiler does."""
+    return inline(body, flatten=True, remat=True)
+
+
+def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Places:
+    """Return where a loop's opened body makes choices on which more depends than gradients of these parameters.
 
     What derivatives alone compare, such as the side of a ReLU, is none; nor is what depends on keys alone, such as the
     mask of a dropout; nor one of the `hidden_choices`.
     """
-    flat = inline(params["body"], flatten=True, remat=True)
     count = len(flat.outputs)
-    forward = prune(
-        replace(flat, outputs=flat.outputs[: count - num_gradients(count, params["num_carry"], parameters)])
-    )
+    forward = prune(replace(flat, outputs=flat.outputs[: count - num_gradients(count, num_carry, parameters)]))
     moving, found = {value for value in forward.inputs if is_float(value.aval)}, set[tuple[str, str]]()
     for e in forward.equations:
         if not moving.isdisjoint(e.inputs):
@@ -45,9 +47,9 @@ def choice_places(params: Mapping[str, Any], parameters: Sequence[str]) -> Place
     return frozenset(found)
 
 
-def hidden_choices(body: Graph) -> set[str]:
-    """Return the names of the choices, comparisons aside, that are recomputed inside a `scan`, `cond` or `while`."""
-    opaque = (e for e in inline(body, flatten=True, remat=True).equations if bodies(e.params))
+def hidden_choices(flat: Graph) -> set[str]:
+    """Return the names of an opened body's choices, comparisons aside, that a `scan`, `cond` or `while` recomputes."""
+    opaque = (e for e in flat.equations if bodies(e.params))
     regions = (region for e in opaque for region in inside(e.params) if is_recomputation(region))
     return {
         f"{e.primitive.name} at {source_info_util.summarize(e.source_info)}"

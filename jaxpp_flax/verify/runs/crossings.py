@@ -53,7 +53,7 @@ def run_body(
 ) -> tuple[list[Any], list[int]]:
     """Evaluate a loop's body as it is written, and append what crosses its marks, and its choices, to `seen`.
 
-    This is the plain side, so it uses none of the compiler's passes: it only enters calls that hold a mark or a choice.
+    This runs the plain step, so it uses none of the compiler's passes: it only enters calls with a mark or a choice.
 
     Args:
       graph: the body, or the inside of a call in it.

@@ -12,7 +12,7 @@ import jax
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, emit
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
-from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices
+from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices, opened
 from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
 from jaxpp_flax.verify.runs.plain_step import trace_step
 from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
@@ -51,9 +51,10 @@ class WatchedStep:
 
     def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
         params = equation.params
-        places = choice_places(params, self._parameters)
-        self.hidden |= hidden_choices(params["body"])
-        body = inline(params["body"], flatten=bool(places), remat=bool(places))  # as the compiler does later
+        flat = opened(params["body"])
+        places = choice_places(flat, params["num_carry"], self._parameters)
+        self.hidden |= hidden_choices(flat)
+        body = flat if places else inline(params["body"])
         seen = crossings_at_top(body, places)
         equations = list(body.equations)
         crossed = [value for crossing in seen for value in _in_place(body, crossing, equations)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
-from jaxpp_flax.verify.runs.choices import choice_places
+from jaxpp_flax.verify.runs.choices import choice_places, opened
 from jaxpp_flax.verify.runs.crossings import Crossing, run_body
 from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop, points_of
 
@@ -106,7 +106,7 @@ class PlainStep:
         made = body.outputs[num_carry:]
         states = [op.state(params["length"], struct_of(y.aval)) for op, y in zip(operations, made, strict=True)]
         named: list[LoopPoints] = []
-        places = choice_places(params, self._parameters)
+        places = choice_places(opened(body), num_carry, self._parameters)
 
         def one(state: tuple[list[Any], list[Any]], index: Any) -> Any:
             seen: list[Crossing] = []
