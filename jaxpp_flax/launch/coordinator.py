@@ -4,7 +4,8 @@ JAX would serve it inside process 0. If process 0 were killed, JAX would abort a
 print which process died and what they waited for. Here, process 0 is like the others.
 
 The service lives as long as its standard input is open, and then until the processes of the run have ended: JAX aborts
-a client that loses its service. Once no process is connected the service ends, since the next run may use its port.
+a client that loses its service. Once these have gone the service ends, since the next run may use its port: processes
+of that run, which may be connected already, lose this service and find their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from jaxpp_flax import _compat
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["heartbeat_timeout", "is_connected", "is_taken", "reserve_port", "say_goodbye", "serve", "start"]
+__all__ = ["connections", "heartbeat_timeout", "is_taken", "reserve_port", "say_goodbye", "serve", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
@@ -40,18 +41,18 @@ def heartbeat_timeout(failure_timeout: float) -> int:
     return max(2, round(2 * failure_timeout))
 
 
-def is_connected(port: int) -> bool:
-    """Whether a process is connected to this TCP port of this host; True too if that is unknown."""
-    return _has_socket(port, _ESTABLISHED) is not False
+def connections(port: int) -> frozenset[str] | None:
+    """Who is connected to this TCP port of this host, by address and port; None where the system does not tell."""
+    return _peers(port, _ESTABLISHED)
 
 
 def is_taken(port: int) -> bool:
     """Whether a process of this host is known to listen on this TCP port."""
-    return _has_socket(port, _LISTENING) is True
+    return bool(_peers(port, _LISTENING))
 
 
-def _has_socket(port: int, state: str) -> bool | None:
-    """Whether a socket of this port is in this state; None where the system does not tell."""
+def _peers(port: int, state: str) -> frozenset[str] | None:
+    """The other ends of the sockets of this port in this state; None where the system does not tell."""
     lines: list[str] = []
     for name in ("tcp", "tcp6"):
         try:
@@ -59,8 +60,8 @@ def _has_socket(port: int, state: str) -> bool | None:
         except OSError:
             continue  # no such system, or no IPv6
     words = [line.split() for line in lines]
-    found = any(int(word[1].rpartition(":")[2], 16) == port and word[3] == state for word in words)
-    return found if lines else None
+    found = (word[2] for word in words if int(word[1].rpartition(":")[2], 16) == port and word[3] == state)
+    return frozenset(found) if lines else None
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -113,7 +114,11 @@ def main(address: str, num_processes: int, failure_timeout: float, linger: float
     said = sys.stdin.buffer.read()
     deadline = time.monotonic() + (_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else linger)
     port = int(address.rpartition(":")[2])
-    while time.monotonic() < deadline and is_connected(port):
+    of_this_run = connections(port)
+    while time.monotonic() < deadline:
+        now = connections(port)
+        if of_this_run is not None and now is not None and not of_this_run & now:
+            break
         time.sleep(_POLL_SECONDS)
     stop()
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from jaxpp_flax import _compat
 from jaxpp_flax.launch import LaunchError, initialize
 from jaxpp_flax.launch.cli import main
-from jaxpp_flax.launch.coordinator import is_connected
+from jaxpp_flax.launch.coordinator import connections, is_taken
 from jaxpp_flax.launch.local import LocalJob
 from jaxpp_flax.launch.process import connection
 from jaxpp_flax.launch.process.connection import _listening_addresses
@@ -90,6 +91,27 @@ def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
             commands = [["script.py", address, str(index), *more] for index in range(2)]
             runs = [stack.enter_context(started(tmp_path, command)) for command in commands]
             assert [run.finish() for run in runs] == statuses, runs[0].stderr + runs[1].stderr
+
+
+def test_a_process_that_finds_the_service_of_the_run_before_goes_on_to_its_own(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    before = subprocess.Popen(
+        [sys.executable, "-m", "jaxpp_flax.launch.coordinator", address, "2", "8", "60"], stdin=subprocess.PIPE
+    )
+    with ExitStack() as stack:
+        stack.callback(before.kill)
+        wait_for(lambda: is_taken(port), "the service of the run before")
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert before.stdin is not None
+        before.stdin.close()  # as if its process 0 had died
+        time.sleep(0.5)  # until it has seen who is connected
+        runs = [stack.enter_context(started(tmp_path, ["script.py", address, "1"]))]
+        wait_for(lambda: len(connections(port) or ()) == 2, "the next run's process 1")
+        client.close()
+        runs.append(stack.enter_context(started(tmp_path, ["script.py", address, "0"])))
+        assert [run.finish() for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +229,9 @@ def test_a_port_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch)
         other.listen()
         with pytest.raises(LaunchError, match=rf"cannot listen on 127\.0\.0\.1:{port}: the port is taken"):
             connection._take_place(settings, settings.coordinator_address)
-        assert not is_connected(port)
+        assert not connections(port)
         with socket.create_connection(("127.0.0.1", port)):
-            assert is_connected(port)
+            assert len(connections(port) or ()) == 1
 
 
 def test_settings_that_are_incomplete_are_refused():
