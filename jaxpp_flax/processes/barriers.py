@@ -10,13 +10,12 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from jaxpp_flax.processes.store import ROOT, BarrierTimeoutError, CoordinationError, KeyValueStore
-from jaxpp_flax.processes.waits import Waits, name_processes
+from jaxpp_flax.processes.waits import MOST_NAMED, Waits, name_processes
 
 __all__ = ["Barriers", "SharedValues"]
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2
-_MOST_NAMED = 17  # one more than a message names
 
 
 class Barriers:
@@ -88,10 +87,12 @@ class Barriers:
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:
                 self._check()
                 if place == 1:  # looks for all, so that the load on the store grows with the number of processes only
-                    store.set(f"{here}/missing/0", json.dumps(self._missing(store, here)[:_MOST_NAMED]).encode())
+                    missing = self._missing(store, here)
+                    told = missing[:MOST_NAMED], len(missing[MOST_NAMED:])  # short, since all read it
+                    store.set(f"{here}/missing/0", json.dumps(told).encode())
                 if self._is_main():
-                    named = json.loads(store.list(f"{here}/missing").get("0", b"[]"))
-                    self._waits.set_awaited(named)
+                    named, more = json.loads(store.list(f"{here}/missing").get("0", b"[[], 0]"))
+                    self._waits.set_awaited(named, more)
                 if deadline is not None and time.monotonic() > deadline:
                     raise self._timeout_error(title, timeout_s, self._missing(store, here))
             return store.list(f"{here}/values") if value is not None else {}

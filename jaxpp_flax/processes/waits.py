@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 __all__ = [
+    "MOST_NAMED",
     "REPORT_SECONDS",
     "Wait",
     "WaitReporter",
@@ -35,7 +36,8 @@ REPORT_SECONDS = 60.0
 """A wait is reported after so many seconds, and again each time that its length has doubled."""
 
 _POLL_SECONDS = 1.0
-_MOST_NAMED = 16
+MOST_NAMED = 16
+"""The processes that a message names; of the others it gives the number."""
 
 _PATHS = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in [str(Path(__file__).resolve().parents[1]), *_PATHS])
@@ -51,6 +53,7 @@ class Wait:
     Attributes:
       what: gives the awaited thing in words.
       on: the processes that the thread waits for, where they are known.
+      more: how many it waits for beside those.
       run: the number of the program's run that the awaited value comes from, as `ProcessGroup.runs` counts runs.
       number: the place of the awaited value's transfer in the order of that run.
       since: when the wait began.
@@ -61,9 +64,10 @@ class Wait:
     run: int | None
     number: int | None
     since: float
+    more: int = 0
 
     def __str__(self) -> str:
-        return f"{self.what()} (from {name_processes([*self.on])})" if self.on else self.what()
+        return f"{self.what()} (from {name_processes([*self.on], self.more)})" if self.on else self.what()
 
 
 class Waits:
@@ -101,10 +105,10 @@ class Waits:
             else:
                 self._by_thread[thread] = outer
 
-    def set_awaited(self, processes: list[int]) -> None:
+    def set_awaited(self, processes: list[int], more: int = 0) -> None:
         """Replace the processes that this thread waits for, where they change during the wait."""
         thread = threading.get_ident()
-        self._by_thread[thread] = replace(self._by_thread[thread], on=tuple(processes))
+        self._by_thread[thread] = replace(self._by_thread[thread], on=tuple(processes), more=more)
 
     def now(self) -> list[Wait]:
         """All waits at the moment: a copy, made in one operation."""
@@ -271,7 +275,8 @@ def print_notice(line: str) -> None:
     print(f"jaxpp_flax: {line}", file=sys.stderr, flush=True)
 
 
-def name_processes(indices: list[int]) -> str:
-    """The processes in words: "process 1", "processes 1, 3"; of many, the first ones."""
-    more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
-    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices[:_MOST_NAMED]))}{more}"
+def name_processes(indices: list[int], more: int = 0) -> str:
+    """The processes in words: "process 1", "processes 1, 3"; of many, the first ones, and how many `more` there are."""
+    more += len(indices[MOST_NAMED:])
+    named = ", ".join(map(str, indices[:MOST_NAMED]))
+    return f"process{'es' if len(indices) + more > 1 else ''} {named}{f' and {more} more' if more else ''}"

@@ -128,6 +128,17 @@ def test_a_late_process_is_named():
         assert "processes 1, 3 of 4 did not come to 'all tasks compiled' within 0.3 s" in message
 
 
+def test_of_many_late_processes_their_number_is_told():
+    first, *_, last = groups(30)
+    first.watch(600.0, nothing)
+    thread = meet_as_main(first, "the start", [])
+    named = f"processes {', '.join(map(str, range(1, 17)))}"
+    wait_for(lambda: first.waits.texts() == [f"the start (from {named} and 13 more)"])
+    last.report_failure("enough")
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
 def test_a_failure_ends_a_wait_and_says_what_was_awaited():
     members = groups(2)
     members[1].watch(600.0, nothing)
