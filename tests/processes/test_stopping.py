@@ -18,7 +18,7 @@ EXPECTED = {
     "at an evaluation": "(4, 'process 0 has seen enough')",
     "early stopping": "2",
     "before the first step": "(0, 'process 1 does not begin')",
-    "interrupted": "step 7, Step 7 is saved in it: fit(resume=True) goes on from the latest checkpoint., "
+    "interrupted": "step 7, Step 7 is saved in it: fit(..., resume=True) goes on from the latest checkpoint., "
     "as if never: True",
 }
 

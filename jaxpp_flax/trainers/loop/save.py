@@ -27,15 +27,24 @@ class Save(Callback):
       by_itself: False leaves saves to `trainer.save`, but for the last one after SIGTERM or Ctrl-C.
       again: the call that goes on from a checkpoint, for errors.
       stop: knows how the loop ends.
+      saves_interrupted: True saves the last step after Ctrl-C too; a loop of the user's own leaves that to the user.
       evaluation: a step that an evaluation would follow at the end waits for that: its checkpoint has those metrics.
     """
 
     def __init__(
-        self, checkpoints: Checkpointing, *, by_itself: bool, again: str, stop: Stop, evaluation: Evaluate | None = None
+        self,
+        checkpoints: Checkpointing,
+        *,
+        by_itself: bool,
+        again: str,
+        stop: Stop,
+        saves_interrupted: bool,
+        evaluation: Evaluate | None = None,
     ) -> None:
         super().__init__()
         self._checkpoints, self._store, self._by_itself = checkpoints, checkpoints.store, by_itself
         self._again, self._stop, self._evaluation = again, stop, evaluation
+        self._saves_interrupted = saves_interrupted
         self._beginning: int | None = None
         self._waiting = False
 
@@ -158,10 +167,12 @@ class Save(Callback):
 
     def _interrupted(self, error: BaseException) -> None:
         """After Ctrl-C: save the finished step if all processes come here, and say how to go on."""
-        again = "fit(resume=True) goes on from the latest checkpoint"
+        again = f"{self._again} goes on from the latest checkpoint"
         if self._stop.interruption.within_step:
             again = again if self._store is not None else "a new trainer begins anew"
             error.add_note(f"Step {self._step + 1} was interrupted, and its state is lost: {again}.")
+        elif not self._saves_interrupted:
+            return
         elif self._store is None:
             error.add_note(f"The state in memory is that of step {self._step}: fit goes on from it.")
         elif not (self._stop.is_alone or self._stop.is_interrupted):

@@ -139,7 +139,7 @@ class TrainingLoop:
         trainer.measures.begin()
         again = "trainer.restore() before training_steps(the data after the saved step)"
         stop = Stop(self.stopping_group(), Interruption(raises=False), Preemption(None))  # which nothing asks to end
-        save = Save(self.checkpoints, by_itself=self.saves, again=again, stop=stop)
+        save = Save(self.checkpoints, by_itself=self.saves, again=again, stop=stop, saves_interrupted=False)
         with save.owned():
             if self.saves:
                 save.refuse_later_checkpoints()
@@ -164,8 +164,9 @@ class TrainingLoop:
                 arguments.eval_data, every=arguments.eval_every, global_batch_size=arguments.eval_global_batch_size
             )
         save = Save(
-            self.checkpoints, by_itself=self.saves, again="fit(..., resume=True)", stop=stop, evaluation=evaluation
-        )
+            self.checkpoints, by_itself=self.saves, again="fit(..., resume=True)", stop=stop, saves_interrupted=True,
+            evaluation=evaluation,
+        )  # fmt: skip
         with save.owned():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
             if not arguments.resume:

@@ -75,7 +75,7 @@ def test_the_step_is_finished_and_saved(within: bool, tmp_path: Path, monkeypatc
         interrupted_within(trainer, 2, monkeypatch)
     notes = notes_of(trainer, *([] if within else [InterruptsAfter()]))
     assert trainer.step == 2
-    assert f"Step 2 is saved in {tmp_path / 'run'}: fit(resume=True) goes on" in notes
+    assert f"Step 2 is saved in {tmp_path / 'run'}: fit(..., resume=True) goes on" in notes
     assert ("Ctrl-C ends the run after this step" in capfd.readouterr().err) == within
     monkeypatch.undo()
     trainer.fit(BATCHES, steps=4, resume=True)
@@ -104,10 +104,24 @@ def test_without_a_directory_the_state_in_memory_goes_on(monkeypatch: Any, unint
 def test_a_second_one_ends_at_once(tmp_path: Path, monkeypatch: Any, uninterrupted: Any):
     trainer = make_trainer(Checkpoints(tmp_path / "run", every=1))
     interrupted_within(trainer, 3, monkeypatch, times=2)
-    assert "Step 3 was interrupted, and its state is lost: fit(resume=True) goes on" in notes_of(trainer)
+    assert "Step 3 was interrupted, and its state is lost: fit(..., resume=True) goes on" in notes_of(trainer)
     monkeypatch.undo()
     trainer.fit(BATCHES, steps=4, resume=True)
     tree_allclose(to_ordinary(trainer.state), uninterrupted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_loop_of_the_user_s_own_saves_when_a_save_is_due_alone(every: int | None, tmp_path: Path):
+    def batches() -> Iterator[Any]:
+        yield from BATCHES[:3]
+        interrupt()
+
+    trainer = make_trainer(Checkpoints(tmp_path / "run", every=every))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in trainer.training_steps(batches()):
+            pass
+    assert trainer.step == 3
+    assert [path.name for path in (tmp_path / "run").glob("[0-9]*")] == ([] if every is None else ["2"])
 
 
 @pytest.mark.parametrize("times", [1, 2])
