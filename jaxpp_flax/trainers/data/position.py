@@ -173,8 +173,11 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
         )
 
 
-def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
-    """Refuse another batch size in the first batch after `set_state`: the state counts batches of the old size."""
+def check_batch_size(iterator: Any, position: DataPosition, batch: Any, drawn: Drawn) -> None:
+    """Refuse another batch size in the first batch after `set_state`: the state counts batches of the old size.
+
+    If it is refused, `drawn` counts batches of the new size: these are what the iterator has given.
+    """
     size, before = examples_in(batch), position.batch_size
     if not has_own_state(iterator, position):
         return  # examples were counted
@@ -182,6 +185,7 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
         return
     if size < before and state_of(iterator) is not None and _is_last(iterator):
         return  # the rest of a pass
+    drawn.examples, drawn.batch_size = drawn.batches * size, size
     raise DataPositionError(
         f"the checkpoint was written with batches of {before} examples, and this data gives batches of "
         f"{size}: the iterator's own state, which was saved, counts batches of before. Use batches of "

@@ -130,7 +130,7 @@ class Batches(Iterator[Any]):
             for drawn in self._iterator:
                 self._drawn.add(drawn)
                 if self._start is not None and not self._taken:
-                    check_batch_size(self._iterator, self._start, drawn)
+                    check_batch_size(self._iterator, self._start, drawn, self._drawn)
                 self._taken += 1
                 batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._drawn.batch_size)
                 if batch is None:

@@ -95,6 +95,16 @@ def test_the_look_whether_a_smaller_batch_is_the_last_moves_no_iterator():
     assert data.at == 3
 
 
+def test_an_iterator_that_was_refused_counts_its_own_batches_from_then_on():
+    data = WithState(4)
+    source = Batches(data, steps=1, position=after(WithState(8), 2))
+    with pytest.raises(DataPositionError, match="gives batches of 4"):
+        next(source)
+    drawn = source.drawn_from(data)
+    assert drawn is not None
+    assert (drawn.batches, drawn.examples, drawn.batch_size) == (3, 12, 4)
+
+
 def test_positions_of_older_checkpoints_count_batches():
     old = {"batches": 2, "epoch": 0, "in_epoch": 2, "iterator": None}
     assert next(Batches(in_batches(4), steps=1, position=DataPosition.from_json(old)))[0] == 8
