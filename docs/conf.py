@@ -36,6 +36,8 @@ html_theme = "sphinx_book_theme"
 html_title = f"jaxpp_flax {release}"
 html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["widths.css"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4

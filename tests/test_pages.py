@@ -330,7 +330,7 @@ def test_the_page_about_profiling_runs(
 def test_the_first_notebook_runs(capsys: pytest.CaptureFixture[str]):
     run_page("start/first_training.md", blocks=6)
     out = capsys.readouterr().out
-    assert "1f1b: makespan 33" in out
+    assert "1f1b: makespan 24" in out
     assert "step 61 loss 0.0" in out
 
 
