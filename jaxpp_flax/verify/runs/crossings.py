@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.engine.tracing.inline import is_recomputation
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, bodies, from_jaxpr, inside, values
+from jaxpp_flax.engine.tracing.inline import forward_markers, is_recomputation
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, bodies, from_jaxpr, inside, opened, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p, segment_names
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.verify.runs.choices import Places, chosen
 
-__all__ = ["AGAIN", "CHOICE", "Crossing", "block_at", "crossings_at_top", "number_of", "run_body"]
+__all__ = ["AGAIN", "CHOICE", "BodyRun", "Crossing", "block_at", "crossings_at_top", "number_of"]
 
 CHOICE, AGAIN = "choice", "recomputed"
 _LITERAL = -1  # the phase of a value that is written into the program
@@ -41,70 +42,110 @@ def number_of(crossing: Crossing, before: Sequence[Crossing]) -> int:
     return sum(c.direction == crossing.direction and c.mark.name == crossing.mark.name for c in before)
 
 
-def run_body(
-    graph: Graph,
-    operands: Sequence[Any],
-    phases: Sequence[int],
-    seen: list[Crossing],
-    *,
-    places: Places = frozenset(),
-    force: Callable[[Crossing, int], Sequence[Any]] = lambda crossing, number: (),
-    region: int = 0,
-) -> tuple[list[Any], list[int]]:
-    """Evaluate a loop's body as it is written, and append what crosses its marks, and its choices, to `seen`.
+class BodyRun:
+    """Evaluates a loop's body as it is written.
 
     This runs the plain step, so it uses none of the compiler's passes: it only enters calls with a mark or a choice.
 
     Args:
-      graph: the body, or the inside of a call in it.
-      operands: a value for each of its inputs.
-      phases: for each operand, the number of marks before it.
-      seen: gets the crossings, in order of the program.
       places: where choices are made.
-      force: returns the values that take the place of a choice, given with its number.
-      region: not 0 if the graph recomputes values for a backward: then its forward marks were seen before.
+      record: returns the values that take the place of those of a crossing, given with its number.
 
-    Returns:
-      The results, and the number of marks before each of them.
+    Attributes:
+      seen: what has crossed the marks, and the choices, in order of the program.
     """
-    environment = dict(zip(graph.inputs, zip(operands, phases, strict=True), strict=True))
 
-    def read(atom: Atom) -> tuple[Any, int]:
-        return (atom.value, _LITERAL) if isinstance(atom, Constant) else environment[atom]
+    def __init__(
+        self,
+        places: Places = frozenset(),
+        record: Callable[[Crossing, int], Sequence[Any]] = lambda crossing, number: crossing.values,
+    ) -> None:
+        self._places, self._record = places, record
+        self.seen: list[Crossing] = []
 
-    outer = source_info_util.current_name_stack()
-    for equation in graph.equations:
-        inputs = [read(atom) for atom in equation.inputs]
-        given, before = [value for value, _ in inputs], [phase for _, phase in inputs]
-        phase = max([0, *before])
-        inner = _entered(equation, places)
-        if equation.primitive is marker_p:
-            results: Sequence[Any] = given
-            if not (region and equation.params["direction"] == FORWARD):
-                seen.append(_crossing(equation, phase, given))
-                phase += 1
-            after = [phase] * len(given)
-        elif inner is not None:
-            again = is_recomputation(equation)
-            body, constants = from_jaxpr(inner, transposed=equation.transposed and not again)
-            own = region or (len(seen) + 1) * again
-            known = [_LITERAL] * len(constants) + before
-            results, after = run_body(body, [*constants, *given], known, seen, places=places, force=force, region=own)
-        else:
-            with equation.named_within(outer):
-                results = equation.bind(*given)
-            after = [phase] * len(results)
-            if which := chosen(graph, equation, places):
-                own = region or (len(seen) + 1) * equation.transposed
-                reads = [value for value, before in inputs if before != _LITERAL]
-                results = list(results)
-                crossing = _choice(equation, phase, reads, [results[i] for i in which], own)
-                for i, value in zip(which, force(crossing, number_of(crossing, seen)), strict=True):
-                    results[i] = value
-                seen.append(crossing)
-        environment.update(zip(equation.outputs, zip(results, after, strict=True), strict=True))
-    found = [read(atom) for atom in graph.outputs]
-    return [value for value, _ in found], [phase for _, phase in found]
+    def __call__(self, graph: Graph, operands: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Return the results of the body, and for each the number of marks before it."""
+        return self._run(graph, operands, [0] * len(operands), _Region(0))
+
+    def _run(
+        self, graph: Graph, operands: Sequence[Any], phases: Sequence[int], region: _Region
+    ) -> tuple[list[Any], list[int]]:
+        environment = dict(zip(graph.inputs, zip(operands, phases, strict=True), strict=True))
+
+        def read(atom: Atom) -> tuple[Any, int]:
+            return (atom.value, _LITERAL) if isinstance(atom, Constant) else environment[atom]
+
+        outer = source_info_util.current_name_stack()
+        for equation in graph.equations:
+            inputs = [read(atom) for atom in equation.inputs]
+            given, before = [value for value, _ in inputs], [phase for _, phase in inputs]
+            phase = max([0, *before])
+            inner = _entered(equation, self._places)
+            if equation.primitive is marker_p:
+                results, phase = self._mark(equation, phase, given, region)
+                after = [phase] * len(given)
+            elif inner is not None:
+                results, after = self._call(equation, inner, given, before, region)
+            else:
+                with equation.named_within(outer):
+                    results = list(equation.bind(*given))
+                after = [phase] * len(results)
+                if which := chosen(graph, equation, self._places):
+                    number = region.number or (len(self.seen) + 1) * equation.transposed
+                    reads = [value for value, before in inputs if before != _LITERAL]
+                    made = self._cross(_choice(equation, phase, reads, [results[i] for i in which], number))
+                    for i, value in zip(which, made[-len(which) :], strict=True):
+                        results[i] = value
+            environment.update(zip(equation.outputs, zip(results, after, strict=True), strict=True))
+        found = [read(atom) for atom in graph.outputs]
+        return [value for value, _ in found], [phase for _, phase in found]
+
+    def _cross(self, crossing: Crossing) -> Sequence[Any]:
+        self.seen.append(crossing)
+        return self._record(crossing, len(self.seen) - 1)
+
+    def _mark(self, equation: Equation, phase: int, given: Sequence[Any], region: _Region) -> tuple[Sequence[Any], int]:
+        is_forward, identifier = equation.params["direction"] == FORWARD, equation.params["identifier"]
+        if region.number and is_forward:  # what was recorded there stands for it: no block recomputes another
+            number = region.originals[identifier].pop(0)
+            region.marks[identifier].append(number)
+            return self._record(self.seen[number], number), self.seen[number].phase + 1
+        if is_forward:
+            region.marks[identifier].append(len(self.seen))
+        return self._cross(_crossing(equation, phase, given)), phase + 1
+
+    def _call(
+        self, equation: Equation, inner: Any, given: Sequence[Any], before: Sequence[int], region: _Region
+    ) -> tuple[list[Any], list[int]]:
+        again = is_recomputation(equation)
+        graph, constants = from_jaxpr(inner, transposed=equation.transposed and not again)
+        if again:
+            region = region.recomputed(region.number or len(self.seen) + 1, forward_markers(opened(inner).eqns))
+        return self._run(graph, [*constants, *given], [_LITERAL] * len(constants) + [*before], region)
+
+
+class _Region:
+    """A part of a body that is computed together: all of it, or what one backward recomputes, then not of number 0.
+
+    Args:
+      number: tells regions apart.
+      originals: for each identifier of a mark, the numbers of the crossings that it recomputes, in order.
+
+    Attributes:
+      marks: for each identifier, the numbers of the crossings in it that no region inside has recomputed yet.
+    """
+
+    def __init__(self, number: int, originals: Mapping[int, list[int]] | None = None) -> None:
+        self.number, self.originals = number, originals or {}
+        self.marks = defaultdict[int, list[int]](list)
+
+    def recomputed(self, number: int, identifiers: Iterable[int]) -> _Region:
+        """Return the region that recomputes these marks: the last ones, since backwards run in reverse order."""
+        counts = Counter(identifiers)
+        originals = {of: self.marks[of][-count:] for of, count in counts.items()}
+        for of, count in counts.items():
+            del self.marks[of][-count:]
+        return _Region(number, originals)
 
 
 def _entered(equation: Equation, places: Places) -> Any:

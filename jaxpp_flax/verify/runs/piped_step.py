@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,8 @@ from jaxpp_flax.engine.tracing.ir import Atom, Graph, emit
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
 from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices, opened
 from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
-from jaxpp_flax.verify.runs.plain_step import trace_step
 from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
+from jaxpp_flax.verify.runs.traced_step import trace_step
 
 __all__ = ["WatchedStep"]
 
@@ -23,8 +22,8 @@ __all__ = ["WatchedStep"]
 class WatchedStep:
     """A function to compile in place of a training step: it returns `(state, (metrics, watched arrays))`.
 
-    Each loop stacks what crosses its marks, one more result of its body. So the arrays come out of the same passes,
-    schedules, transfers and runtime as those of the step itself.
+    Each loop stacks what crosses its marks, one more result of its body, on the rank that makes it. So the arrays come
+    out of the same passes, schedules, transfers and runtime as those of the step itself.
     """
 
     def __init__(self, step: Callable[..., Any], parameters: Sequence[str]) -> None:
@@ -37,15 +36,19 @@ class WatchedStep:
         traced = trace_step(self._step, state, batch)
         self._points = []
         watched: list[Any] = []
-        numbers = itertools.count()
 
-        def loop(equation: Any, operands: Sequence[Any]) -> list[Any]:
-            results, stacked, points = self._loop(equation, operands, next(numbers))
+        def loop(number: int, equation: Any, operands: Sequence[Any]) -> list[Any]:
+            results, stacked, points = self._loop(equation, operands, number)
             watched.extend([*stacked, *results])
             self._points += [*[p for of_mark in points.crossings for p in of_mark], *points.results]
             return results
 
-        found = traced.run(jax.tree.leaves((state, batch)), loop)
+        def scalar(point: Point, value: Any) -> Any:
+            watched.append(value)
+            self._points.append(point)
+            return value
+
+        found = traced.run(jax.tree.leaves((state, batch)), loop, scalar)
         new, metrics = jax.tree.unflatten(traced.results, found)
         return new, (metrics, watched)
 

@@ -12,8 +12,8 @@ from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, block_at, number_o
 __all__ = ["CHOSEN", "Kind", "LoopPoints", "Point", "name_loop", "points_of"]
 
 Kind: TypeAlias = Literal[
-    "choice", "chosen", "forward", "result", "recomputed", "chosen again", "backward", "gradient", "carry", "metric",
-    "state",
+    "choice", "chosen", "forward", "result", "recomputed", "chosen again", "backward", "gradient", "carry", "scalar",
+    "metric", "state",
 ]  # fmt: skip
 
 
@@ -26,7 +26,8 @@ class Point:
 
     Args:
       kind: what crosses a mark forward or backward; what a choice reads, or has chosen, in the forward pass or when it
-        is recomputed; a result, a gradient or the last carry of a loop; a metric; a leaf of the new state.
+        is recomputed; a result, a gradient or the last carry of a loop; a scalar made of arrays, such as a norm; a
+        metric; a leaf of the new state.
       leaf: its name there.
       loop: the number of its loop in the step; what is computed behind the loops has the next number.
       occurrence: tells apart marks of one name, in order of the program.
