@@ -1,72 +1,101 @@
-"""Compare the arrays of both sides, point by point."""
+"""Compare what a piece of the plain step makes with what the pipeline made, point by point."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxpp_flax.verify.classes import Case, classify
+from jaxpp_flax.verify.errors import VerifyError
 from jaxpp_flax.verify.report import Choice, Row
-from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, spread, unit_of, wide
+from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, moved, spread, unit_of, wide
+from jaxpp_flax.verify.runs.pieces import Name, Piece
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 
-__all__ = ["Side", "compare", "count_choices"]
+__all__ = ["Comparison", "compare"]
 
 
 @dataclass(frozen=True)
-class Side:
-    """The arrays of one run of a piece, by their points; and on the plain side, the summands of the loops' sums."""
+class Comparison:
+    """Rows by their points, choices aside; how far rounding spreads the plain side there; and counts of choices."""
 
-    arrays: Mapping[Point, Any]
-    parts: Mapping[Point, Any] = field(default_factory=dict)
+    rows: dict[Point, Row] = field(default_factory=dict)
+    spreads: dict[Point, float] = field(default_factory=dict)
+    choices: list[Choice] = field(default_factory=list)
+
+    def add(self, other: Comparison) -> None:
+        """Add another one to this."""
+        self.rows.update(other.rows)
+        self.spreads.update(other.spreads)
+        self.choices.extend(other.choices)
 
 
 def compare(
-    plain: Side,
-    others: Sequence[Side],
+    piece: Piece,
+    arrays: Mapping[Name, Any],
     actual: Mapping[Point, Any],
+    before: Mapping[Point, Any],
+    spreads: Mapping[Any, float],
     *,
     num_microbatches: int,
     num_shards: int,
-    before: Mapping[Point, Any],
     process: int,
-) -> dict[Point, tuple[Row, float]]:
-    """Return a row for each point of a piece, choices aside, and how far the plain side itself is spread there.
+) -> Comparison:
+    """Run a piece four times, and compare it with the pipeline.
 
     Args:
-      plain: the plain side.
-      others: the same piece with another order of its microbatches, or with inputs moved by one unit of rounding.
-      actual: the arrays of the pipeline.
-      num_microbatches, num_shards: for the class of the first difference.
+      piece: the piece.
+      arrays: what it reads.
+      actual: what the pipeline made at its points.
       before: the leaves of the state before the step, by their points after it.
+      spreads: how far rounding spreads what it reads, as far as known.
+      num_microbatches, num_shards: for the class of a difference.
       process: the process that holds the arrays.
+
+    Raises:
+      VerifyError: if two equal runs differ.
     """
-    found: dict[Point, tuple[Row, float]] = {}
-    for point, expected in plain.arrays.items():
+    order = range(num_microbatches)
+    plain, parts = piece(arrays, order)
+    _check_equal(plain, piece(arrays, order)[0])
+    nearby = [piece(moved(arrays, piece.rounding, seed, spreads), order)[0] for seed in range(1 + piece.has_order)]
+    others = nearby if piece.has_order else [*nearby, piece(arrays, order[::-1])[0]]
+    found = Comparison(choices=_count_choices(plain, actual))
+    for point, expected in plain.items():
         if point.kind in CHOSEN:
             continue
         unit = unit_of(expected)
-        apart_by = spread(expected, [side.arrays[point] for side in others])
+        found.spreads[point] = spread(expected, [other[point] for other in others])
         case = Case(
             expected=wide(expected),
             actual=wide(actual[point]),
-            allowed=FACTOR * max(apart_by, unit),
+            allowed=FACTOR * max(found.spreads[point], unit),
             num_microbatches=num_microbatches,
             num_shards=num_shards,
-            parts=wide(plain.parts[point]) if point in plain.parts else None,
+            parts=wide(parts[point]) if point in parts else None,
             stacked=point.kind in ("choice", "forward", "recomputed", "backward"),
             before=wide(before[point]) if point in before else None,
             dtype=str(expected.dtype),
             is_exact=not is_float(expected),
         )
-        found[point] = _row(point, case, unit, apart(expected, actual[point]), process), apart_by
+        found.rows[point] = _row(point, case, unit, apart(expected, actual[point]), process)
     return found
 
 
-def count_choices(plain: Mapping[Point, Any], actual: Mapping[Point, Any]) -> list[Choice]:
+def _check_equal(first: Mapping[Point, Any], again: Mapping[Point, Any]) -> None:
+    for point, array in first.items():
+        if apart(array, again[point]).any():
+            raise VerifyError(
+                f"two plain steps from the same state, batch and keys differ, first in {point}: the loss is not "
+                "deterministic, so nothing can be compared. Take host callbacks, clocks and random numbers of NumPy "
+                "out of it; `rngs` gives the random numbers of a step and microbatch."
+            )
+
+
+def _count_choices(plain: Mapping[Point, Any], actual: Mapping[Point, Any]) -> list[Choice]:
     """Return how many choices differ, for each line of the program that makes some."""
     found: list[Choice] = []
     for leaf in dict.fromkeys(point.leaf for point in plain if point.kind == CHOSEN[0]):
@@ -92,22 +121,17 @@ def _count(pairs: Iterable[tuple[Any, Any]]) -> int:
 
 
 def _row(point: Point, case: Case, unit: float, difference: np.ndarray, process: int) -> Row:
-    index: tuple[int, ...] = ()
-    expected, actual, distance, allowed = 0.0, 0.0, 0.0, 0.0
-    if difference.size:
-        where = np.unravel_index(int(np.argmax(difference)), difference.shape)
-        index, unit = tuple(map(int, where)), unit or 1.0
-        expected, actual = float(case.expected[where].real), float(case.actual[where].real)
-        distance, allowed = float(difference[where]) / unit, case.allowed / unit
+    names = {"kind": point.kind, "block": point.block, "leaf": point.leaf, "process": process}
+    if not difference.size:
+        return Row(**names, index=(), expected=0, actual=0, distance=0, allowed=0)
+    where = np.unravel_index(int(np.argmax(difference)), difference.shape)
+    distance, allowed = float(difference[where]) / (unit or 1.0), case.allowed / (unit or 1.0)
     return Row(
-        kind=point.kind,
-        block=point.block,
-        leaf=point.leaf,
-        index=index,
-        expected=expected,
-        actual=actual,
+        **names,
+        index=tuple(map(int, where)),
+        expected=float(case.expected[where].real),
+        actual=float(case.actual[where].real),
         distance=distance,
         allowed=allowed,
         likely=classify(case) if distance > allowed else "",
-        process=process,
     )

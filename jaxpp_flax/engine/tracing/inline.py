@@ -21,7 +21,7 @@ from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.error_codes import documented
 
-__all__ = ["MarkerPlacementError", "body_of", "count_marks", "forward_markers", "inline", "is_recomputation"]
+__all__ = ["MarkerPlacementError", "body_of", "count_marks", "inline", "is_recomputation"]
 
 _REMEDIES = {
     "scan": "Give each stage a scan over its own layers, with the marks between the scans; jaxpp_flax.linen.scan and "
@@ -60,10 +60,10 @@ def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
 
 def count_marks(graph: Graph) -> int:
     """Return the number of forward markers at any depth, with those that no result depends on."""
-    return len([*forward_markers(graph.equations)])
+    return len([*_forward_markers(graph.equations)])
 
 
-def forward_markers(equations: Iterable[Any]) -> Iterator[int]:
+def _forward_markers(equations: Iterable[Any]) -> Iterator[int]:
     """Yield the identifiers of the forward markers at any depth, without those that nested regions recompute."""
     for eqn in equations:
         if eqn.primitive is marker_p:
@@ -71,7 +71,7 @@ def forward_markers(equations: Iterable[Any]) -> Iterator[int]:
                 yield eqn.params["identifier"]
         elif not is_recomputation(eqn):
             for sub in bodies(eqn.params):
-                yield from forward_markers(sub.eqns)
+                yield from _forward_markers(sub.eqns)
 
 
 # The forward markers that may replace recomputed ones, by identifier and in program order: of the whole body, or of one
@@ -174,7 +174,7 @@ class _Inliner:
         transposed = equation.transposed and not recomputation
         graph = applied(body, equation.inputs, transposed=transposed, late=equation.late, within=equation.source)
         if recomputation:
-            counts = Counter(forward_markers(opened(body).eqns))
+            counts = Counter(_forward_markers(opened(body).eqns))
             self.walk(graph.equations, {}, _claim(scope, counts, equation.where))
         else:
             self.walk(graph.equations, scope, recomputed)

@@ -1,76 +1,76 @@
-"""A trainer's step as a graph, in which loops and scalars of arrays can be replaced."""
+"""A trainer's step as a graph, with the points at which both sides are looked at."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 
+from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, from_jaxpr, values
 from jaxpp_flax.engine.tracing.treduce import treduce_p
-from jaxpp_flax.verify.runs.points import Point
+from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices
+from jaxpp_flax.verify.runs.points import Look, Point, looks_in
 
-__all__ = ["TracedStep", "trace_step"]
+__all__ = ["OpenedLoop", "TracedStep", "trace_step"]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedLoop:
+    """A loop, with its calls opened as the compiler does: marks and choices stand at the top of its `body`.
+
+    `inside` are the looks at these, `results` those at the body's results. `hidden` names the choices that are
+    recomputed where no look is.
+    """
+
+    equation: Equation
+    body: Graph
+    inside: tuple[Look, ...]
+    results: tuple[Look, ...]
+    hidden: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """A step as a graph; its results have the structure `results`."""
+    """A step as a graph of `constants` and of the leaves of its arguments; its results have the structure `results`.
+
+    `scalars` are those that operations make of arrays outside of the loops, such as norms.
+    """
 
     graph: Graph
     constants: tuple[Any, ...]
     results: Any
-
-    @property
-    def loops(self) -> list[Equation]:
-        """The loops over microbatches, in order."""
-        return [equation for equation in self.graph.equations if equation.primitive is treduce_p]
-
-    @cached_property
-    def scalars(self) -> dict[Value, Point]:
-        """The scalars that operations make of arrays, such as norms, with their points."""
-        found: dict[Value, Point] = {}
-        counts = Counter[Any]()
-        for equation in self.graph.equations:
-            loop = counts[treduce_p]
-            if equation.primitive is treduce_p:
-                counts[treduce_p] += 1
-            elif any(value.aval.ndim for value in values(equation.inputs)):
-                leaf = f"{equation.name} at {equation.where}"
-                for value in equation.outputs if all(not value.aval.ndim for value in equation.outputs) else ():
-                    found[value] = Point("scalar", leaf, loop, counts[loop, leaf])
-                    counts[loop, leaf] += 1
-        return found
-
-    def run(
-        self,
-        leaves: Sequence[Any],
-        loop: Callable[[int, Equation, Sequence[Any]], Sequence[Any]],
-        scalar: Callable[[Point, Any], Any],
-    ) -> list[Any]:
-        """Evaluate the step on the leaves of its arguments.
-
-        `loop(number, equation, operands)` returns the results of a loop; `scalar(point, value)` what takes the place of
-        one of the `scalars`.
-        """
-        numbers = itertools.count()
-
-        def apply(equation: Equation, *operands: Any) -> Sequence[Any]:
-            if equation.primitive is treduce_p:
-                return loop(next(numbers), equation, operands)
-            results = zip(equation.outputs, equation.bind(*operands), strict=True)
-            return [scalar(self.scalars[of], value) if of in self.scalars else value for of, value in results]
-
-        return self.graph.run(*self.constants, *leaves, apply=apply)
+    loops: tuple[OpenedLoop, ...]
+    scalars: Mapping[Value, Point]
 
 
-def trace_step(step: Callable[..., Any], *arguments: Any) -> TracedStep:
-    """Trace a step for such arguments."""
+def trace_step(step: Callable[..., Any], parameters: Sequence[str], *arguments: Any) -> TracedStep:
+    """Trace a step for such arguments. `parameters` are the paths of the parameters that have gradients."""
     jaxpr, results = jax.make_jaxpr(step, return_shape=True)(*arguments)
     graph, constants = from_jaxpr(jaxpr)
-    return TracedStep(graph, tuple(constants), jax.tree.structure(results))
+    loops: list[OpenedLoop] = []
+    scalars: dict[Value, Point] = {}
+    counts = Counter[Any]()
+    for equation in graph.equations:
+        if equation.primitive is treduce_p:
+            loops.append(_opened(len(loops), equation, parameters))
+        elif any(value.aval.ndim for value in values(equation.inputs)):
+            name = (f"{equation.name} at {equation.where}", len(loops))
+            for value in equation.outputs:
+                if not value.aval.ndim:
+                    scalars[value] = Point("scalar", *name, occurrence=counts[name])
+                    counts[name] += 1
+    return TracedStep(graph, tuple(constants), jax.tree.structure(results), tuple(loops), scalars)
+
+
+def _opened(number: int, equation: Equation, parameters: Sequence[str]) -> OpenedLoop:
+    body, num_carry = equation.params["body"], equation.params["num_carry"]
+    flat = inline(body, flatten=True, remat=True)
+    places = choice_places(flat, num_carry, parameters)
+    body = flat if places else inline(body)
+    looks = tuple(looks_in(number, body, places, num_carry, parameters))
+    begin = len(looks) - len(body.outputs)
+    return OpenedLoop(equation, body, looks[:begin], looks[begin:], hidden_choices(flat))
