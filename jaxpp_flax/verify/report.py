@@ -168,11 +168,5 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON: the sentence, the facts of the run, and all rows."""
-        content = {
-            "agrees": self.agrees,
-            "sentence": self.sentence,
-            "facts": dict(self.facts),
-            "rows": [asdict(row) for row in self.rows],
-            "choices": [asdict(choice) for choice in self.choices],
-        }
+        content = {"agrees": self.agrees, "sentence": self.sentence, **asdict(self)}
         Path(path).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")

@@ -9,18 +9,19 @@ from functools import partial
 from typing import Any, get_args
 
 import jax
-import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers import PipelineTrainer
+from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
 from jaxpp_flax.verify.comparison import Comparison, compare
 from jaxpp_flax.verify.errors import VerifyError
 from jaxpp_flax.verify.report import Choice, Report, joined
-from jaxpp_flax.verify.rounding import is_float
-from jaxpp_flax.verify.runs.holders import holder_of, to_host
+from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.pieces import cut, points_after
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
 from jaxpp_flax.verify.runs.points import Kind, Point
@@ -39,14 +40,12 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     the pipeline recorded at the mark in front of it, and what it makes is compared. So all blocks agree if and only if
     the steps do. What is compared, in order of computation: what crosses each mark forward and backward, in every
     microbatch; the sums of the gradients; metrics; and the new state. Tolerances are measured: each block runs in
-    another order of its microbatches, and with inputs moved by one unit of rounding; see
-    `jaxpp_flax.verify.rounding.FACTOR`.
+    another order of its microbatches, and with inputs moved by a unit of rounding (`jaxpp_flax.verify.rounding`).
 
-    It costs four plain steps that recompute their forward passes, two steps of the pipeline, and two compilations: of
-    the plain step, and of a pipeline that returns what crosses its marks. A block runs on the first device of its rank,
-    which holds, beside a second state of its stage and what crosses the stage's marks, one block at a time. What blocks
-    read and make is on the host. With several processes, all of them call this with the same whole batch; each runs the
-    blocks of its ranks, and all return the same report.
+    It costs four plain steps that recompute their forward passes, two steps of the pipeline, and two compilations. A
+    block runs on the first device of its rank, which holds it beside a second state of the stage and what crosses the
+    stage's marks. With several processes, all of them call this with the same whole batch; each runs the blocks of its
+    ranks, and all return the same report.
 
     Args:
       trainer: a trainer before its first step or after any.
@@ -115,6 +114,22 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     return Report(rows=tuple(all_found.rows[point] for point in points), facts=facts, choices=choices)
 
 
+def holder_of(array: Any) -> Any:
+    """Return the first device of the first rank that holds an array; the default device for others than ranks'."""
+    if not isinstance(array, MpmdArray):
+        return jax.local_devices()[0]
+    return array.sharding.mpmd_mesh.rank_devices(min(array.mpmd_idxs))[0]
+
+
+def to_host(array: Any, device: Any) -> Any:
+    """Return the whole array on the host of a device's process; None in others. All processes call this together."""
+    is_here = device.process_index == jax.process_index()
+    if isinstance(array, MpmdArray) and array.sharding.mpmd_mesh.jax_mesh.is_multi_process:
+        target = SingleDeviceSharding(device)
+        array = mpmd_to_spmd_reshard(array.sharding.mpmd_mesh, array, target, donate=False)
+    return on_host(array) if is_here else None
+
+
 def _copy(state: Any) -> Any:
     return jax.tree.map(copy.deepcopy, state)
 
@@ -137,15 +152,10 @@ def _run_on(device: Any, run: Callable[[], Comparison], *, is_across: bool) -> C
 
 
 def _check_finite(state: Any, *, is_across: bool) -> None:
-    wrong = None
-    for path, leaf in flatten(state)[0].items():
-        device = holder_of(leaf)
-        array = None if is_key(leaf) or not is_float(leaf) else to_host(leaf, device)
-        if array is not None and not np.isfinite(array.astype(np.complex128)).all():
-            wrong = wrong or f"{path} has {np.count_nonzero(~np.isfinite(array))} such numbers of {array.size}"
-    all_wrong = exchange_values(process_group(), "whether the state is finite", wrong) if is_across else [wrong]
-    for words in filter(None, all_wrong):
-        raise VerifyError(
-            f"the state is not finite already: {words}. Any two steps from it agree; restore an earlier state, and "
-            "verify there."
-        )
+    own = nonfinite_leaf(state)
+    for path in exchange_values(process_group(), "whether the state is finite", own) if is_across else [own]:
+        if path is not None:
+            raise VerifyError(
+                f"the state is not finite already: {path} has a number that is not. Any two steps from it agree; "
+                "restore an earlier state, and verify there."
+            )

@@ -7,7 +7,7 @@ if the step is: each checks what the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -39,13 +39,16 @@ class _Cut:
         self._stand_ins = {value: Value(value.aval) for value in recorded}
         # Behind marks and loops everything is recorded. What the step prints is no result.
         kept = [e for e in graph.equations if e.outputs and e.primitive not in (marker_p, treduce_p)]
-        equations = tuple(e.reading(tuple(self._stand_ins.get(atom, atom) for atom in e.inputs)) for e in kept)
+        equations = tuple(e.reading(tuple(map(self._read, e.inputs))) for e in kept)
         self._graph = Graph((*graph.inputs, *self._stand_ins.values()), (), equations)
         self.names = {**names, **{self._stand_ins[value]: point for value, point in recorded.items()}}
 
     def atom(self, atom: Atom) -> Atom:
         """Return what computes a value of the graph, or else stands for it."""
-        return atom if atom in self._graph.producer else self._stand_ins.get(atom, atom)
+        return atom if atom in self._graph.producer else self._read(atom)
+
+    def _read(self, atom: Atom) -> Atom:
+        return self._stand_ins.get(atom, atom) if isinstance(atom, Value) else atom
 
     def part(self, atoms: Iterable[Atom]) -> Graph:
         """Return what computes these values of the graph, from those inputs alone that it reads."""
@@ -74,7 +77,7 @@ class Piece:
         self.points: tuple[Point, ...] = tuple(makes if loop is None else loop.points)
         self._outside, self._makes, self._loop = [step.names[value] for value in outside.inputs], tuple(makes), loop
         self._run_outside = jax.jit(lambda given: outside.run(*given))
-        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded if loop else ())]))
+        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded.values() if loop else ())]))
         self.rounding = _rounding_of(outside, *([loop.body] if loop else []))
         self.has_order = loop is None or bool(loop.carried)
 
@@ -95,58 +98,52 @@ class _LoopPart:
     """A block's part of a loop: it runs one microbatch after another, and keeps what they make on the host."""
 
     def __init__(self, loop: OpenedLoop, body: _Cut, makes: Mapping[Point, Atom]) -> None:
-        params, inputs, outputs = loop.equation.params, loop.body.inputs, loop.body.outputs
-        count, self._length = params["num_carry"], params["length"]
-        numbers = {p: i for i, p in enumerate(look.point for look in loop.results) if p in makes}
-        self.points = tuple(makes)
-        self._operations = {p: params["operations"][i - count] for p, i in numbers.items() if i >= count}
-        self._last = {p: i for p, i in numbers.items() if i < count}  # the last value of a carry
-        self._stacked = [p for p in makes if p not in self._last]
-        self.carried = set(self._last.values())
-        while True:  # a carry that is read is computed, too
-            self.body = body.part([*(makes[p] for p in self._stacked), *(outputs[i] for i in sorted(self.carried))])
-            read = {i for i, value in enumerate(inputs[-count:] if count else ()) if value in self.body.inputs}
-            if read <= self.carried:
-                break
-            self.carried |= read
-        self.recorded = [body.names[value] for value in self.body.inputs if value in body.names]
-        operands = loop.equation.inputs
-        self.operands = dict(enumerate(operands[: params["num_consts"]]))
-        self.operands = {i: operand for i, operand in self.operands.items() if inputs[i] in self.body.inputs}
-        self._initial = [params["num_consts"] + i for i in sorted(self.carried)]
-        self._fixed = list(self.operands)
-        self.operands |= {i: operands[i] for i in self._initial}
+        params, outputs = loop.equation.params, loop.body.outputs
+        first, count = params["num_consts"], params["num_carry"]
         # The number of a microbatch stands between a body's constants and its carry.
-        self._inputs = [inputs[i] for i in (*self._fixed, params["num_consts"], *(i + 1 for i in self._initial))]
+        *inputs, self._index = [*loop.body.inputs[:first], *loop.body.inputs[first + 1 :], loop.body.inputs[first]]
+        numbers = {p: i for i, p in enumerate(look.point for look in loop.results) if p in makes}
+        self.points, self._length = tuple(makes), params["length"]
+        self._operations = {p: params["operations"][i - count] for p, i in numbers.items() if i >= count}
         self._types = {p: struct_of(makes[p].aval) for p in self._operations}
+        self._last = {p: inputs[first + i] for p, i in numbers.items() if i < count}  # the last value of a carry
+        self._stacked = [p for p in makes if p not in self._last]
+        read = {*self._last.values()}
+        while True:  # a carry that is read is computed, too
+            carried = [i for i, value in enumerate(inputs[first:]) if value in read]
+            self.body = body.part([*(makes[p] for p in self._stacked), *(outputs[i] for i in carried)])
+            if read.issuperset(set(self.body.inputs).intersection(inputs[first:])):
+                break
+            read.update(self.body.inputs)
+        self.carried = [inputs[first + i] for i in carried]
+        self.recorded = {value: body.names[value] for value in self.body.inputs if value in body.names}
+        needed = {*self.body.inputs, *self.carried}
+        self.operands = {v: of for v, of in zip(inputs, loop.equation.inputs, strict=True) if v in needed}
         self._one = jax.jit(self._microbatch)
 
     def run(
-        self, operands: Mapping[int, Any], arrays: Mapping[Name, Any], order: Sequence[int]
+        self, operands: Mapping[Value, Any], arrays: Mapping[Name, Any], order: Sequence[int]
     ) -> tuple[dict[Point, Any], dict[Point, Any]]:
         """Run all microbatches; as `Piece.__call__`."""
-        fixed, carry = ([operands[i] for i in numbers] for numbers in (self._fixed, self._initial))
+        known = dict(operands)
         states = [op.state(self._length, self._types[p]) for p, op in self._operations.items()]
         made: list[Any] = [None] * self._length
         for i in order:
-            recorded = [arrays[name][i] for name in self.recorded]
-            stacked, carry, states = self._one(fixed, jnp.int32(i), carry, states, recorded)
-            made[i] = [on_host(array) for array in stacked]
-        found = dict(zip(self._stacked, map(_stack, zip(*made, strict=True)), strict=True))
-        parts = {p: found.pop(p) for p in self._operations}
-        found |= {p: on_host(state) for p, state in zip(self._operations, states, strict=True)}
-        after = dict(zip(sorted(self.carried), carry, strict=True))
-        return {**found, **{p: on_host(after[i]) for p, i in self._last.items()}}, parts
+            known |= {value: arrays[name][i] for value, name in self.recorded.items()}
+            known[self._index] = jnp.int32(i)
+            found, states = self._one([known[value] for value in self.body.inputs], states, known[self._index])
+            made[i] = [on_host(array) for array in found[: len(self._stacked)]]
+            known |= dict(zip(self.carried, found[len(self._stacked) :], strict=True))
+        stacked = dict(zip(self._stacked, map(_stack, zip(*made, strict=True)), strict=True))
+        parts = {p: stacked.pop(p) for p in self._operations}
+        sums = {p: on_host(state) for p, state in zip(self._operations, states, strict=True)}
+        return {**stacked, **sums, **{p: on_host(known[value]) for p, value in self._last.items()}}, parts
 
-    def _microbatch(
-        self, fixed: Sequence[Any], index: Any, carry: Sequence[Any], states: Sequence[Any], recorded: Sequence[Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        known, others = dict(zip(self._inputs, [*fixed, index, *carry], strict=True)), iter(recorded)
-        found = self.body.run(*[known[v] if v in known else next(others) for v in self.body.inputs])
-        made, carried = found[: len(self._stacked)], found[len(self._stacked) :]
-        parts = dict(zip(self._stacked, made, strict=True))
+    def _microbatch(self, given: Sequence[Any], states: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
+        found = self.body.run(*given)
+        parts = dict(zip(self._stacked, found, strict=False))
         pairs = zip(self._operations.items(), states, strict=True)
-        return made, carried, [op.update(state, parts[p], index) for (p, op), state in pairs]
+        return found, [op.update(state, parts[p], index) for (p, op), state in pairs]
 
 
 def _stack(arrays: Sequence[Any]) -> Any:
@@ -155,47 +152,32 @@ def _stack(arrays: Sequence[Any]) -> Any:
 
 def cut(step: TracedStep) -> tuple[Piece, ...]:
     """Cut a step into pieces, in about the order of computation; their `reads` count its constants as arguments."""
-    results = {
-        v: look.point for loop in step.loops for v, look in zip(loop.equation.outputs, loop.results, strict=True)
-    }
+    results = {v: look.point for of in step.loops for v, look in zip(of.equation.outputs, of.results, strict=True)}
     names = {value: i for i, value in enumerate(step.graph.inputs)}
     outside = _Cut(step.graph, names, {**results, **step.scalars})
     pieces: list[Piece] = []
     for loop in step.loops:
-        body, makes = _cut_loop(loop)
-        for points in _by(makes, lambda p: p.block):
-            part = _LoopPart(loop, body, {p: makes[p] for p in points})
+        recorded = {look.made: look.point for look in loop.inside if look.made is not None}
+        body, makes = _Cut(loop.body, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
+        for block in dict.fromkeys(point.block for point in makes):
+            part = _LoopPart(loop, body, {p: atom for p, atom in makes.items() if p.block == block})
             pieces.append(Piece(outside, part.operands, part))
+    blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results.values() if p.kind == "gradient"}
     ends = {point: value for value, point in step.scalars.items()}
-    ends |= points_after(jax.tree.unflatten(step.results, step.graph.outputs), _blocks(results.values()))
-    made = step.graph.producer
-    groups = _by(ends, lambda p: p.block if p.block and ends[p] in made else p)
-    return *pieces, *(Piece(outside, {p: ends[p] for p in points}) for points in groups)
-
-
-def _cut_loop(loop: OpenedLoop) -> tuple[_Cut, dict[Point, Atom]]:
-    """Return the body of a loop, cut at its marks and choices; and the values at its points."""
-    recorded = {look.made: look.point for look in loop.inside if look.made is not None}
-    return _Cut(loop.body, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
-
-
-def _by(points: Iterable[Point], key: Callable[[Point], Hashable]) -> Iterator[list[Point]]:
-    """Yield the points in groups of one key, in order of their first ones."""
-    groups: dict[Hashable, list[Point]] = {}
-    for point in points:
-        groups.setdefault(key(point), []).append(point)
-    yield from groups.values()
-
-
-def _blocks(points: Iterable[Point]) -> dict[str, tuple[int, str]]:
-    """Return where each parameter's gradient is computed: the number of marks before it, and the block."""
-    return {f"/{p.leaf}": (p.phase, p.block) for p in points if p.kind == "gradient"}
+    ends |= points_after(jax.tree.unflatten(step.results, step.graph.outputs), blocks)
+    groups: dict[Any, dict[Point, Atom]] = {}
+    for p, atom in ends.items():  # of a block together, if it is computed
+        groups.setdefault(p.block if p.block and atom in step.graph.producer else p, {})[p] = atom
+    return *pieces, *(Piece(outside, makes) for makes in groups.values())
 
 
 def points_after(
     results: tuple[Any, Mapping[str, Any]], blocks: Mapping[str, tuple[int, str]] | None = None
 ) -> dict[Point, Any]:
-    """Return the metrics and the leaves of the new state by their points: behind all loops, in the gradients' order."""
+    """Return the metrics and the leaves of the new state by their points: behind all loops, in the gradients' order.
+
+    `blocks` has, by the path of each gradient, the number of marks before it and its block.
+    """
     state, metrics = results
     found = {Point("metric", name, _BEHIND): value for name, value in metrics.items()}
     for path, leaf in flatten(state)[0].items():

@@ -101,10 +101,10 @@ def looks_in(loop: int, graph: Graph, places: Places, num_carry: int, parameters
         elif which := chosen(graph, e, places):
             region = (backwards + 1) * (e.late or e.transposed)
             read, own = AGAIN if region else ("choice", "chosen")
-            seen = [(read, value, None) for value in values(e.inputs)]
-            seen += [(own, e.outputs[j], e.outputs[j]) for j in which]
-            for j, (kind, value, made) in enumerate(seen):
-                yield Look(point(kind, f"{e.name} at {e.where}[{j}]", phase, region), value, made, i)
+            reads, made = values(e.inputs), [e.outputs[j] for j in which]
+            for j, value in enumerate([*reads, *made]):
+                at = point(read if j < len(reads) else own, f"{e.name} at {e.where}[{j}]", phase, region)
+                yield Look(at, value, value if j >= len(reads) else None, i)
         phases |= dict.fromkeys(e.outputs, phase)
     begin = len(graph.outputs) - num_gradients(len(graph.outputs), num_carry, parameters)
     for i, atom in enumerate(graph.outputs):
