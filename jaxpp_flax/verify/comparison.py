@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,17 @@ __all__ = ["Comparison", "compare"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows by their points, choices aside; how far rounding spreads the plain side there; and counts of choices."""
+    """For each point of a piece, choices aside: a row, and how far rounding spreads the plain side; and the choices."""
 
-    rows: dict[Point, Row] = field(default_factory=dict)
-    spreads: dict[Point, float] = field(default_factory=dict)
-    choices: list[Choice] = field(default_factory=list)
+    rows: list[Row]
+    spreads: list[float]
+    choices: list[Choice]
 
-    def add(self, other: Comparison) -> None:
-        """Add another one to this."""
-        self.rows.update(other.rows)
-        self.spreads.update(other.spreads)
-        self.choices.extend(other.choices)
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Comparison:
+        """Make one of what JSON makes of its fields."""
+        rows = [Row(**{**row, "index": tuple(row["index"])}) for row in fields["rows"]]
+        return cls(rows, fields["spreads"], [Choice(**choice) for choice in fields["choices"]])
 
 
 def compare(
@@ -63,16 +63,14 @@ def compare(
     _check_equal(plain, piece(arrays, order)[0])
     nearby = [piece(moved(arrays, piece.rounding, seed, spreads), order)[0] for seed in range(1 + piece.has_order)]
     others = nearby if piece.has_order else [*nearby, piece(arrays, order[::-1])[0]]
-    found = Comparison(choices=_count_choices(plain, actual))
-    for point, expected in plain.items():
-        if point.kind in CHOSEN:
-            continue
-        unit = unit_of(expected)
-        found.spreads[point] = spread(expected, [other[point] for other in others])
+    found = Comparison([], [], _count_choices(plain, actual))
+    for point in piece.compared:
+        expected = plain[point]
+        unit, apart_by = unit_of(expected), spread(expected, [other[point] for other in others])
         case = Case(
             expected=wide(expected),
             actual=wide(actual[point]),
-            allowed=FACTOR * max(found.spreads[point], unit),
+            allowed=FACTOR * max(apart_by, unit),
             num_microbatches=num_microbatches,
             num_shards=num_shards,
             parts=wide(parts[point]) if point in parts else None,
@@ -81,7 +79,8 @@ def compare(
             dtype=str(expected.dtype),
             is_exact=not is_float(expected),
         )
-        found.rows[point] = _row(point, case, unit, apart(expected, actual[point]), process)
+        found.rows.append(_row(point, case, unit, apart(expected, actual[point]), process))
+        found.spreads.append(apart_by)
     return found
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
 from jaxpp_flax.verify.comparison import Comparison, compare
 from jaxpp_flax.verify.errors import VerifyError
-from jaxpp_flax.verify.report import Choice, Report, joined
+from jaxpp_flax.verify.report import Choice, Report, Row, joined
 from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.pieces import cut, points_after
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
@@ -81,12 +81,13 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     arguments = [*traced.constants, *jax.tree.leaves((state, microbatches))]
     numbers = {path: i for i, path in enumerate(flatten(state)[0], start=len(traced.constants))}
     homes = {name: stage.devices[0] for stage in getattr(compiled, "stages", ()) for name in stage.blocks}
-    all_found = Comparison()
+    rows: dict[Point, Row] = {}
+    spreads: dict[Point, float] = {}
+    choices: list[Choice] = []
     for piece in cut(traced):
         first = piece.points[0]
-        device = holder_of(found[first])
-        if first.block and homes:  # what stands behind the last mark is on the rank of the last block
-            device = homes.get(first.block, [*homes.values()][-1])
+        # What stands behind the last mark is on the rank of the last block.
+        device = homes.get(first.block, [*homes.values()][-1]) if first.block and homes else holder_of(found[first])
         reads = {
             name: to_host(found[name] if isinstance(name, Point) else arguments[name], device) for name in piece.reads
         }
@@ -94,13 +95,16 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         before = {p: reads[numbers[p.leaf]] for p in actual if p.kind == "state" if numbers[p.leaf] in reads}
         run = partial(
             compare,
-            *(piece, reads, actual, before, all_found.spreads),
+            *(piece, reads, actual, before, spreads),
             num_microbatches=trainer.num_microbatches,
             num_shards=core.rows.batch_shards,
             process=device.process_index,
         )
-        all_found.add(_run_on(device, run, is_across=is_across))
-    points = sorted(all_found.rows, key=lambda point: (point.loop, point.phase, _ORDER.index(point.kind)))
+        shown = _run_on(device, run, is_across=is_across)
+        rows |= dict(zip(piece.compared, shown.rows, strict=True))
+        spreads |= dict(zip(piece.compared, shown.spreads, strict=True))
+        choices += shown.choices
+    points = sorted(rows, key=lambda point: (point.loop, point.phase, _ORDER.index(point.kind)))
     facts = {
         "step": trainer.step,
         "stages": trainer.num_stages,
@@ -110,8 +114,8 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "jax": jax.__version__,
     }
     hidden = sorted({name for loop in traced.loops for name in loop.hidden})
-    choices = (*joined(all_found.choices), *map(Choice, hidden))
-    return Report(rows=tuple(all_found.rows[point] for point in points), facts=facts, choices=choices)
+    choices = [*joined(choices), *map(Choice, hidden)]
+    return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(choices))
 
 
 def holder_of(array: Any) -> Any:
@@ -136,19 +140,19 @@ def _copy(state: Any) -> Any:
 
 def _run_on(device: Any, run: Callable[[], Comparison], *, is_across: bool) -> Comparison:
     """Run a comparison on a device, and return it in all processes."""
-    found: Comparison | VerifyError = Comparison()
+    found: dict[str, Any] = {}
     if device.process_index == jax.process_index():
         try:
             with jax.default_device(device):
-                found = run()
+                found = asdict(run())
         except VerifyError as error:
-            found = error
+            found = {"error": str(error)}
     if is_across:
-        all_found = process_group().exchange("what a block of the plain step has shown", pickle.dumps(found), None)
-        found = pickle.loads(all_found[device.process_index])
-    if isinstance(found, VerifyError):
-        raise found
-    return found
+        what = "what a block of the plain step has shown"
+        found = exchange_values(process_group(), what, found, timeout_s=None)[device.process_index]
+    if "error" in found:
+        raise VerifyError(found["error"])
+    return Comparison.from_json(found)
 
 
 def _check_finite(state: Any, *, is_across: bool) -> None:

@@ -21,7 +21,7 @@ from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, prune, 
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.verify.rounding import on_host
-from jaxpp_flax.verify.runs.points import Point
+from jaxpp_flax.verify.runs.points import CHOSEN, Point
 from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
 
 __all__ = ["Name", "Piece", "cut", "points_after"]
@@ -66,7 +66,7 @@ class Piece:
       loop: its part of a loop's body, if it has one.
 
     Attributes:
-      points: what it makes.
+      points: what it makes; `compared` are those of no choice.
       reads: what it reads.
       rounding: the unit of rounding of the narrowest type of float that it computes with.
       has_order: its microbatches have an order, since a value goes from one to the next.
@@ -75,6 +75,7 @@ class Piece:
     def __init__(self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None) -> None:
         outside = step.part(makes.values())
         self.points: tuple[Point, ...] = tuple(makes if loop is None else loop.points)
+        self.compared = [point for point in self.points if point.kind not in CHOSEN]
         self._outside, self._makes, self._loop = [step.names[value] for value in outside.inputs], tuple(makes), loop
         self._run_outside = jax.jit(lambda given: outside.run(*given))
         self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded.values() if loop else ())]))

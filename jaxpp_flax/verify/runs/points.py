@@ -18,7 +18,6 @@ Kind: TypeAlias = Literal[
     "metric", "state",
 ]  # fmt: skip
 
-
 CHOSEN: tuple[Kind, Kind] = ("chosen", "chosen again")
 AGAIN: tuple[Kind, Kind] = ("recomputed", "chosen again")
 
