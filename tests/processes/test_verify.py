@@ -12,18 +12,21 @@ from tests.processes.running import run_processes
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), slow(3, 1)], ids=["2 with 2 devices", "3"])
-def test_all_processes_have_one_report_that_names_the_process_at_fault(count: int, devices: int):
-    outputs = run_processes(count, "run_verify.py", devices=devices)
+@pytest.mark.parametrize(
+    ("count", "devices", "stages"), [(2, 2, 2), slow(3, 1, 3), slow(4, 1, 2)], ids=["2 with 2 devices", "3", "2x2"]
+)
+def test_all_processes_have_one_report_that_names_the_process_at_fault(count: int, devices: int, stages: int):
+    outputs = run_processes(count, "run_verify.py", str(stages), devices=devices)
     first, *others = (json.loads(output.split("found ")[1].splitlines()[0]) for output in outputs)
     assert all(other == first for other in others)
     assert first["agrees"], first["right"]
     assert first["same loss"]
     assert first["facts"] == count
-    assert first["holders"] == list(range(count))
+    each = count // stages  # of several processes of a stage, the first one runs its blocks
+    assert first["holders"] == list(range(0, count, each))
     sentence, kind, block, process = first["wrong"]
-    assert (kind, process) == ("gradient", 1), sentence
+    assert (kind, process) == ("gradient", each), sentence
     assert block in ("block_1", "block_2", "after_block_1"), sentence  # the blocks of stage 1
     assert "a doubled reduction" in sentence
-    assert sentence.endswith("Process 1 holds it.")
+    assert sentence.endswith(f"Process {each} holds it.")
     assert "the state is not finite already: params/" in first["not finite"]
