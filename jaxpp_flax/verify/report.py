@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Choice", "Report", "Row"]
+__all__ = ["Choice", "Report", "Row", "joined"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Row:
       distance: how far these are apart, in units of rounding of the expected array's largest number.
       allowed: the distance that rounding explains.
       likely: the likely class of a difference; empty if rounding explains it.
+      process: the process whose devices hold the array.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Row:
     distance: float
     allowed: float
     likely: str = ""
+    process: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -69,6 +71,27 @@ class Choice:
         unknown = "an unknown number" if self.otherwise is None else self.otherwise
         again = f"; {self.recomputed} are recomputed, {unknown} otherwise" if self.recomputed else ""
         return f"{self.name}: {self.differ} of {self.count} choices differ{again}"
+
+
+def joined(choices: Iterable[Choice]) -> list[Choice]:
+    """Add up the choices of each line of the program.
+
+    Example:
+      >>> print(*joined([Choice("top_k at a.py:1", 2, differ=1), Choice("top_k at a.py:1", 3, recomputed=3)]))
+      top_k at a.py:1: 1 of 5 choices differ; 3 are recomputed, an unknown number otherwise
+    """
+    found: dict[str, Choice] = {}
+    for more in choices:
+        of = found.get(more.name, Choice(more.name, otherwise=0, is_at_risk=False))
+        found[more.name] = Choice(
+            name=of.name,
+            count=of.count + more.count,
+            differ=of.differ + more.differ,
+            recomputed=of.recomputed + more.recomputed,
+            otherwise=None if of.otherwise is None or more.otherwise is None else of.otherwise + more.otherwise,
+            is_at_risk=of.is_at_risk or more.is_at_risk,
+        )
+    return list(found.values())
 
 
 _REMEDY = """\
@@ -122,6 +145,7 @@ class Report:
             f"The first difference that rounding does not explain: {first.kind} {first.leaf}{where}, at {first.index}: "
             f"{first.actual!r}, expected {first.expected!r}, {first.distance:.3g} units of rounding apart "
             f"(rounding explains {first.allowed:.3g}). Likely: {first.likely}."
+            + (f" Process {first.process} holds it." if self.facts.get("processes", 1) > 1 else "")
         )
 
     def __str__(self) -> str:
@@ -144,11 +168,5 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON: the sentence, the facts of the run, and all rows."""
-        content = {
-            "agrees": self.agrees,
-            "sentence": self.sentence,
-            "facts": dict(self.facts),
-            "rows": [asdict(row) for row in self.rows],
-            "choices": [asdict(choice) for choice in self.choices],
-        }
+        content = {"agrees": self.agrees, "sentence": self.sentence, **asdict(self)}
         Path(path).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")

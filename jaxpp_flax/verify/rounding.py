@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -42,8 +42,12 @@ def wide(array: Any) -> np.ndarray:
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
-def moved(tree: Any, rounding: float, seed: int) -> Any:
-    """Return a tree whose floats are moved by one unit of rounding, up or down; `rounding` is the unit of 1.
+def moved(
+    arrays: Mapping[Any, Any], rounding: float, seed: int, spreads: Mapping[Any, float] | None = None
+) -> dict[Any, Any]:
+    """Return arrays whose floats are moved by one unit of rounding, up or down; `rounding` is the unit of 1.
+
+    `spreads` has how far apart rounding leaves all numbers of an array beside.
 
     Example:
       >>> moved({"x": np.float32([1.0, 2.0])}, 0.5, seed=0)
@@ -51,13 +55,14 @@ def moved(tree: Any, rounding: float, seed: int) -> Any:
     """
     numbers = np.random.default_rng(seed)
 
-    def one(leaf: Any) -> Any:
+    def one(name: Any, leaf: Any) -> Any:
         if is_key(leaf) or not is_float(leaf):
             return leaf
         unit = max(rounding, float(jnp.finfo(leaf.dtype).eps))
-        return np.asarray(leaf * (1 + unit * numbers.choice([-1.0, 1.0], leaf.shape)), leaf.dtype)
+        steps = numbers.choice([-1.0, 1.0], leaf.shape)
+        return np.asarray(leaf + steps * (unit * np.abs(leaf) + (spreads or {}).get(name, 0.0)), leaf.dtype)
 
-    return jax.tree.map(one, tree)
+    return {name: one(name, leaf) for name, leaf in arrays.items()}
 
 
 def apart(one: Any, other: Any) -> np.ndarray:

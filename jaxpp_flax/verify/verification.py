@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any, get_args
 
 import jax
-import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard
+from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers import PipelineTrainer
+from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
-from jaxpp_flax.verify.comparison import Side, chosen_by, compare, count_choices
+from jaxpp_flax.verify.comparison import Comparison, compare
 from jaxpp_flax.verify.errors import VerifyError
-from jaxpp_flax.verify.report import Choice, Report
-from jaxpp_flax.verify.rounding import apart, is_float, moved, on_host
+from jaxpp_flax.verify.report import Choice, Report, Row, joined
+from jaxpp_flax.verify.rounding import on_host
+from jaxpp_flax.verify.runs.pieces import cut, points_after
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
-from jaxpp_flax.verify.runs.plain_step import PlainStep, trace_step
-from jaxpp_flax.verify.runs.points import Point
+from jaxpp_flax.verify.runs.points import Kind, Point
+from jaxpp_flax.verify.runs.traced_step import trace_step
 
 __all__ = ["verify"]
+
+# Of one phase, first what is stacked by microbatch: it says more of a difference than a sum.
+_ORDER: tuple[Kind, ...] = get_args(Kind)
 
 
 def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     """Run one training step as a pipeline and under plain `jax.jit`, and compare both; the trainer does not change.
 
-    The plain step has the same loss, state, microbatches and random keys. What is compared, in order of computation:
-    what crosses each mark forward and backward, in every microbatch; the sums of the gradients; metrics; and the new
-    state. Tolerances are measured: the plain step runs in another order of its microbatches, and with inputs moved by
-    one unit of rounding; see `jaxpp_flax.verify.rounding.FACTOR`.
+    The plain step has the same loss, state, microbatches and random keys. It runs block by block: each block reads what
+    the pipeline recorded at the mark in front of it, and what it makes is compared. So all blocks agree if and only if
+    the steps do. What is compared, in order of computation: what crosses each mark forward and backward, in every
+    microbatch; the sums of the gradients; metrics; and the new state. Tolerances are measured: each block runs in
+    another order of its microbatches, and with inputs moved by a unit of rounding (`jaxpp_flax.verify.rounding`).
 
-    It costs four plain steps, two steps of the pipeline, and two compilations: of the plain step, and of a pipeline
-    that returns what crosses its marks. The plain step and the state must fit into one device. If rounding decided a
-    choice otherwise (an arg-max, a top-k), the plain steps are compiled again, with the pipeline's choices.
+    It costs four plain steps that recompute their forward passes, two steps of the pipeline, and two compilations. A
+    block runs on the first device of its rank, which holds it beside a second state of the stage and what crosses the
+    stage's marks. With several processes, all of them call this with the same whole batch; each runs the blocks of its
+    ranks, and all return the same report.
 
     Args:
-      trainer: a trainer in one process, before its first step or after any.
+      trainer: a trainer before its first step or after any.
       batch: as for `train_step`.
 
     Raises:
       BatchError: if the batch cannot be cut into microbatches.
-      VerifyError: if the state is not finite, two plain steps are not equal, or there are several processes.
+      VerifyError: if the state is not finite, or two plain runs of a block are not equal.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -55,113 +67,99 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
       True
     """
     core = trainer._core  # pyright: ignore[reportPrivateUsage]
-    if core.held.is_across:
-        raise VerifyError("verify compares in one process, and this trainer's ranks belong to several.")
     microbatches = core.rows.split(batch)
-    step = trainer.step_function(batch)
+    compiled = trainer.compile(batch)  # and places the state
     unused = set(core.builders.for_training(core.held.memory, microbatches).unused)
-    state, inputs = jax.tree.map(on_host, (trainer.state, microbatches))
-    _check_finite(state)
+    state, is_across = trainer.state, core.held.is_across
+    _check_finite(state, is_across=is_across)
     used = [path for path in parameter_paths(state.params) if path not in unused]
-    plain, others = _run_plain(step, state, inputs, used, trainer.num_microbatches)
-    watched = WatchedStep(step, used)
-    _, (_, arrays) = core.executables.like_training(watched, microbatches)(jax.tree.map(on_host, state), microbatches)
-    found = _copied(watched.at_points(arrays))
-    results = trainer.compile(batch)(jax.tree.map(on_host, state), microbatches)
-    blocks = _blocks(plain.arrays)
-    pipeline = Side({**found, **_after(jax.tree.map(on_host, results), blocks)})
-    forced = chosen_by(pipeline, plain)
-    if any(apart(array, side.arrays[point]).any() for point, array in forced.items() for side in (plain, *others)):
-        plain, others = _run_plain(step, state, inputs, used, trainer.num_microbatches, forced)
-    rows = compare(
-        plain,
-        others,
-        pipeline,
-        num_microbatches=trainer.num_microbatches,
-        num_shards=core.rows.batch_shards,
-        before={point: leaf for point, leaf in _after((state, {}), blocks).items() if point.kind == "state"},
-    )
+    watched = WatchedStep(trainer.step_function(batch), used)
+    _, (_, arrays) = core.executables.like_training(watched, microbatches)(_copy(state), microbatches)
+    found = dict(zip(watched.points, arrays, strict=True)) | points_after(compiled(_copy(state), microbatches))
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, microbatches))
+    traced = trace_step(watched.step, used, *types)
+    arguments = [*traced.constants, *jax.tree.leaves((state, microbatches))]
+    numbers = {path: i for i, path in enumerate(flatten(state)[0], start=len(traced.constants))}
+    homes = {name: stage.devices[0] for stage in getattr(compiled, "stages", ()) for name in stage.blocks}
+    rows: dict[Point, Row] = {}
+    spreads: dict[Point, float] = {}
+    choices: list[Choice] = []
+    for piece in cut(traced):
+        first = piece.points[0]
+        # What stands behind the last mark is on the rank of the last block.
+        device = homes.get(first.block, [*homes.values()][-1]) if first.block and homes else holder_of(found[first])
+        reads = {
+            name: to_host(found[name] if isinstance(name, Point) else arguments[name], device) for name in piece.reads
+        }
+        actual = {point: to_host(found[point], device) for point in piece.points}
+        before = {p: reads[numbers[p.leaf]] for p in actual if p.kind == "state" if numbers[p.leaf] in reads}
+        run = partial(
+            compare,
+            *(piece, reads, actual, before, spreads),
+            num_microbatches=trainer.num_microbatches,
+            num_shards=core.rows.batch_shards,
+            process=device.process_index,
+        )
+        shown = _run_on(device, run, is_across=is_across)
+        rows |= dict(zip(piece.compared, shown.rows, strict=True))
+        spreads |= dict(zip(piece.compared, shown.spreads, strict=True))
+        choices += shown.choices
+    points = sorted(rows, key=lambda point: (point.loop, point.phase, _ORDER.index(point.kind)))
     facts = {
         "step": trainer.step,
         "stages": trainer.num_stages,
         "microbatches": trainer.num_microbatches,
         "schedule": repr(trainer.schedule),
+        "processes": jax.process_count() if is_across else 1,
         "jax": jax.__version__,
     }
-    return Report(
-        rows=rows, facts=facts, choices=(*count_choices(plain, pipeline), *map(Choice, sorted(watched.hidden)))
-    )
+    hidden = sorted({name for loop in traced.loops for name in loop.hidden})
+    choices = [*joined(choices), *map(Choice, hidden)]
+    return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(choices))
 
 
-def _run_plain(
-    step: Any, state: Any, batch: Any, used: list[str], count: int, forced: Mapping[Point, Any] | None = None
-) -> tuple[Side, list[Side]]:
-    """Return the plain step's arrays, and those of two runs that differ from it by rounding alone."""
-    traced = trace_step(step, state, batch)
-    run = PlainStep(traced, used, forced or {})
-    order = np.arange(count)
-
-    def side(arguments: Any, order: Any) -> Side:
-        results, inside, parts = run(arguments, order)
-        return Side({**_copied(inside), **_after(jax.tree.map(on_host, results), _blocks(inside))}, _copied(parts))
-
-    first = side((state, batch), order)
-    _check_equal(first, side((state, batch), order))
-
-    def nearby(seed: int) -> Side:
-        changed = [moved(tree, traced.rounding, seed) for tree in (state.params, state.model_state, batch)]
-        params, rest, inputs = changed
-        return side((jax.tree.unflatten(jax.tree.structure(state), _with(state, params, rest)), inputs), order)
-
-    # A value that goes from microbatch to microbatch gives them their order.
-    reordered = nearby(1) if traced.has_carry else side((state, batch), order[::-1])
-    return first, [reordered, nearby(0)]
+def holder_of(array: Any) -> Any:
+    """Return the first device of the first rank that holds an array; the default device for others than ranks'."""
+    if not isinstance(array, MpmdArray):
+        return jax.local_devices()[0]
+    return array.sharding.mpmd_mesh.rank_devices(min(array.mpmd_idxs))[0]
 
 
-def _copied(arrays: Mapping[Point, Any]) -> dict[Point, Any]:
-    return {point: on_host(array) for point, array in arrays.items()}
+def to_host(array: Any, device: Any) -> Any:
+    """Return the whole array on the host of a device's process; None in others. All processes call this together."""
+    is_here = device.process_index == jax.process_index()
+    if isinstance(array, MpmdArray) and array.sharding.mpmd_mesh.jax_mesh.is_multi_process:
+        target = SingleDeviceSharding(device)
+        array = mpmd_to_spmd_reshard(array.sharding.mpmd_mesh, array, target, donate=False)
+    return on_host(array) if is_here else None
 
 
-def _with(state: Any, params: Any, model_state: Any) -> list[Any]:
-    """Return the leaves of a state with other parameters and another state of the model."""
-    leaves = flatten(state)[0]
-    for name, tree in (("params", params), ("model_state", model_state)):
-        leaves |= flatten({name: tree})[0]
-    return list(leaves.values())
+def _copy(state: Any) -> Any:
+    return jax.tree.map(copy.deepcopy, state)
 
 
-def _after(results: tuple[Any, Mapping[str, Any]], blocks: Mapping[str, tuple[int, str]]) -> dict[Point, Any]:
-    """Return the metrics and the leaves of the new state by their points: behind all loops, in the gradients' order."""
-    state, metrics = results
-    found = {Point("metric", name, _BEHIND): value for name, value in metrics.items()}
-    for path, leaf in flatten(state)[0].items():
-        place, block = max((place for name, place in blocks.items() if path.endswith(name)), default=(0, ""))
-        found[Point("state", path, _BEHIND, block=block, phase=1 + place)] = leaf
-    return found
+def _run_on(device: Any, run: Callable[[], Comparison], *, is_across: bool) -> Comparison:
+    """Run a comparison on a device, and return it in all processes."""
+    found: dict[str, Any] = {}
+    if device.process_index == jax.process_index():
+        try:
+            with jax.default_device(device):
+                found = asdict(run())
+        except VerifyError as error:
+            found = {"error": str(error)}
+    if is_across:
+        what = "what a block of the plain step has shown"
+        found = exchange_values(process_group(), what, found, timeout_s=None)[device.process_index]
+    if "error" in found:
+        raise VerifyError(found["error"])
+    return Comparison.from_json(found)
 
 
-_BEHIND = 1_000_000  # the number of a loop behind all others
-
-
-def _blocks(arrays: Mapping[Point, Any]) -> dict[str, tuple[int, str]]:
-    """Return where each parameter's gradient is computed: the number of marks before it, and the block."""
-    return {f"/{p.leaf}": (p.phase, p.block) for p in arrays if p.kind == "gradient"}
-
-
-def _check_finite(state: Any) -> None:
-    for path, leaf in flatten(state)[0].items():
-        if not is_key(leaf) and is_float(leaf) and not np.isfinite(leaf.astype(np.complex128)).all():
+def _check_finite(state: Any, *, is_across: bool) -> None:
+    own = nonfinite_leaf(state)
+    for path in exchange_values(process_group(), "whether the state is finite", own) if is_across else [own]:
+        if path is not None:
             raise VerifyError(
-                f"the state is not finite already: {path} has {np.count_nonzero(~np.isfinite(leaf))} such numbers of "
-                f"{leaf.size}. Any two steps from it agree; restore an earlier state, and verify there."
-            )
-
-
-def _check_equal(first: Side, again: Side) -> None:
-    for point, array in first.arrays.items():
-        if apart(array, again.arrays[point]).any():
-            raise VerifyError(
-                f"two plain steps from the same state, batch and keys differ, first in {point}: the loss is not "
-                "deterministic, so nothing can be compared. Take host callbacks, clocks and random numbers of NumPy "
-                "out of it; `rngs` gives the random numbers of a step and microbatch."
+                f"the state is not finite already: {path} has a number that is not. Any two steps from it agree; "
+                "restore an earlier state, and verify there."
             )

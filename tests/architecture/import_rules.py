@@ -39,7 +39,7 @@ MAY_IMPORT = {
         "messages",
         "error_codes",
     },
-    "verify": {"trainers", "planning", "checkpoint", "engine", "error_codes"},
+    "verify": {"trainers", "planning", "checkpoint", "engine", "processes", "error_codes"},
     "launch": {"processes", "error_codes", "_compat"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},

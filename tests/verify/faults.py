@@ -87,14 +87,14 @@ def sums(stage: int, change: Callable[[Any, Any, int], Any], only: Callable[[Any
             return step
 
         def wrong(environment: list[Any]) -> None:
-            before = [np.array(environment[instruction.inputs[i]]) for _, i in task.pins]
+            before = [environment[instruction.inputs[i]].copy() for _, i in task.pins]
             step(environment)
             for (o, _), old in zip(task.pins, before, strict=True):
                 value = instruction.outputs[o]
                 new = environment[value]
                 if new.ndim == 0 or new.shape[0] == MICROBATCHES or not only(new):
                     continue  # the loss, and what is stacked to be watched
-                changed = change(old, np.array(new), instruction.microbatch)
+                changed = change(old, new, instruction.microbatch)
                 environment[value] = jax.device_put(jnp.asarray(changed, new.dtype), new.sharding)
 
         return wrong

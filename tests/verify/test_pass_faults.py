@@ -18,6 +18,7 @@ from jaxpp_flax.verify import verification, verify
 from tests.helpers import slow_but
 from tests.trainers import models as m
 from tests.trainers.test_matches_plain import mesh_of
+from tests.verify.test_faults import cache_of_one
 
 
 class Tied(nnx.Module):
@@ -74,16 +75,8 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def plain_once() -> Iterator[None]:
     """All trainers are the same on the plain side."""
-    found: list[Any] = []
-    run_plain = verification._run_plain
-
-    def once(*arguments: Any) -> Any:
-        if not found:
-            found.append(run_plain(*arguments))
-        return found[0]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_run_plain", once)
+        patch.setattr(verification, "cut", cache_of_one(verification.cut))
         yield
 
 

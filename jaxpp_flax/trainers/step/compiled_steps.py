@@ -115,10 +115,11 @@ class CompiledSteps:
     def like_training(self, function: Callable[..., Any], microbatches: Any) -> Any:
         """Compile another function of a state and such batches, in the form of the training step; it is not kept.
 
-        It returns the new state and anything else; it may reuse the memory of its state.
+        It returns the new state and anything else, on the ranks that make it; it may reuse the memory of its state.
         """
         policy, state = self._ready_to_compile("train", microbatches), self._held.kept.described(self._held.memory)
-        return self._compile(function, (state, microbatches), policy, **self._form(microbatches, donate=True))
+        form = {**self._form(microbatches, donate=True), "everywhere": False}
+        return self._compile(function, (state, microbatches), policy, **form)
 
     def has_training(self, microbatches: Any) -> bool:
         """Return True if `for_training` would compile nothing for such batches."""

@@ -9,12 +9,12 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from jaxpp_flax.engine.tracing.inline import inline, is_recomputation
+from jaxpp_flax.engine.tracing.inline import is_recomputation
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, inside, prune
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients", "opened"]
+__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients"]
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
@@ -23,11 +23,6 @@ Places: TypeAlias = frozenset[tuple[str, str]]
 def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:
     """Return how many of a loop's results are gradients, its last ones: one for each parameter, or none."""
     return len(parameters) if num_results - num_carry >= len(parameters) else 0
-
-
-def opened(body: Graph) -> Graph:
-    """Return a loop's body with its calls and recomputations opened, as the compiler does."""
-    return inline(body, flatten=True, remat=True)
 
 
 def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Places:
@@ -47,18 +42,18 @@ def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Pla
     return frozenset(found)
 
 
-def hidden_choices(flat: Graph) -> set[str]:
+def hidden_choices(flat: Graph) -> frozenset[str]:
     """Return the names of an opened body's choices, comparisons aside, that a `scan`, `cond` or `while` recomputes."""
     opaque = (e for e in flat.equations if bodies(e.params))
     regions = (region for e in opaque for region in inside(e.params) if is_recomputation(region))
-    return {
+    return frozenset(
         f"{e.primitive.name} at {source_info_util.summarize(e.source_info)}"
         for region in regions
         for e in inside(region.params)
         if not bodies(e.params)
         and any(is_float(v.aval) for v in e.invars)
         and any(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in e.outvars)
-    }
+    )
 
 
 def chosen(graph: Graph, equation: Equation, places: Places) -> tuple[int, ...]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, emit
-from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
-from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices, opened
-from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, crossings_at_top
-from jaxpp_flax.verify.runs.plain_step import trace_step
-from jaxpp_flax.verify.runs.points import LoopPoints, Point, name_loop
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit
+from jaxpp_flax.engine.tracing.treduce import Concat
+from jaxpp_flax.verify.runs.points import AGAIN, Look, Point
+from jaxpp_flax.verify.runs.traced_step import OpenedLoop, trace_step
 
 __all__ = ["WatchedStep"]
 
@@ -23,67 +19,62 @@ __all__ = ["WatchedStep"]
 class WatchedStep:
     """A function to compile in place of a training step: it returns `(state, (metrics, watched arrays))`.
 
-    Each loop stacks what crosses its marks, one more result of its body. So the arrays come out of the same passes,
-    schedules, transfers and runtime as those of the step itself.
+    Each loop stacks what crosses its marks, one more result of its body, on the rank that makes it. So the arrays come
+    out of the same passes, schedules, transfers and runtime as those of the step itself.
+
+    Attributes:
+      step: the training step.
+      points: those of the watched arrays, once the step is traced.
     """
 
     def __init__(self, step: Callable[..., Any], parameters: Sequence[str]) -> None:
-        self._step, self._parameters = step, parameters
-        self._points: list[Point] = []
-        self.hidden: set[str] = set()  # choices that are recomputed where they cannot be looked at
+        self.step, self._parameters = step, parameters
+        self.points: tuple[Point, ...] = ()
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, tuple[Any, list[Any]]]:
         """Trace the step, and run its graph with more results."""
-        traced = trace_step(self._step, state, batch)
-        self._points = []
-        watched: list[Any] = []
-        numbers = itertools.count()
-
-        def loop(equation: Any, operands: Sequence[Any]) -> list[Any]:
-            results, stacked, points = self._loop(equation, operands, next(numbers))
-            watched.extend([*stacked, *results])
-            self._points += [*[p for of_mark in points.crossings for p in of_mark], *points.results]
-            return results
-
-        found = traced.run(jax.tree.leaves((state, batch)), loop)
-        new, metrics = jax.tree.unflatten(traced.results, found)
-        return new, (metrics, watched)
-
-    def _loop(self, equation: Any, operands: Sequence[Any], number: int) -> tuple[list[Any], list[Any], LoopPoints]:
-        params = equation.params
-        flat = opened(params["body"])
-        places = choice_places(flat, params["num_carry"], self._parameters)
-        self.hidden |= hidden_choices(flat)
-        body = flat if places else inline(params["body"])
-        seen = crossings_at_top(body, places)
-        equations = list(body.equations)
-        crossed = [value for crossing in seen for value in _in_place(body, crossing, equations)]
-        watching = {
-            **params,
-            "body": replace(body, outputs=(*body.outputs, *crossed), equations=tuple(equations)),
-            "operations": (*params["operations"], *[Concat()] * len(crossed)),
-        }
-        found = treduce_p.bind(*operands, **watching)
-        count = len(found) - len(crossed)
-        phases = [0] * len(body.outputs)  # the plain side knows them
-        points = name_loop(number, seen, phases, params["num_carry"], self._parameters)
-        return found[:count], found[count:], points
-
-    def at_points(self, watched: Sequence[Any]) -> dict[Point, Any]:
-        """Return the watched arrays of a run by their points."""
-        return dict(zip(self._points, watched, strict=True))
+        traced = trace_step(self.step, self._parameters, state, batch)
+        watching = {loop.equation: _watching(loop) for loop in traced.loops}
+        watched = dict(traced.scalars)
+        for loop in traced.loops:
+            points = [look.point for look in (*loop.results, *loop.inside)]
+            watched |= dict(zip(watching[loop.equation].outputs, points, strict=True))
+        self.points = tuple(watched.values())
+        graph = replace(
+            traced.graph,
+            equations=tuple(watching.get(equation, equation) for equation in traced.graph.equations),
+            outputs=(*traced.graph.outputs, *watched),
+        )
+        found = graph.run(*traced.constants, *jax.tree.leaves((state, batch)))
+        count = len(found) - len(watched)
+        new, metrics = jax.tree.unflatten(traced.results, found[:count])
+        return new, (metrics, found[count:])
 
 
-def _in_place(body: Graph, crossing: Crossing, equations: list[Any]) -> Sequence[Atom]:
-    """Return the values of a crossing; what is recomputed stays in the backward task that needs it."""
-    reached = set(crossing.values[len(crossing.values) - crossing.num_chosen :])
-    for equation in body.equations[crossing.region :] if crossing.direction == AGAIN else ():
+def _watching(loop: OpenedLoop) -> Equation:
+    """Return a loop that returns what crosses its marks, too, stacked."""
+    equation, params = loop.equation, loop.equation.params
+    equations = list(loop.body.equations)
+    crossed = [_in_place(loop.body, look, equations) for look in loop.inside]
+    body = replace(loop.body, outputs=(*loop.body.outputs, *crossed), equations=tuple(equations))
+    operations = (*params["operations"], *[Concat()] * len(crossed))
+    return replace(
+        equation,
+        params={**params, "body": body, "operations": operations},
+        outputs=(*equation.outputs, *[Value(atom.aval) for atom in crossed]),
+    )
+
+
+def _in_place(body: Graph, look: Look, equations: list[Equation]) -> Atom:
+    """Return the value looked at; what is recomputed stays in the backward task that needs it."""
+    reached = {look.atom}
+    for equation in body.equations[look.position :] if look.point.kind in AGAIN else ():
         if reached.isdisjoint(equation.inputs):
             continue
         if equation.transposed:
-            beside = [*crossing.values, equation.outputs[0]]
-            made, values = emit(lambda *arrays: jax.lax.optimization_barrier(arrays), beside, like=equation)
+            both = look.atom, equation.outputs[0]
+            made, (value, _) = emit(lambda *arrays: jax.lax.optimization_barrier(arrays), both, like=equation)
             equations += made
-            return values[:-1]
+            return value
         reached.update(equation.outputs)
-    return crossing.values
+    return look.atom

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from jaxpp_flax.verify.runs.choices import num_gradients
-from jaxpp_flax.verify.runs.crossings import AGAIN, Crossing, block_at, number_of
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, values
+from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p, segment_names
+from jaxpp_flax.verify.runs.choices import Places, chosen, num_gradients
 
-__all__ = ["CHOSEN", "Kind", "LoopPoints", "Point", "name_loop", "points_of"]
+__all__ = ["AGAIN", "CHOSEN", "Kind", "Look", "Point", "looks_in"]
 
 Kind: TypeAlias = Literal[
-    "choice", "chosen", "forward", "result", "recomputed", "chosen again", "backward", "gradient", "carry", "metric",
-    "state",
+    "choice", "chosen", "forward", "result", "recomputed", "chosen again", "backward", "gradient", "carry", "scalar",
+    "metric", "state",
 ]  # fmt: skip
 
-
 CHOSEN: tuple[Kind, Kind] = ("chosen", "chosen again")
+AGAIN: tuple[Kind, Kind] = ("recomputed", "chosen again")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One array of a step. Both sides find the same points; only the plain side knows their blocks and phases.
+    """One array of a step.
 
     Args:
       kind: what crosses a mark forward or backward; what a choice reads, or has chosen, in the forward pass or when it
-        is recomputed; a result, a gradient or the last carry of a loop; a metric; a leaf of the new state.
+        is recomputed; a result, a gradient or the last carry of a loop; a scalar made of arrays, such as a norm; a
+        metric; a leaf of the new state.
       leaf: its name there.
       loop: the number of its loop in the step; what is computed behind the loops has the next number.
       occurrence: tells apart marks of one name, in order of the program.
       block: the block that computes it.
       phase: the number of marks that stand before it: points are compared in order of loop and phase.
-      region: that of its crossing.
+      region: tells apart what is recomputed for different backwards; 0 for what is not.
     """
 
     kind: Kind
@@ -49,53 +52,64 @@ class Point:
 
 
 @dataclass(frozen=True)
-class LoopPoints:
-    """The points of one loop: what crosses its marks, stacked by microbatch, and its results after the loop."""
-
-    crossings: tuple[tuple[Point, ...], ...]
-    results: tuple[Point, ...]
-
-
-def points_of(crossing: Crossing, loop: int, number: int, block: str = "") -> Iterator[Point]:
-    """Yield the points of a crossing's values; `number` counts crossings of its direction and name before it."""
-    first_chosen = len(crossing.values) - crossing.num_chosen
-    for i in range(len(crossing.values)):
-        kind = crossing.direction if i < first_chosen else CHOSEN[crossing.direction == AGAIN]
-        leaf = f"{crossing.mark.name or 'mark'}[{i}]"
-        yield Point(kind, leaf, loop, number, block, crossing.phase, crossing.region)  # pyright: ignore[reportArgumentType]
-
-
-def name_loop(
-    loop: int, seen: Sequence[Crossing], phases: Sequence[int], num_carry: int, parameters: Sequence[str]
-) -> LoopPoints:
-    """Name the points of a loop.
+class Look:
+    """A look at a value of a loop's body.
 
     Args:
-      loop: its number in the step.
-      seen: the crossings of its body, in order.
-      phases: for each result of the body (the carry first), the number of marks before it.
-      num_carry: the number of results that are its carry.
+      point: which one it is.
+      atom: the value.
+      made: the value that the equation at `position` makes of it, or chooses: what is recorded stands for that; None
+        for what a choice reads, and for results of the body.
+      position: the position of the equation.
+    """
+
+    point: Point
+    atom: Atom
+    made: Value | None = None
+    position: int = 0
+
+
+def looks_in(loop: int, graph: Graph, places: Places, num_carry: int, parameters: Sequence[str]) -> Iterator[Look]:
+    """Yield the looks at the body of a loop: at its marks and choices, which stand at its top, and at its results.
+
+    Args:
+      loop: the number of the loop in the step.
+      graph: the body.
+      places: where it makes choices.
+      num_carry: the number of results that are its carry, the first ones.
       parameters: the paths of the trained parameters; the body's last results are their gradients, if it has so many.
     """
-    crossings = [
-        tuple(points_of(crossing, loop, number_of(crossing, seen[:i]), block_at(crossing.phase, seen)))
-        for i, crossing in enumerate(seen)
-    ]
-    count = num_gradients(len(phases), num_carry, parameters)
-    begin = len(phases) - count
-    results: list[Point] = []
-    for i, phase in enumerate(phases):
-        kind, leaf = _result(i, num_carry, begin, parameters, has_gradients=count > 0)
-        results.append(Point(kind, leaf, loop, block=block_at(phase, seen), phase=phase))
-    return LoopPoints(tuple(crossings), tuple(results))
+    marks = [e for e in graph.equations if e.primitive is marker_p and e.params["direction"] == FORWARD]
+    names = segment_names([Mark(e.params["name"], e.params["closes_block"], e.where) for e in marks])
+    phases = dict.fromkeys(graph.inputs, 0)
+    counts = Counter[Any]()
+    backwards = 0
 
+    def point(kind: Kind, leaf: str, phase: int, region: int = 0) -> Point:
+        counts[kind, leaf] += 1
+        block = names[max(0, phase if phase <= len(marks) else 2 * len(marks) - phase)]  # up the blocks, and down again
+        return Point(kind, leaf, loop, counts[kind, leaf], block, phase, region)
 
-def _result(
-    number: int, num_carry: int, begin: int, parameters: Sequence[str], *, has_gradients: bool
-) -> tuple[Kind, str]:
-    if number < num_carry:
-        return "carry", str(number)
-    if number < begin:  # a training loop returns the terms of the loss first
-        is_loss = number == num_carry and has_gradients
-        return "result", "summed loss" if is_loss else str(number - num_carry)
-    return "gradient", parameters[number - begin]
+    for i, e in enumerate(graph.equations):
+        backwards += e.transposed
+        phase = max((phases[value] for value in values(e.inputs)), default=0)
+        if e.primitive is marker_p:
+            for j, (atom, made) in enumerate(zip(e.inputs, e.outputs, strict=True)):
+                yield Look(point(e.params["direction"], f"{e.params['name'] or 'mark'}[{j}]", phase), atom, made, i)
+            phase += 1
+        elif which := chosen(graph, e, places):
+            region = (backwards + 1) * (e.late or e.transposed)
+            read, own = AGAIN if region else ("choice", "chosen")
+            reads, made = values(e.inputs), [e.outputs[j] for j in which]
+            for j, value in enumerate([*reads, *made]):
+                at = point(read if j < len(reads) else own, f"{e.name} at {e.where}[{j}]", phase, region)
+                yield Look(at, value, value if j >= len(reads) else None, i)
+        phases |= dict.fromkeys(e.outputs, phase)
+    begin = len(graph.outputs) - num_gradients(len(graph.outputs), num_carry, parameters)
+    for i, atom in enumerate(graph.outputs):
+        kind, leaf = ("carry", str(i)) if i < num_carry else ("result", str(i - num_carry))
+        if i >= begin:
+            kind, leaf = "gradient", parameters[i - begin]
+        elif i == num_carry and begin < len(graph.outputs):  # a training loop returns the terms of the loss first
+            leaf = "summed loss"
+        yield Look(point(kind, leaf, phases[atom] if isinstance(atom, Value) else 0), atom)

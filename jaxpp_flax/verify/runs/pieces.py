@@ -1,0 +1,199 @@
+"""The plain side: the trainer's step under `jax.jit`, cut at recorded values: one device runs it block by block.
+
+A piece reads what the pipeline recorded in front of it, and makes the points of one block: forward, backward, and its
+gradients; or, behind the loops, its new state. So a device holds one block at a time. All pieces are right if and only
+if the step is: each checks what the next one reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.checkpoint.format.leaves import is_key
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, prune, struct_of, values
+from jaxpp_flax.engine.tracing.markers import marker_p
+from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.verify.rounding import on_host
+from jaxpp_flax.verify.runs.points import CHOSEN, Point
+from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
+
+__all__ = ["Name", "Piece", "cut", "points_after"]
+
+Name: TypeAlias = int | Point
+"""What a piece reads: an argument of the traced step, by its number, or what was recorded at a point."""
+
+_BEHIND = 1_000_000  # the number of a loop behind all others
+
+
+class _Cut:
+    """A graph that reads recorded values in place of those that it computes; `names` has those of its inputs."""
+
+    def __init__(self, graph: Graph, names: Mapping[Value, Name], recorded: Mapping[Value, Point]) -> None:
+        self._stand_ins = {value: Value(value.aval) for value in recorded}
+        # Behind marks and loops everything is recorded. What the step prints is no result.
+        kept = [e for e in graph.equations if e.outputs and e.primitive not in (marker_p, treduce_p)]
+        equations = tuple(e.reading(tuple(map(self._read, e.inputs))) for e in kept)
+        self._graph = Graph((*graph.inputs, *self._stand_ins.values()), (), equations)
+        self.names = {**names, **{self._stand_ins[value]: point for value, point in recorded.items()}}
+
+    def atom(self, atom: Atom) -> Atom:
+        """Return what computes a value of the graph, or else stands for it."""
+        return atom if atom in self._graph.producer else self._read(atom)
+
+    def _read(self, atom: Atom) -> Atom:
+        return self._stand_ins.get(atom, atom) if isinstance(atom, Value) else atom
+
+    def part(self, atoms: Iterable[Atom]) -> Graph:
+        """Return what computes these values of the graph, from those inputs alone that it reads."""
+        graph = prune(replace(self._graph, outputs=tuple(map(self.atom, atoms))))
+        read = {*values(graph.outputs), *(value for e in graph.equations for value in values(e.inputs))}
+        return replace(graph, inputs=tuple(value for value in graph.inputs if value in read))
+
+
+class Piece:
+    """A part of a step that runs alone.
+
+    Args:
+      step: the step, cut.
+      makes: what it makes outside of loops, with the points of these values; or, for a part of a loop, its operands.
+      loop: its part of a loop's body, if it has one.
+
+    Attributes:
+      points: what it makes; `compared` are those of no choice.
+      reads: what it reads.
+      rounding: the unit of rounding of the narrowest type of float that it computes with.
+      has_order: its microbatches have an order, since a value goes from one to the next.
+    """
+
+    def __init__(self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None) -> None:
+        outside = step.part(makes.values())
+        self.points: tuple[Point, ...] = tuple(makes if loop is None else loop.points)
+        self.compared = [point for point in self.points if point.kind not in CHOSEN]
+        self._outside, self._makes, self._loop = [step.names[value] for value in outside.inputs], tuple(makes), loop
+        self._run_outside = jax.jit(lambda given: outside.run(*given))
+        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded.values() if loop else ())]))
+        self.rounding = _rounding_of(outside, *([loop.body] if loop else []))
+        self.has_order = loop is None or bool(loop.carried)
+
+    def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> tuple[dict[Point, Any], dict[Point, Any]]:
+        """Return the array of each point, and for results of loops those of each microbatch, stacked, on the host.
+
+        Args:
+          arrays: those that it reads.
+          order: the order in which the microbatches run; arrays are stacked in the order of the batch all the same.
+        """
+        made = dict(zip(self._makes, self._run_outside([arrays[name] for name in self._outside]), strict=True))
+        if self._loop is None:
+            return {point: on_host(array) for point, array in made.items()}, {}
+        return self._loop.run(made, arrays, order)
+
+
+class _LoopPart:
+    """A block's part of a loop: it runs one microbatch after another, and keeps what they make on the host."""
+
+    def __init__(self, loop: OpenedLoop, body: _Cut, makes: Mapping[Point, Atom]) -> None:
+        params, outputs = loop.equation.params, loop.body.outputs
+        first, count = params["num_consts"], params["num_carry"]
+        # The number of a microbatch stands between a body's constants and its carry.
+        *inputs, self._index = [*loop.body.inputs[:first], *loop.body.inputs[first + 1 :], loop.body.inputs[first]]
+        numbers = {p: i for i, p in enumerate(look.point for look in loop.results) if p in makes}
+        self.points, self._length = tuple(makes), params["length"]
+        self._operations = {p: params["operations"][i - count] for p, i in numbers.items() if i >= count}
+        self._types = {p: struct_of(makes[p].aval) for p in self._operations}
+        self._last = {p: inputs[first + i] for p, i in numbers.items() if i < count}  # the last value of a carry
+        self._stacked = [p for p in makes if p not in self._last]
+        read = {*self._last.values()}
+        while True:  # a carry that is read is computed, too
+            carried = [i for i, value in enumerate(inputs[first:]) if value in read]
+            self.body = body.part([*(makes[p] for p in self._stacked), *(outputs[i] for i in carried)])
+            if read.issuperset(set(self.body.inputs).intersection(inputs[first:])):
+                break
+            read.update(self.body.inputs)
+        self.carried = [inputs[first + i] for i in carried]
+        self.recorded = {value: body.names[value] for value in self.body.inputs if value in body.names}
+        needed = {*self.body.inputs, *self.carried}
+        self.operands = {v: of for v, of in zip(inputs, loop.equation.inputs, strict=True) if v in needed}
+        self._one = jax.jit(self._microbatch)
+
+    def run(
+        self, operands: Mapping[Value, Any], arrays: Mapping[Name, Any], order: Sequence[int]
+    ) -> tuple[dict[Point, Any], dict[Point, Any]]:
+        """Run all microbatches; as `Piece.__call__`."""
+        known = dict(operands)
+        states = [op.state(self._length, self._types[p]) for p, op in self._operations.items()]
+        made: list[Any] = [None] * self._length
+        for i in order:
+            known |= {value: arrays[name][i] for value, name in self.recorded.items()}
+            known[self._index] = jnp.int32(i)
+            found, states = self._one([known[value] for value in self.body.inputs], states, known[self._index])
+            made[i] = [on_host(array) for array in found[: len(self._stacked)]]
+            known |= dict(zip(self.carried, found[len(self._stacked) :], strict=True))
+        stacked = dict(zip(self._stacked, map(_stack, zip(*made, strict=True)), strict=True))
+        parts = {p: stacked.pop(p) for p in self._operations}
+        sums = {p: on_host(state) for p, state in zip(self._operations, states, strict=True)}
+        return {**stacked, **sums, **{p: on_host(known[value]) for p, value in self._last.items()}}, parts
+
+    def _microbatch(self, given: Sequence[Any], states: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
+        found = self.body.run(*given)
+        parts = dict(zip(self._stacked, found, strict=False))
+        pairs = zip(self._operations.items(), states, strict=True)
+        return found, [op.update(state, parts[p], index) for (p, op), state in pairs]
+
+
+def _stack(arrays: Sequence[Any]) -> Any:
+    return jnp.stack(arrays) if is_key(arrays[0]) else np.stack(arrays)
+
+
+def cut(step: TracedStep) -> tuple[Piece, ...]:
+    """Cut a step into pieces, in about the order of computation; their `reads` count its constants as arguments."""
+    results = {v: look.point for of in step.loops for v, look in zip(of.equation.outputs, of.results, strict=True)}
+    names = {value: i for i, value in enumerate(step.graph.inputs)}
+    outside = _Cut(step.graph, names, {**results, **step.scalars})
+    pieces: list[Piece] = []
+    for loop in step.loops:
+        recorded = {look.made: look.point for look in loop.inside if look.made is not None}
+        body, makes = _Cut(loop.body, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
+        for block in dict.fromkeys(point.block for point in makes):
+            part = _LoopPart(loop, body, {p: atom for p, atom in makes.items() if p.block == block})
+            pieces.append(Piece(outside, part.operands, part))
+    blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results.values() if p.kind == "gradient"}
+    ends = {point: value for value, point in step.scalars.items()}
+    ends |= points_after(jax.tree.unflatten(step.results, step.graph.outputs), blocks)
+    groups: dict[Any, dict[Point, Atom]] = {}
+    for p, atom in ends.items():  # of a block together, if it is computed
+        groups.setdefault(p.block if p.block and atom in step.graph.producer else p, {})[p] = atom
+    return *pieces, *(Piece(outside, makes) for makes in groups.values())
+
+
+def points_after(
+    results: tuple[Any, Mapping[str, Any]], blocks: Mapping[str, tuple[int, str]] | None = None
+) -> dict[Point, Any]:
+    """Return the metrics and the leaves of the new state by their points: behind all loops, in the gradients' order.
+
+    `blocks` has, by the path of each gradient, the number of marks before it and its block.
+    """
+    state, metrics = results
+    found = {Point("metric", name, _BEHIND): value for name, value in metrics.items()}
+    for path, leaf in flatten(state)[0].items():
+        place, block = max((place for name, place in (blocks or {}).items() if path.endswith(name)), default=(0, ""))
+        found[Point("state", path, _BEHIND, block=block, phase=1 + place)] = leaf
+    return found
+
+
+def _rounding_of(*graphs: Graph) -> float:
+    """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with."""
+    found = {
+        np.dtype(getattr(getattr(v, "aval", None), "dtype", np.int32))
+        for graph in graphs
+        for equation in everywhere(graph)
+        for v in getattr(equation, "outputs", None) or equation.outvars
+        if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    }
+    return max((float(jnp.finfo(of).eps) for of in found if jnp.issubdtype(of, jnp.floating)), default=0.0)
