@@ -5,6 +5,7 @@ workers of pytest-xdist and the processes that tests start inherit these environ
 already is kept, so `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` compiles as users do.
 """
 
+import gc
 import os
 import re
 import shutil
@@ -100,6 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what stays until the end, thousands of tests and modules, out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

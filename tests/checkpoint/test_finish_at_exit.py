@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +16,55 @@ from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
 from tests.checkpoint import program
 from tests.helpers import slow
-from tests.running import run_python
+from tests.running import PATIENCE, run_python
 
-SLOW = 0.3  # seconds: longer than the step in which `fit` ends
+SLOW = 0.3  # seconds: longer than `fit` takes to end, if it does not wait
 BATCHES = list(program.batches(4))
 _complete = checkpoint_store.write_sizes
 
 
-def slowly(*arguments: Any) -> None:
-    time.sleep(SLOW)
-    _complete(*arguments)
+def only_after(end: threading.Event, then: Callable[..., None] = _complete) -> Callable[..., None]:
+    """The end of a save that comes a while after an event, however slow the machine is."""
+
+    def slowly(*arguments: Any) -> None:
+        assert end.wait(PATIENCE)
+        time.sleep(SLOW)
+        then(*arguments)
+
+    return slowly
 
 
 class EndsAfter(Callback):
     def __init__(self, step: int, error: BaseException):
         super().__init__()
-        self.step, self.error = step, error
+        self.step, self.error, self.end = step, error, threading.Event()
 
     def on_step(self, trainer: Any, record: Any) -> None:
         if record.step == self.step:
+            self.end.set()
             raise self.error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
 def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint_store, "write_sizes", slowly)
+    ends = EndsAfter(3, error)
+    monkeypatch.setattr(checkpoint_store, "write_sizes", only_after(ends.end))
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(type(error)):
-        trainer.fit(BATCHES, callbacks=[EndsAfter(3, error)])
+        trainer.fit(BATCHES, callbacks=[ends])
     interrupted = isinstance(error, KeyboardInterrupt)  # then the last step is saved as well
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == (["2", "3"] if interrupted else ["2"])
 
 
 def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    end = threading.Event()
+
     def data() -> Any:
         yield from BATCHES[:3]
+        end.set()
         raise OSError("the disk of the data is gone")
 
-    monkeypatch.setattr(checkpoint_store, "write_sizes", slowly)
+    monkeypatch.setattr(checkpoint_store, "write_sizes", only_after(end))
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1)
     with pytest.raises(OSError, match="the disk of the data"):
         trainer.fit(data())
@@ -61,13 +74,13 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fails(*_: Any) -> None:
-        time.sleep(SLOW)
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(checkpoint_store, "write_sizes", fails)
+    ends = EndsAfter(3, ValueError("a callback"))
+    monkeypatch.setattr(checkpoint_store, "write_sizes", only_after(ends.end, fails))
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(ValueError, match="a callback") as raised:
-        trainer.fit(BATCHES, callbacks=[EndsAfter(3, ValueError("a callback"))])
+        trainer.fit(BATCHES, callbacks=[ends])
     assert "The save under way failed as well" in raised.value.__notes__[0]
     assert "on purpose" in raised.value.__notes__[0]
 

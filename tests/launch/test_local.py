@@ -195,7 +195,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]
             runs[what] = stack.enter_context(run)
         for run in runs.values():
             run.wait_for_output(" pid ", times=2)
-        time.sleep(2.0)  # until its first heartbeat has been seen
+        time.sleep(4.0)  # ten times the interval after which its first heartbeat has been seen
         runs["process"].kill(1, signal.SIGSTOP)
         [service] = [pid for pid, line in marked(runs["service"].mark).items() if "launch.coordinator" in line]
         os.kill(service, signal.SIGSTOP)
@@ -247,8 +247,8 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
 
 
 def test_a_process_may_take_its_time_at_the_end(tmp_path: Path):
-    source = BEGIN + "time.sleep(4.0 if index == 0 else 0.0)\nprint('done')\n"
-    with launched(tmp_path, source, "-n", "2", failure_timeout=3.0) as run:
+    source = BEGIN + "time.sleep(6.0 if index == 0 else 0.0)\nprint('done')\n"
+    with launched(tmp_path, source, "-n", "2", failure_timeout=5.0) as run:  # a silence of 3 s, on a busy machine too
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("done") == 2
 
@@ -264,8 +264,10 @@ group.barrier("the loss of step 8")
     )
     with started(tmp_path, [*QUICK, "-n", "2", "script.py"], JAXPP_FLAX_REPORT_AFTER="1") as run:
         assert run.finish() == 0, run.stderr
-    assert "[1] jaxpp_flax: process 1 has been waiting for 1 s for the next batch of the data\n" in run.stderr
-    assert "[0] jaxpp_flax: process 0 has been waiting for 1 s for the loss of step 8 (from process 1)\n" in run.stderr
+    for index, awaited in [(1, "the next batch of the data"), (0, r"the loss of step 8 \(from process 1\)")]:
+        # After 1 s, or as soon as a busy machine lets it.
+        said = rf"^\[{index}\] jaxpp_flax: process {index} has been waiting for [1-3] s for {awaited}$"
+        assert re.search(said, run.stderr, re.MULTILINE), run.stderr
 
 
 def test_one_process_is_an_ordinary_program(tmp_path: Path):

@@ -12,8 +12,8 @@ from tests.processes.running import Ended, Processes, start_processes
 
 pytestmark = pytest.mark.processes
 
-# The script's deadline is 10 s; the rest is for machines that are busy with other tests.
-DEADLINE = 25.0
+# The script's deadline is 10 s; the rest, below the 100 s after which JAX ends them, is for machines that are busy.
+DEADLINE = 60.0
 
 
 def after_some_steps(processes: Processes, step: int = 33) -> float:
@@ -37,7 +37,7 @@ def test_a_killed_process_is_named_with_what_was_awaited(end: signal.Signals):
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)
         processes.processes[1].send_signal(end)
-        ended = processes.wait(since + 40)
+        ended = processes.wait(since + 90)
         outputs = others(ended, since)
     assert ended[1].code == -end  # JAX's preemption service would have it ignore SIGTERM
     for output in outputs:
@@ -54,7 +54,7 @@ def test_of_three_in_a_row_the_last_blames_the_first_and_not_the_one_between():
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)
         processes.processes[0].kill()
-        ended = processes.wait(since + 40)
+        ended = processes.wait(since + 90)
     for end in ended[1:]:
         assert end.code == 69, end.output[-3000:]
         assert "jaxpp_flax: the run has ended: process 0: its connection broke while" in end.output, end.output[-3000:]
@@ -65,7 +65,7 @@ def test_a_stopped_process_is_named():
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)
         processes.processes[1].send_signal(signal.SIGSTOP)
-        ended = processes.wait(since + 40, standing=[1])
+        ended = processes.wait(since + 90, standing=[1])
         outputs = others(ended, since)
     for output in outputs:
         assert "process 1: no sign of life" in output, output[-3000:]
@@ -77,7 +77,7 @@ def test_process_0_of_a_run_that_we_did_not_start_takes_all_with_it():
     with start_processes(2, "run_watched.py") as processes:
         since = processes.wait_for_output(1, "watched\n")
         processes.processes[0].kill()
-        ended = processes.wait(since + 40)
+        ended = processes.wait(since + 90)
     assert ended[1].code == -signal.SIGABRT
     assert says("a killed process 0, after your own `jax.distributed.initialize`").search(ended[1].output)
 
@@ -85,7 +85,7 @@ def test_process_0_of_a_run_that_we_did_not_start_takes_all_with_it():
 def test_data_that_ends_early_in_one_process_is_told():
     with start_processes(3, "run_failure.py", "7") as processes:
         since = after_some_steps(processes, 5)
-        ended = processes.wait(since + 40)
+        ended = processes.wait(since + 90)
     for end in ended:
         assert end.code not in (0, None), end.output[-3000:]
         assert "data ended" in end.output, end.output[-3000:]

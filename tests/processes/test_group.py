@@ -21,7 +21,7 @@ from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore, in_parallel
 from tests.running import wait_for
 
-pytestmark = pytest.mark.processes  # for their deadlines: silences of a fifth of a second
+pytestmark = pytest.mark.processes  # for their deadlines: silences of a fraction of a second
 
 
 def groups(number: int, store: MemoryStore | None = None) -> list[ProcessGroup]:
@@ -175,7 +175,7 @@ def test_a_silent_process_is_lost_and_ends_the_others():
     members = groups(3, store)
     ended: dict[int, Failure] = {}
     for group in members[:2]:
-        group.watch(1.0, lambda failure, index=group.process_index: ended.setdefault(index, failure))
+        group.watch(3.0, lambda failure, index=group.process_index: ended.setdefault(index, failure))
     store.set("jaxpp_flax/beats/2", Beat(number=1, place="train.py:7").text())  # one sign of life, and then none
     wait_for(lambda: len(ended) == 2)
     for failure in ended.values():
@@ -328,7 +328,7 @@ def test_a_process_that_ended_its_program_is_not_waited_for_at_a_barrier():
 def test_a_barrier_of_a_background_thread_is_no_sign_of_a_deadlock():
     members = groups(2)
     for member in members:
-        member.watch(1.0, nothing)
+        member.watch(3.0, nothing)
     saving = threading.Thread(target=lambda: members[0].exchange("written", b""))
     saving.start()
     ended = [
@@ -337,7 +337,7 @@ def test_a_barrier_of_a_background_thread_is_no_sign_of_a_deadlock():
     ]
     members[1].barriers._main_thread = ended[1]
     ended[1].start()
-    time.sleep(2.0)  # process 1's own thread is to come, however long it writes
+    time.sleep(4.0)  # longer than any patience: process 1's own thread is to come, however long it writes
     assert members[0].failure is None
     members[1].exchange("written", b"")
     saving.join(timeout=60)

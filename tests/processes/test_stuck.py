@@ -8,6 +8,7 @@ import pytest
 
 from tests.processes.faults import says
 from tests.processes.running import start_processes
+from tests.running import PATIENCE
 
 pytestmark = pytest.mark.processes
 
@@ -31,20 +32,20 @@ def test_a_process_that_stands_still_is_named_by_all_others(where: str):
     count = 4 if where == "collective" else 3
     with start_processes(count, "run_stuck.py", where, environment=LIMITS) as processes:
         since = processes.wait_for_output(1, "step 1\n")
-        ended = processes.wait(since + 60)
+        ended = processes.wait(since + PATIENCE)
     for index, end in enumerate(ended):
         if index == 1:
             continue
         assert end.code == 69, end.output[-3000:]
-        assert end.seconds - since < 40
         named = [line for line in end.output.splitlines() if "it lives, but all wait for it" in line]
         notice, last = named[0], next(line for line in named if "the run has ended" in line)
         for line, seconds in ((notice, REPORT), (last, STUCK)):
             assert words.search(line), line
             waited = re.search(r"ha(?:s|ve) waited (\d+) s", line)
             assert waited is not None, line
-            # A heartbeat tells it a second later at most; the rest is for machines that are busy with other tests.
-            assert seconds <= int(waited[1]) <= seconds + 5, line
+            # A heartbeat tells it a second later at most; the rest, below the default limit of 60 s, is for machines
+            # that are busy with other tests.
+            assert seconds <= int(waited[1]) <= seconds + 30, line
             assert re.search(place, line), line
     # Its own watch ends it too. Process 0, which serves the coordination here, ends last: else JAX would abort others.
     assert ended[1].code == 1, ended[1].output[-3000:]

@@ -116,7 +116,7 @@ def plain_training():
         slow({"assignment": "balanced"}),
         {"assignment": "balanced", "num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "interleaved_1f1b"},
         slow({"assignment": "balanced", "num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "zbv"}),
-        {},
+        slow({}),
         {"assignment": {"block_*": 0, "block_4": 1, "after_block_4": 2}},
     ],
     ids=["balanced", "interleaved", "zbv", "auto", "by_name"],

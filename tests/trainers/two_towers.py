@@ -47,13 +47,12 @@ class Tower(nnx.Module):
     def __init__(self, features: int, name: str, rngs: nnx.Rngs, options: dict[str, Any]) -> None:
         self.first = nnx.Linear(features, WIDTH, rngs=rngs)
         self.blocks = nnx.List([PipelineStage(Block(rngs, **options), name=f"{name}_{i}") for i in range(2)])
-        self.last = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return normalized(self.last(x))
+        return normalized(x)
 
 
 class TwoTowers(nnx.Module):
@@ -79,7 +78,7 @@ class LinenTowers(nn.Module):
             for i in range(2):
                 y = jnp.tanh(linen_pipeline.PipelineStage(nn.Dense(WIDTH), name=f"{name}_{i}")(x))
                 x = x + nn.Dropout(self.dropout, deterministic=not training)(y)
-            found.append(normalized(nn.Dense(WIDTH, name=f"{name}_last")(x)))
+            found.append(normalized(x))
         return (*found, self.param("log_scale", nn.initializers.constant(0.7), ()))
 
 

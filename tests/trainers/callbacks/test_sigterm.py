@@ -53,9 +53,9 @@ def test_the_deadline_ends_a_save_that_hangs(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: statuses)
         assert statuses == [KILLED_STATUS]
-    with Preemption(0.2):
+    with Preemption(1.0):  # on a busy machine, too, it is left before
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.4)
+    time.sleep(1.2)
     assert statuses == [KILLED_STATUS], "a save in time is let be"
 
 

@@ -16,14 +16,18 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Training
 from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 DOCS = Path(__file__).parents[3] / "docs"
 BATCH_NORM = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 
-def plain_trainer(loss_fn=m.mean_loss, model=None, num_microbatches=2, **options):
+TX, NO_UPDATES = optax.sgd(0.1, momentum=0.9), optax.sgd(0.0)
+
+
+@sharing_steps()
+def plain_trainer(loss_fn=m.mean_loss, model=None, num_microbatches=2, tx=TX, **options):
     model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
-    tx = options.pop("tx", optax.sgd(0.1, momentum=0.9))
     return PipelineTrainer(
         model, tx, loss_fn, num_stages=1, num_microbatches=num_microbatches, logging=False, **options
     )
@@ -37,8 +41,7 @@ def linen_trainer(loss_fn=m.mean_loss, module=None, **options):
 
 def test_equals_gradient_accumulation():
     batches = [m.make_batch(8, seed) for seed in range(5)]
-    tx = optax.sgd(0.1, momentum=0.9)
-    losses, params = m.plain_training(m.Model(2, rngs=nnx.Rngs(0), marked=False), tx, m.mean_loss, batches, 2)
+    losses, params = m.plain_training(m.Model(2, rngs=nnx.Rngs(0), marked=False), TX, m.mean_loss, batches, 2)
     trainer = plain_trainer()
     mine = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     np.testing.assert_allclose(mine, losses, rtol=1e-5)
@@ -47,11 +50,10 @@ def test_equals_gradient_accumulation():
 
 def test_multi_steps_of_optax_are_microbatches_of_the_joined_batch():
     """What the pages tell users of `optax.MultiSteps`; on the same small batches the two differ."""
-    batches, tx = [m.make_batch(4, seed) for seed in range(4)], optax.sgd(0.1, momentum=0.9)
-    accumulating = optax.MultiSteps(tx, 4).gradient_transformation()
-    plain = m.Model(2, rngs=nnx.Rngs(0), marked=False)
-    _, params = m.plain_training(plain, accumulating, m.mean_loss, batches, 1)
-    joined, same = plain_trainer(tx=tx, num_microbatches=4), plain_trainer(tx=tx, num_microbatches=4)
+    batches = [m.make_xy(4, seed=seed) for seed in range(4)]
+    accumulating = optax.MultiSteps(TX, 4).gradient_transformation()
+    _, params = m.plain_training(m.Layers(), accumulating, m.squared_error, batches, 1)
+    joined, same = (plain_trainer(m.squared_error, m.Layers(), num_microbatches=4) for _ in range(2))
     joined.train_step(jax.tree.map(lambda *parts: np.concatenate(parts), *batches))
     for batch in batches:
         same.train_step(batch)
@@ -74,7 +76,7 @@ def test_weights_make_the_loss_that_of_the_whole_batch(make):
 
 
 def test_a_batch_without_weight_changes_nothing():
-    trainer = plain_trainer(m.weighted_loss, tx=optax.sgd(0.1))
+    trainer = plain_trainer(m.weighted_loss)
     batch = {**m.make_batch(8), "mask": np.zeros((8, m.LENGTH), np.float32)}
     before = jax.tree.leaves(nnx.state(trainer.gather_model()))
     assert float(trainer.train_step(batch)["loss"]) == 0.0
@@ -103,7 +105,7 @@ def test_only_written_state_is_carried():
 @BATCH_NORM
 def test_running_statistics_go_from_microbatch_to_microbatch():
     batch = m.make_batch(8)
-    trainer = plain_trainer(model=m.Model(2, rngs=nnx.Rngs(0), batch_norm=True), tx=optax.sgd(0.0))
+    trainer = plain_trainer(model=m.Model(2, rngs=nnx.Rngs(0), batch_norm=True))
     trainer.train_step(batch)
     reference = m.Model(2, rngs=nnx.Rngs(0), batch_norm=True)
     for i in range(2):
@@ -122,7 +124,7 @@ def test_linen_batch_stats_and_dropout():
 
     module = m.LinenModel(2, dropout=0.2, batch_norm=True)
     batch = m.make_batch(8)
-    trainer = linen_trainer(loss, module, tx=optax.sgd(0.0))
+    trainer = linen_trainer(loss, module, tx=NO_UPDATES)
     before = trainer.gather_variables()["batch_stats"]
     losses = [float(trainer.train_step(batch)["loss"]) for _ in range(2)]
     assert losses[0] != losses[1]  # other masks at each step
@@ -141,7 +143,7 @@ def test_dropout_differs_between_steps_and_microbatches_and_repeats_in_a_new_run
         return loss, {"square": loss**2}
 
     def run():
-        trainer = plain_trainer(per_example, model=m.Model(1, rngs=nnx.Rngs(0), dropout=0.5), tx=optax.sgd(0.0))
+        trainer = plain_trainer(per_example, model=m.Model(1, rngs=nnx.Rngs(0), dropout=0.5), tx=NO_UPDATES)
         batch = {k: np.repeat(v[:1], 4, 0) for k, v in m.make_batch(4).items()}
         return [tuple(map(float, trainer.train_step(batch).values())) for _ in range(3)]
 

@@ -12,11 +12,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineTrainer
+from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Precision, Training, UnusedParametersWarning
 from jaxpp_flax.trainers.step.unused_parameters import covering_globs
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 BATCH = m.make_batch(8)
 ONE, TWO = {name: BATCH[name] for name in ("tokens", "targets")}, BATCH  # a head for each of these structures
@@ -24,14 +25,24 @@ TX = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, weight_decay
 ACCEPTED = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.UnusedParametersWarning")
 
 
-class TwoHeads(m.Model):
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs)
+        self.extra = nnx.Linear(3, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class TwoHeads(nnx.Module):
     """`head` and `head_two` are for batches of different structures; `extra` of the blocks is for none."""
 
     def __init__(self, marked=True):
-        super().__init__(2, rngs=nnx.Rngs(0), marked=marked)
-        self.head_two = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=nnx.Rngs(1))
-        for block in self.blocks:
-            block.extra = nnx.Linear(3, 4, rngs=nnx.Rngs(2))  # type: ignore[attr-defined]
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
+        blocks = [Block(rngs) for _ in range(2)]
+        self.blocks = nnx.List([PipelineStage(block) for block in blocks] if marked else blocks)
+        self.head, self.head_two = (nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=rngs) for _ in range(2))
 
 
 def head_loss(model, batch):
@@ -47,9 +58,10 @@ def metric_loss(model, batch):
     return head_loss(model, batch), {"extra": jnp.mean(model.blocks[0].extra(batch["tokens"][..., :3]) ** 2)}
 
 
-def trainer(model=None, loss_fn=head_loss, **options):
-    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
-    return PipelineTrainer(model or TwoHeads(), options.pop("tx", TX), loss_fn, **options)
+@sharing_steps("checkpoints")
+def trainer(loss_fn=head_loss, **options):
+    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, "assignment": "even", **options}
+    return PipelineTrainer(TwoHeads(), TX, loss_fn, **options)
 
 
 def plain(batches, tx=TX, loss_fn=head_loss):
@@ -93,6 +105,13 @@ def _has_mu(node):
 
 
 BATCHES = [ONE, TWO, ONE, ONE, TWO]
+OPTIONS = {
+    "training": Training(ema_decay=0.9),
+    "logging": Logging(metrics=("parameter_norm", "gradient_norm"), progress=False),
+    "mesh": {"data": 2},
+    "schedule": "zero_bubble",
+    "precision": Precision(loss_scale=8.0),
+}
 
 
 @functools.cache
@@ -103,9 +122,7 @@ def plain_of_batches():
 @ACCEPTED
 def test_steps_of_two_structures_equal_plain_jax():
     losses, *expected = plain_of_batches()
-    logging = Logging(metrics=("parameter_norm", "gradient_norm"), progress=False)
-    options = {"mesh": {"data": 2}, "schedule": "zero_bubble", "precision": Precision(loss_scale=8.0)}
-    made = trainer(training=Training(ema_decay=0.9), logging=logging, **options)
+    made = trainer(**OPTIONS)
     np.testing.assert_allclose([float(made.train_step(batch)["loss"]) for batch in BATCHES], losses, rtol=1e-5)
     assert_equal(made, expected)
     for path, ranks in places(made).items():
@@ -116,9 +133,9 @@ def test_steps_of_two_structures_equal_plain_jax():
 @ACCEPTED
 def test_fit_and_its_checkpoints_have_them(tmp_path):
     _, *expected = plain_of_batches()
-    training, checkpoints = Training(ema_decay=0.9), Checkpoints(tmp_path, every=3)
-    trainer(training=training, checkpoints=checkpoints).fit(BATCHES, steps=3)
-    resumed = trainer(num_stages=1, training=training, checkpoints=checkpoints)
+    checkpoints = Checkpoints(tmp_path, every=3)
+    trainer(checkpoints=checkpoints, **OPTIONS).fit(BATCHES, steps=3)
+    resumed = trainer(checkpoints=checkpoints, num_stages=1, training=OPTIONS["training"])
     resumed.fit(BATCHES, steps=5, resume=True)
     assert_equal(resumed, expected)
 
@@ -140,7 +157,7 @@ def test_each_set_of_unused_parameters_is_told_once():
     texts = [str(warning.message) for warning in told]
     for text, head in zip(texts, ("head_two", "head"), strict=True):
         assert (
-            f"does not depend on 6 of the 17 parameters: blocks/*/extra/*, {head}/*. Their gradients are zero" in text
+            f"does not depend on 6 of the 13 parameters: blocks/*/extra/*, {head}/*. Their gradients are zero" in text
         )
         assert f"training=Training(frozen=['blocks/*/extra/*', '{head}/*'])" in text
     with warnings.catch_warnings():
@@ -151,9 +168,9 @@ def test_each_set_of_unused_parameters_is_told_once():
 def test_what_is_refused():
     made = trainer(training=Training(unused="error"))
     for batch, head in ((ONE, "head_two"), (ONE, "head_two"), (TWO, "head")):
-        with pytest.raises(ModelError, match=rf"depend on 6 of the 17 .*extra/\*, {head}/\*\. .*freeze them, training"):
+        with pytest.raises(ModelError, match=rf"depend on 6 of the 13 .*extra/\*, {head}/\*\. .*freeze them, training"):
             made.step_function(batch)
-    with pytest.raises(ModelError, match="the loss depends on no parameter of the 17, so nothing would be trained"):
+    with pytest.raises(ModelError, match="the loss depends on no parameter of the 13, so nothing would be trained"):
         trainer(loss_fn=lambda model, batch: jnp.mean(batch["tokens"] * 1.0)).compile(ONE)
     with pytest.raises(ValueError, match=r"unused='ignore': it must be \"warn\" or \"error\""):
         Training(unused="ignore")  # type: ignore[arg-type]
