@@ -44,6 +44,7 @@ class PlanningStep:
       num_microbatches: the parts of a batch.
       layout: the axes of the mesh with their sizes, that of the ranks first.
       platform: of the devices; `devices_of_a_rank` is their number on each rank.
+      examples: of a microbatch, divided by the devices of a rank.
       fsdp: how often parameters are gathered.
       kept: for each leaf of the step's arguments, the bytes of the optimizer on each device, and on the host.
       argument_bytes: the bytes of each of these leaves.
@@ -58,6 +59,7 @@ class PlanningStep:
     layout: Mapping[str, int]
     platform: str
     devices_of_a_rank: int
+    examples: float
     fsdp: Fsdp
     kept: Sequence[tuple[float, float]]
     argument_bytes: Sequence[float]
@@ -244,12 +246,12 @@ class _Planner:
 
     @cached_property
     def _costs(self) -> tuple[list[Work], str, str]:
-        return block_costs(self.marks, self.costing, self.step.platform)
+        return block_costs(self.marks, self.costing, self.step.platform, self.step.examples)
 
     @cached_property
     def _loads(self) -> BlockLoads:
         work, _, unit = self._costs
-        estimated, _, _ = block_costs(self.marks, "estimated", self.step.platform)
+        estimated, _, _ = block_costs(self.marks, "estimated", self.step.platform, self.step.examples)
         seconds = 1.0 if unit == "s" else 1.0 / (self.hardware.flops * self.step.devices_of_a_rank)
         if not unit:  # numbers without a unit share the estimated time
             seconds *= sum(w.total for w in estimated) / (sum(w.total for w in work) or 1.0)
@@ -340,6 +342,7 @@ class _Planner:
             num_microbatches=self.step.num_microbatches,
             residuals=found.choice.residuals,
             layout=dict(self.step.layout),
+            fsdp=self.step.fsdp,
             seconds=prediction.seconds,
             peak_bytes=tuple(map(float, found.held)),
             host_bytes=tuple(map(float, on_host)),

@@ -26,6 +26,7 @@ from jaxpp_flax.messages import known_names
 from jaxpp_flax.planning.planner import PlanningStep
 from jaxpp_flax.planning.quoting.facts import TaskFacts, facts_of_task, interpolated
 from jaxpp_flax.planning.stages.policies import AssignmentError, segment_names
+from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Axes", "TracedModel", "trace_model"]
@@ -39,10 +40,11 @@ Pair = tuple[TaskFacts, TaskFacts]  # forward and backward
 
 @dataclass(frozen=True)
 class Axes:
-    """The sizes of the axes inside a rank that divide parameters."""
+    """The sizes of the axes inside a rank that divide parameters, and how often those of `fsdp` are gathered."""
 
     tensor: int = 1
     fsdp: int = 1
+    gather: Fsdp = "microbatch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +166,16 @@ class TracedModel:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def holdings(self, microbatch: int, axes: Axes) -> tuple[Holding, ...]:
-        """Return what the blocks hold, as `BlockLoads` takes it: one entry for each kind and set of blocks."""
+        """Return what the blocks hold, as `BlockLoads` takes it: one entry for each kind and set of blocks.
+
+        Gradients of parameters that are gathered once a step are summed whole on each device.
+        """
         half = self._bytes(microbatch, Axes(axes.tensor, 2 if axes.fsdp > 1 else 1))
         whole = self._bytes(microbatch, Axes(axes.tensor)) if axes.fsdp > 1 else half
         found = list[Holding]()
         for (kind, where), nbytes in half.items():
-            if kind in _PER_DEVICE[:-1]:  # of x bytes, a device has (1 - s) x + s x / fsdp
+            is_whole = kind == "gradients" and axes.gather == "step"
+            if kind in _PER_DEVICE[:-1] and not is_whole:  # of x bytes, a device has (1 - s) x + s x / fsdp
                 cut = 2 * (whole[kind, where] - nbytes)
                 nbytes = whole[kind, where] - cut + cut / axes.fsdp
             elif kind != "gathered":

@@ -18,6 +18,7 @@ from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
+from jaxpp_flax.trainers.data.batch_sharding import examples_of_a_device
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
@@ -103,6 +104,7 @@ class CompiledSteps:
             layout=layout_of(mesh),
             platform=devices[0].platform,
             devices_of_a_rank=len(devices),
+            examples=examples_of_a_device(microbatches, mesh),
             fsdp=self._fsdp,
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
             argument_bytes=[float(leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves((state, microbatches))],
