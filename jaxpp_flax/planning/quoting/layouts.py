@@ -135,14 +135,11 @@ def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None =
                     continue
                 mesh = Layout(pipeline=pipeline, data=data, fsdp=fsdp, tensor=tensor)
                 for microbatch in sizes("microbatch", model.global_batch // (data * fsdp)):
-                    for gather in _GATHERS if fsdp > 1 else _GATHERS[:1]:
-                        yield from _orders(
-                            replace(mesh, microbatch=microbatch, gather=gather), blocks, model.global_batch
-                        )
+                    yield from _orders(replace(mesh, microbatch=microbatch), blocks, model.global_batch)
 
 
 def _orders(layout: Layout, blocks: int, global_batch: int) -> Iterator[Layout]:
-    """Return a layout with each schedule that fits, and each choice of residuals."""
+    """Return a layout with each schedule that fits, each choice of residuals, and each way to gather parameters."""
     count = layout.num_microbatches(global_batch)
     pairs = itertools.chain(
         ((name, layout.pipeline) for name in _ONE_STAGE), ((name, 2 * layout.pipeline) for name in _TWO_STAGES)
@@ -150,8 +147,8 @@ def _orders(layout: Layout, blocks: int, global_batch: int) -> Iterator[Layout]:
     for name, stages in pairs if layout.pipeline > 1 else (("1f1b", 1),):
         if stages > blocks or not _fits(name, stages, layout.pipeline, count):
             continue
-        for residuals in _CHOICES:
-            yield replace(layout, schedule=name, stages=stages, residuals=residuals)
+        for gather, residuals in itertools.product(_GATHERS if layout.fsdp > 1 else _GATHERS[:1], _CHOICES):
+            yield replace(layout, schedule=name, stages=stages, residuals=residuals, gather=gather)
 
 
 @cache

@@ -12,18 +12,17 @@ from typing import NamedTuple
 from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.planning.block_loads import BlockLoads
 from jaxpp_flax.planning.loads import Hardware
-from jaxpp_flax.planning.model import Prediction, StepModel
+from jaxpp_flax.planning.model import StepModel
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import TaskFacts
 from jaxpp_flax.planning.quoting.layouts import Layout, Moment, fullest_moments, fused_stages
+from jaxpp_flax.planning.quoting.long_steps import prediction_of, shortened
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.planning.stages.balancing import Sizes, balance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
-__all__ = ["QuotedStep", "Quoter", "prediction_of"]
-
-_SIMULATED = 4  # microbatches for each rank, beyond which a step only repeats itself
+__all__ = ["QuotedStep", "Quoter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,50 +69,6 @@ class QuotedStep:
     def cost(self, device: Device) -> float:
         """Return the price of a million tokens; 0 without a price."""
         return device.price / 3600 * self.layout.devices * self.seconds / self.tokens * 1e6
-
-
-def prediction_of(model: StepModel, residuals: ResidualPlan) -> Prediction:
-    """Return what `StepModel.predict` returns; a long step is predicted from two shorter ones.
-
-    Once every rank is busy, a schedule repeats itself, so seconds and bytes are linear in the number of microbatches.
-
-    Example:
-      >>> from jaxpp_flax.planning.loads import StageLoad
-      >>> from jaxpp_flax.schedules import Std1F1B
-      >>> load, card = StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0), Hardware(flops=1.0, host_bandwidth=1.0)
-      >>> step = StepModel(schedule=Std1F1B(4), num_microbatches=64, stages=[load] * 4, hardware=card)
-      >>> prediction_of(step, ResidualPlan.keep(4)) == step.predict(ResidualPlan.keep(4))
-      True
-    """
-    count, short = model.num_microbatches, _short(model)
-    longer = short + model.schedule.num_ranks
-    if count <= longer:
-        return model.predict(residuals)
-    one, two = (replace(model, num_microbatches=each).predict(residuals) for each in (short, longer))
-    share = (count - short) / (longer - short)
-
-    def mixed(a: float, b: float) -> float:
-        return a + (b - a) * share
-
-    return Prediction(
-        seconds=mixed(one.seconds, two.seconds),
-        peak_bytes=tuple(map(mixed, one.peak_bytes, two.peak_bytes)),
-        host_bytes=tuple(map(mixed, one.host_bytes, two.host_bytes)),
-        moved=mixed(one.moved, two.moved),
-        recomputation=mixed(one.recomputation, two.recomputation),
-        state_host_bytes=one.state_host_bytes,
-    )
-
-
-def _short(model: StepModel) -> int:
-    """Return the microbatches of a short step: with the remainder by ranks, on which schedules depend, of the whole."""
-    ranks = model.schedule.num_ranks
-    return _SIMULATED * ranks + model.num_microbatches % ranks
-
-
-def _shortened(model: StepModel) -> StepModel:
-    """Return the model of a step with at most so many microbatches, whose memory is walked quickly."""
-    return replace(model, num_microbatches=min(model.num_microbatches, _short(model)))
 
 
 class StageTimes(NamedTuple):
@@ -320,7 +275,7 @@ class Quoter:
 
         They are those of one moment of each rank: when its schedule has most microbatches in flight.
         """
-        model = _shortened(self.step_model(layout))
+        model = shortened(self.step_model(layout))
         stages = model.costs.table(layout.stages, layout.plan).stages
         moments = fullest_moments(layout.schedule, layout.stages, layout.pipeline, model.num_microbatches)
         offloaded = layout.residuals.offload > 0
@@ -420,7 +375,7 @@ class Quoter:
         return max(times, key=sum)
 
     def _bytes(self, model: StepModel, residuals: ResidualPlan, rank: int, peak: float) -> dict[str, float]:
-        short = _shortened(model)
+        short = shortened(model)
         found = {kind: n for kind, n in short.bytes_by_kind(rank, residuals).items() if n > 0}
         rest = peak - sum(found.values())  # residuals of more microbatches, as gpipe keeps them
         found["residuals"] = found.get("residuals", 0.0) + rest

@@ -80,8 +80,8 @@ class CompiledSteps:
         loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
         return self._builders.for_training(self._held.memory, microbatches).train(loop)
 
-    def to_plan(self, microbatches: Any) -> PlanningStep:
-        """Return the training step for such batches as a planner needs it; nothing is compiled.
+    def to_plan(self, microbatches: Any, units: int) -> PlanningStep:
+        """Return the training step for such batches, of so many units, as a planner needs it; nothing is compiled.
 
         Raises:
           ValueError: without a pipeline.
@@ -105,6 +105,7 @@ class CompiledSteps:
             platform=devices[0].platform,
             devices_of_a_rank=len(devices),
             examples=examples_of_a_device(microbatches, mesh),
+            units=units,
             fsdp=self._fsdp,
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
             argument_bytes=[float(leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves((state, microbatches))],
