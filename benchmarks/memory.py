@@ -5,6 +5,7 @@ python benchmarks/memory.py
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from workload import Contestant, batch, mesh, parameters, parser, prepare, report, train_step
@@ -25,8 +26,10 @@ def live_peaks(compiled: Any, contestant: Contestant, kind: str = "device") -> l
         bytes_of = dict.fromkeys(devices, 0)
         for array in jax.live_arrays():
             if not array.is_deleted() and array.sharding.memory_kind in (None, kind):
-                for shard in array.addressable_shards:
-                    bytes_of[shard.device] = bytes_of.get(shard.device, 0) + shard.data.nbytes
+                # Not `addressable_shards`: they would be arrays of their own, and counted again.
+                nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+                for device in array.sharding.addressable_devices:
+                    bytes_of[device] = bytes_of.get(device, 0) + nbytes
         return [bytes_of[device] for device in devices]
 
     steps, seen = runtime._steps, [0] * len(devices)

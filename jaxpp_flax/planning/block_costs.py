@@ -21,15 +21,17 @@ _SOURCES = ("estimated", "flops")
 _FORWARD_SHARE = 1 / 3  # of a given cost: a backward has two contractions for each one of the forward
 
 
-def block_costs(marks: Marks, costs: Costing, platform: str) -> tuple[list[Work], str, str]:
+def block_costs(marks: Marks, costs: Costing, platform: str, examples: float) -> tuple[list[Work], str, str]:
     """Return the cost of each block and of the work after the last mark; then the source of the costs and their unit.
+
+    `examples` are those of a microbatch, divided by the devices of a rank.
 
     Raises:
       AssignmentError, TypeError: if `costs` is no source of costs, and not a number of at least 0 for each block.
     """
     names = segment_names(marks)
     if isinstance(costs, StepProfile):
-        return costs.work_of(names, marks.work(flops_per_byte(platform))), "measured", "s"
+        return costs.work_of(names, marks.work(flops_per_byte(platform)), examples), "measured", "s"
     if isinstance(costs, str):
         if costs not in _SOURCES:
             raise AssignmentError(

@@ -14,7 +14,15 @@ from jaxpp_flax.planning.stages.policies import AssignmentError
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 
-__all__ = ["BlockLoads"]
+__all__ = ["BlockLoads", "of_optimizer"]
+
+
+def of_optimizer(item: Holding, kept: Sequence[tuple[float, float]]) -> list[Holding]:
+    """Return what the optimizer keeps of a parameter, on the devices and on the host; nothing for other holdings."""
+    if item.argument is None or item.kind != "parameters":
+        return []
+    pairs = zip(("optimizer", "streamed"), kept[item.argument], strict=True)
+    return [replace(item, kind=kind, nbytes=nbytes) for kind, nbytes in pairs if nbytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +82,7 @@ class BlockLoads:
             ) from error
         holdings: list[Holding] = []
         for item in found:
-            holdings.append(item)
-            of_optimizer = kept[item.argument] if item.argument is not None and item.kind == "parameters" else (0, 0)
-            for kind, nbytes in zip(("optimizer", "streamed"), of_optimizer, strict=True):
-                if nbytes:
-                    holdings.append(replace(item, kind=kind, nbytes=nbytes))
+            holdings += [item, *of_optimizer(item, kept)]
         return cls(
             work=work,
             holdings=holdings,

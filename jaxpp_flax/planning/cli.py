@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxpp_flax.planning.planner import plan
+from jaxpp_flax.planning.planner import check_made, plan
 from jaxpp_flax.schedules.tools.cli import run
 
 
@@ -46,7 +46,7 @@ def bytes_of(text: str) -> float:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    trainer, batch = _made(options.factory)
+    trainer, batch = check_made(function_of(options.factory)(), options.factory)
     schedules: Any = "all" if options.schedules == ["all"] else options.schedules
     found = plan(trainer, batch, memory_limit=options.memory_limit, schedules=schedules, costs=options.costs)
     Console().print(found)
@@ -74,10 +74,3 @@ def function_of(factory: str) -> Callable[[], Any]:
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}.")
     return function
-
-
-def _made(factory: str) -> Any:
-    made = function_of(factory)()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"{factory} must return a trainer and a batch, got {type(made).__name__}.")
-    return made

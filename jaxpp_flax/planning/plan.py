@@ -19,6 +19,7 @@ from jaxpp_flax.planning.choice import describe
 from jaxpp_flax.planning.stages.balancing import rank_loads
 from jaxpp_flax.planning.stages.policies import AssignmentError, by_name
 from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Plan", "PlannedBlock"]
@@ -62,6 +63,7 @@ class Plan:
       num_microbatches: the parts of a batch, if they are.
       residuals: what each stage does with the values that its forward keeps for its backward; None: it keeps them.
       layout: the axes of the mesh with their sizes, that of the ranks first; empty if they are no part of the plan.
+      fsdp: how often parameters are gathered, with a layout; see `MeshOptions`.
       seconds: the predicted time of a step, without the work before and after the pipeline.
       peak_bytes: the most bytes on each device, for each rank, without XLA's workspace.
       host_bytes: the most bytes on the host, for each device of each rank.
@@ -93,6 +95,7 @@ class Plan:
     num_microbatches: int | None = None
     residuals: ResidualPlan | None = None
     layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    fsdp: Fsdp = "microbatch"
     seconds: float | None = None
     peak_bytes: tuple[float, ...] = ()
     host_bytes: tuple[float, ...] = ()
@@ -223,6 +226,10 @@ def _check(plan: Plan) -> None:
     count = plan.num_stages
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise AssignmentError(f"num_stages of the plan is {count!r}; it must be a whole number of at least 1.")
+    try:
+        check_fsdp(plan.fsdp)
+    except ValueError as error:
+        raise AssignmentError(f"the plan's {error}") from error
     if plan.unit not in _UNITS:
         raise AssignmentError(f"unit of the plan is {plan.unit!r}; it must be one of {listed(list(_UNITS))}.")
     seen: set[str] = set()

@@ -26,7 +26,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 
-__all__ = ["PlanningStep", "plan"]
+__all__ = ["PlanningStep", "check_made", "plan"]
 
 _CORRECTIONS = 4  # of the model by the program, for each assignment
 _MOVES = 300  # of single blocks, to find stages that fit
@@ -44,6 +44,8 @@ class PlanningStep:
       num_microbatches: the parts of a batch.
       layout: the axes of the mesh with their sizes, that of the ranks first.
       platform: of the devices; `devices_of_a_rank` is their number on each rank.
+      examples: of a microbatch, divided by the devices of a rank.
+      units: the tokens of a step, or its examples where it has none.
       fsdp: how often parameters are gathered.
       kept: for each leaf of the step's arguments, the bytes of the optimizer on each device, and on the host.
       argument_bytes: the bytes of each of these leaves.
@@ -58,6 +60,8 @@ class PlanningStep:
     layout: Mapping[str, int]
     platform: str
     devices_of_a_rank: int
+    examples: float
+    units: int
     fsdp: Fsdp
     kept: Sequence[tuple[float, float]]
     argument_bytes: Sequence[float]
@@ -71,6 +75,18 @@ class Plannable(Protocol):
     """What has a step to plan: a `PipelineTrainer`."""
 
     def planning_step(self, batch: Any) -> PlanningStep: ...
+
+
+def check_made(made: Any, factory: str) -> tuple[Plannable, Any]:
+    """Return what a user's factory has made, if it is a trainer and a batch.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "planning_step"):
+        got = f"({', '.join(type(of).__name__ for of in made)})" if isinstance(made, tuple) else type(made).__name__
+        raise ValueError(f"{factory} must return a trainer and a batch, got {got}.")
+    return made
 
 
 def plan(
@@ -244,12 +260,12 @@ class _Planner:
 
     @cached_property
     def _costs(self) -> tuple[list[Work], str, str]:
-        return block_costs(self.marks, self.costing, self.step.platform)
+        return block_costs(self.marks, self.costing, self.step.platform, self.step.examples)
 
     @cached_property
     def _loads(self) -> BlockLoads:
         work, _, unit = self._costs
-        estimated, _, _ = block_costs(self.marks, "estimated", self.step.platform)
+        estimated, _, _ = block_costs(self.marks, "estimated", self.step.platform, self.step.examples)
         seconds = 1.0 if unit == "s" else 1.0 / (self.hardware.flops * self.step.devices_of_a_rank)
         if not unit:  # numbers without a unit share the estimated time
             seconds *= sum(w.total for w in estimated) / (sum(w.total for w in work) or 1.0)
@@ -340,6 +356,7 @@ class _Planner:
             num_microbatches=self.step.num_microbatches,
             residuals=found.choice.residuals,
             layout=dict(self.step.layout),
+            fsdp=self.step.fsdp,
             seconds=prediction.seconds,
             peak_bytes=tuple(map(float, found.held)),
             host_bytes=tuple(map(float, on_host)),

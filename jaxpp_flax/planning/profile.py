@@ -37,7 +37,8 @@ class StepProfile:
     """A real training step with the times of its tasks, in seconds and bytes.
 
     `simulated` is the same schedule in the simulator, with the median times of this step's tasks and free transfers.
-    `measured` takes longer because of transfers, and tasks with varying times.
+    `measured` takes longer because of transfers, and tasks with varying times. `examples` are those of a microbatch,
+    divided by the devices of a rank.
     """
 
     metrics: dict[str, Any]  # as from `train_step`
@@ -45,17 +46,20 @@ class StepProfile:
     measured: Timeline
     simulated: Timeline
     stages: Sequence[StageSummary]
+    examples: float = 1.0
 
-    def work_of(self, names: Sequence[str], estimated: Sequence[Work]) -> list[Work]:
+    def work_of(self, names: Sequence[str], estimated: Sequence[Work], examples: float) -> list[Work]:
         """Return the seconds of each block: those of its measured stage, divided as the blocks' estimates are.
 
         Args:
           names, estimated: of the model's blocks, and of the work after the last mark.
+          examples: of the microbatches that the seconds are for; in proportion to them, a device has more to do.
 
         Raises:
           ValueError: if the measured step has other blocks.
         """
         found, costs = list[Work](), self.simulated.costs.table(len(self.stages)).times
+        scale = examples / self.examples
         place = {name: row.stage for row in self.stages for name in row.blocks}
         if missing := [name for name in names[:-1] if name not in place]:
             raise ValueError(f"the measured step has no block {missing[0]!r}. Measure a step of the same model.")
@@ -66,7 +70,8 @@ class StepProfile:
             return getattr(estimated[block], of) / sum(here) if sum(here) else 1 / len(here)
 
         for block, stage in enumerate(stages):
-            found.append(Work(costs[_F][stage] * share("forward", block), costs[_B][stage] * share("backward", block)))
+            forward, backward = costs[_F][stage] * share("forward", block), costs[_B][stage] * share("backward", block)
+            found.append(Work(forward * scale, backward * scale))
         return found
 
     @property
@@ -95,6 +100,7 @@ def profile_of(
     stages: Sequence[StageSummary],
     schedule: Schedule,
     num_microbatches: int,
+    examples: float,
 ) -> StepProfile:
     """Make the profile of a step from the engine's measured times and its summary of the stages."""
     ranks: list[list[Event]] = [[] for _ in range(schedule.num_ranks)]
@@ -107,6 +113,7 @@ def profile_of(
         measured=replay(ranks, costs),
         simulated=simulate(schedule, costs, num_microbatches=num_microbatches),
         stages=stages,
+        examples=examples,
     )
 
 

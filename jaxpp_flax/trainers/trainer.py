@@ -18,6 +18,7 @@ from jaxpp_flax.planning import Plan, PlanningStep, StepProfile
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume
+from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
@@ -385,4 +386,4 @@ class PipelineTrainer(TrainedModel):
         Raises:
           ValueError: without a pipeline.
         """
-        return self._core.executables.to_plan(self._core.rows.split(batch))
+        return self._core.executables.to_plan(self._core.rows.split(batch), count_units(batch)[0])

@@ -269,6 +269,10 @@ def test_measured_costs_move_blocks():
     assert (found.unit, found.source) == ("s", "measured")
     of_stage = [sum(b.forward for b in found.blocks[:4]), sum(b.forward for b in found.blocks[4:])]
     assert of_stage == pytest.approx(list(profile.simulated.costs.forward))
+    # Other microbatches: twice the examples, and half of them on each of two devices of a rank.
+    for options, scale in (({"num_microbatches": 4}, 2.0), ({"mesh": {"data": 2}}, 0.5)):
+        other = plan(trainer_of(num_stages=2, **options), batch, costs=profile)
+        assert sum(b.cost for b in other.blocks) == pytest.approx(scale * sum(b.cost for b in found.blocks))
     given = plan(trainer, batch, costs=[9, 1, 1, 1, 1, 1, 1, 1])
     assert given.stage_sizes == (1, 8)
     assert (given.blocks[0].forward, given.blocks[0].backward) == (3.0, 6.0)  # one number is both passes

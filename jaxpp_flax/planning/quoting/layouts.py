@@ -14,6 +14,7 @@ from jaxpp_flax.planning.choice import describe
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask
@@ -27,6 +28,7 @@ _CHOICES = (
     StageResiduals(recompute=True, offload=1.0),
 )
 _AXES = {"PP": "pipeline", "DP": "data", "FSDP": "fsdp", "TP": "tensor", "MB": "microbatch"}
+_GATHERS: tuple[Fsdp, ...] = ("microbatch", "step")
 _MOST_TENSOR = 16
 _ONE_STAGE = ("1f1b", "zero_bubble")
 _TWO_STAGES = ("interleaved_1f1b", "zbv", "dualpipe_v")
@@ -37,7 +39,7 @@ class Layout:
     """One way to run a step.
 
     Args:
-      pipeline: ranks; data, fsdp, tensor: the axes inside a rank.
+      pipeline: ranks; data, fsdp, tensor: the axes inside a rank; gather: how often parameters are, see `MeshOptions`.
       microbatch: examples of a microbatch on each device of the axes of the batch.
       schedule: its name; stages: of the whole model.
       residuals: what every stage does with them.
@@ -56,6 +58,7 @@ class Layout:
     schedule: str = "1f1b"
     stages: int = 1
     residuals: StageResiduals = KEEP
+    gather: Fsdp = "microbatch"
 
     @property
     def of_a_rank(self) -> int:
@@ -85,17 +88,18 @@ class Layout:
     @property
     def axes_of_parameters(self) -> Axes:
         """The axes inside a rank that divide parameters."""
-        return Axes(self.tensor, self.fsdp)
+        return Axes(self.tensor, self.fsdp, self.gather)
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the mesh, that of the ranks first, as a `Plan` has them."""
-        inner = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        return {"stage": self.pipeline, **{name: size for name, size in inner.items() if size > 1 or name == "data"}}
+        """The axes of the mesh, that of the ranks first, as a `Plan` has them; annotations may name those of size 1."""
+        return {"stage": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
     def __str__(self) -> str:
-        sizes = (f"{short} {getattr(self, name)}" for short, name in _AXES.items() if short != "MB")
-        mesh = " x ".join(each for each in sizes if not each.endswith(" 1")) or "one device"
+        sizes = {short: getattr(self, name) for short, name in _AXES.items() if short != "MB"}
+        once = {"FSDP": " once"} if self.gather == "step" else {}
+        cut = (f"{short} {size}{once.get(short, '')}" for short, size in sizes.items() if size > 1)
+        mesh = " x ".join(cut) or "one device"
         more = f" of {self.stages} stages" if self.stages != self.pipeline else ""
         return f"{mesh}, microbatch {self.microbatch}, {self.schedule}{more}, {describe(self.residuals)}"
 
@@ -129,16 +133,13 @@ def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None =
                     continue
                 if model.global_batch % (data * fsdp):
                     continue
+                mesh = Layout(pipeline=pipeline, data=data, fsdp=fsdp, tensor=tensor)
                 for microbatch in sizes("microbatch", model.global_batch // (data * fsdp)):
-                    yield from _orders(
-                        Layout(pipeline=pipeline, data=data, fsdp=fsdp, tensor=tensor, microbatch=microbatch),
-                        blocks,
-                        model.global_batch,
-                    )
+                    yield from _orders(replace(mesh, microbatch=microbatch), blocks, model.global_batch)
 
 
 def _orders(layout: Layout, blocks: int, global_batch: int) -> Iterator[Layout]:
-    """Return a layout with each schedule that fits, and each choice of residuals."""
+    """Return a layout with each schedule that fits, each choice of residuals, and each way to gather parameters."""
     count = layout.num_microbatches(global_batch)
     pairs = itertools.chain(
         ((name, layout.pipeline) for name in _ONE_STAGE), ((name, 2 * layout.pipeline) for name in _TWO_STAGES)
@@ -146,8 +147,8 @@ def _orders(layout: Layout, blocks: int, global_batch: int) -> Iterator[Layout]:
     for name, stages in pairs if layout.pipeline > 1 else (("1f1b", 1),):
         if stages > blocks or not _fits(name, stages, layout.pipeline, count):
             continue
-        for residuals in _CHOICES:
-            yield replace(layout, schedule=name, stages=stages, residuals=residuals)
+        for gather, residuals in itertools.product(_GATHERS if layout.fsdp > 1 else _GATHERS[:1], _CHOICES):
+            yield replace(layout, schedule=name, stages=stages, residuals=residuals, gather=gather)
 
 
 @cache

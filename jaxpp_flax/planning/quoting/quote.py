@@ -79,6 +79,7 @@ class Quote:
             num_microbatches=chosen.num_microbatches,
             residuals=layout.plan,
             layout=layout.axes,
+            fsdp=layout.gather,
             seconds=chosen.seconds,
             peak_bytes=chosen.peaks,
             notes=(f"80 % of steps take {amount(low, 's')} to {amount(high, 's')}; {layout.devices} devices",),

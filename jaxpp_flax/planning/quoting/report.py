@@ -18,7 +18,7 @@ _SHORT = {"interleaved_1f1b": "interleave", "zero_bubble": "zb", "dualpipe_v": "
 
 def table(found: Ranking, device: Device) -> str:
     """Return the ranking in at most 80 columns, and what follows from it."""
-    head = "    PP   DP FSDP TP  mb schedule   residuals  s/step         80 %    GB bub% MFU"
+    head = "    PP   DP FSDP  TP  mb schedule   residuals s/step         80 %    GB bub% MFU"
     lines = [head, *(_row(number, step) for number, step in enumerate(found.steps, 1))]
     lines += _notes(found, device)
     lines.append(f"{found.tried:,} layouts, {found.simulated} simulated; bytes are without XLA's workspace.")
@@ -29,8 +29,9 @@ def _row(number: int, step: QuotedStep) -> str:
     layout, (low, high) = step.layout, step.interval
     schedule = _SHORT.get(layout.schedule, layout.schedule) if layout.pipeline > 1 else "-"
     return (
-        f"{number:>2} {layout.pipeline:>3} {layout.data:>4} {layout.fsdp:>4} {layout.tensor:>2} {layout.microbatch:>3} "
-        f"{schedule[:10]:<10} {_does(layout.residuals):<9} {step.seconds:>7.3g} {f'{low:.2g}-{high:.2g}':>12} "
+        f"{number:>2} {layout.pipeline:>3} {layout.data:>4} {layout.fsdp:>4}{'*' if layout.gather == 'step' else ' '} "
+        f"{layout.tensor:>2} {layout.microbatch:>3} "
+        f"{schedule[:10]:<10} {_does(layout.residuals):<9} {step.seconds:>6.3g} {f'{low:.2g}-{high:.2g}':>12} "
         f"{step.memory / 1e9:>5.1f} {100 * step.bubble:>4.0f} {100 * step.mfu:>3.0f}"
     )
 
@@ -45,6 +46,8 @@ def _notes(found: Ranking, device: Device) -> Iterator[str]:
     if not found.steps:
         return
     best = found.steps[0]
+    if any(step.layout.gather == "step" for step in found.steps):
+        yield "*: parameters are gathered once a step, not in every task."
     yield f"best: {best.layout}: {best.tokens / best.seconds:,.0f} tokens/s{_price(best, device)}"
     plain = found.plain
     if plain is None:

@@ -12,18 +12,17 @@ from typing import NamedTuple
 from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.planning.block_loads import BlockLoads
 from jaxpp_flax.planning.loads import Hardware
-from jaxpp_flax.planning.model import Prediction, StepModel
+from jaxpp_flax.planning.model import StepModel
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import TaskFacts
-from jaxpp_flax.planning.quoting.layouts import Layout, fullest_moments, fused_stages
+from jaxpp_flax.planning.quoting.layouts import Layout, Moment, fullest_moments, fused_stages
+from jaxpp_flax.planning.quoting.long_steps import prediction_of, shortened
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.planning.stages.balancing import Sizes, balance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
-__all__ = ["QuotedStep", "Quoter", "prediction_of"]
-
-_SIMULATED = 4  # microbatches for each rank, beyond which a step only repeats itself
+__all__ = ["QuotedStep", "Quoter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,52 +71,8 @@ class QuotedStep:
         return device.price / 3600 * self.layout.devices * self.seconds / self.tokens * 1e6
 
 
-def prediction_of(model: StepModel, residuals: ResidualPlan) -> Prediction:
-    """Return what `StepModel.predict` returns; a long step is predicted from two shorter ones.
-
-    Once every rank is busy, a schedule repeats itself, so seconds and bytes are linear in the number of microbatches.
-
-    Example:
-      >>> from jaxpp_flax.planning.loads import StageLoad
-      >>> from jaxpp_flax.schedules import Std1F1B
-      >>> load, card = StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0), Hardware(flops=1.0, host_bandwidth=1.0)
-      >>> step = StepModel(schedule=Std1F1B(4), num_microbatches=64, stages=[load] * 4, hardware=card)
-      >>> prediction_of(step, ResidualPlan.keep(4)) == step.predict(ResidualPlan.keep(4))
-      True
-    """
-    count, short = model.num_microbatches, _short(model)
-    longer = short + model.schedule.num_ranks
-    if count <= longer:
-        return model.predict(residuals)
-    one, two = (replace(model, num_microbatches=each).predict(residuals) for each in (short, longer))
-    share = (count - short) / (longer - short)
-
-    def mixed(a: float, b: float) -> float:
-        return a + (b - a) * share
-
-    return Prediction(
-        seconds=mixed(one.seconds, two.seconds),
-        peak_bytes=tuple(map(mixed, one.peak_bytes, two.peak_bytes)),
-        host_bytes=tuple(map(mixed, one.host_bytes, two.host_bytes)),
-        moved=mixed(one.moved, two.moved),
-        recomputation=mixed(one.recomputation, two.recomputation),
-        state_host_bytes=one.state_host_bytes,
-    )
-
-
-def _short(model: StepModel) -> int:
-    """Return the microbatches of a short step: with the remainder by ranks, on which schedules depend, of the whole."""
-    ranks = model.schedule.num_ranks
-    return _SIMULATED * ranks + model.num_microbatches % ranks
-
-
-def _shortened(model: StepModel) -> StepModel:
-    """Return the model of a step with at most so many microbatches, whose memory is walked quickly."""
-    return replace(model, num_microbatches=min(model.num_microbatches, _short(model)))
-
-
 class StageTimes(NamedTuple):
-    """The seconds of a stage for one microbatch; `gather`: of its parameters, once."""
+    """The seconds of a stage for one microbatch; `gather`: of its parameters, if each task gathers them."""
 
     forward: float
     backward: float
@@ -177,6 +132,16 @@ def _sums_of_bytes(model: TracedModel, microbatch: int, axes: Axes) -> tuple[flo
     for item in model.holdings(microbatch, axes):
         found[item.kind] += item.nbytes  # type: ignore[assignment]
     return float(sum(found[kind] for kind in ("parameters", "masters", "gradients", "optimizer"))), found["activations"]
+
+
+def _gathered_at(moment: Moment, model: StepModel) -> float:
+    """Return the bytes that are gathered once, of stages with microbatches in flight: read before, and again later."""
+    if model.fsdp == "microbatch":
+        return 0.0
+    found: dict[str, float] = {}
+    for stage in {stage for (_, stage), _ in moment.held}:
+        found |= model.stages[stage].gathered
+    return sum(found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +209,7 @@ class Quoter:
             passing=self.model.passing(microbatch),
             with_effects=self.model.with_effects,
             hardware=hardware,
+            fsdp=axes.gather,
         )
 
     # ------------------------------------------------------------ a layout
@@ -261,7 +227,16 @@ class Quoter:
             work = times.busy(fused=stage in whole, recomputes=recomputes)
             busy[rank] += work
             before += times.forward + times.gather if order.splits_backward else work
-        return self.curves.step + max(first[rank] + count * work for rank, work in enumerate(busy))
+        once = self._once(layout)
+        return self.curves.step + max(first[r] + count * work + once[r] for r, work in enumerate(busy))
+
+    def _once(self, layout: Layout) -> list[float]:
+        """Return the seconds in which each rank gathers its parameters and reduces their gradients once a step."""
+        if layout.gather == "microbatch":
+            return [0.0] * layout.pipeline
+        axes, ranks = layout.axes_of_parameters, list(map(layout.order.rank_of, range(layout.stages)))
+        moved = self._gathered(self.sizes(layout.stages, layout.tensor), layout.microbatch, axes, ranks)
+        return [2 * nbytes / self.gather_bandwidth(axes) for nbytes in moved]
 
     def _stage_times(self, layout: Layout) -> tuple[StageTimes, ...]:
         sizes = self.sizes(layout.stages, layout.tensor)
@@ -269,7 +244,10 @@ class Quoter:
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _times(self, sizes: Sizes, microbatch: int, axes: Axes) -> tuple[StageTimes, ...]:
-        gathered, bandwidth = self._gathered(sizes, microbatch, axes), self.gather_bandwidth(axes)
+        in_tasks = replace(axes, fsdp=axes.fsdp if axes.gather == "microbatch" else 1)
+        gathered, bandwidth = (
+            self._gathered(sizes, microbatch, in_tasks, range(len(sizes))), self.gather_bandwidth(axes)
+        )  # fmt: skip
         work, found, start = self.work(microbatch, axes), list[StageTimes](), 0
         for size, moved in zip(sizes, gathered, strict=True):
             part = work[start : start + size]
@@ -278,12 +256,13 @@ class Quoter:
             start += size
         return tuple(found)
 
-    def _gathered(self, sizes: Sizes, microbatch: int, axes: Axes) -> list[float]:
-        """Return the bytes that each stage gathers."""
-        stage_of, found = [stage for stage, size in enumerate(sizes) for _ in range(size)], [0.0] * len(sizes)
+    def _gathered(self, sizes: Sizes, microbatch: int, axes: Axes, owners: Sequence[int]) -> list[float]:
+        """Return the bytes that each owner of stages gathers: a stage, or a rank, which shares between its stages."""
+        owner_of = [owner for owner, size in zip(owners, sizes, strict=True) for _ in range(size)]
+        found = [0.0] * len(set(owners))
         for item in self.model.holdings(microbatch, axes) if axes.fsdp > 1 else ():
-            for stage in {stage_of[block] for block in item.blocks} if item.kind == "gathered" else ():
-                found[stage] += item.nbytes
+            for owner in {owner_of[block] for block in item.blocks} if item.kind == "gathered" else ():
+                found[owner] += item.nbytes
         return found
 
     def mean(self, layout: Layout) -> float:
@@ -296,12 +275,14 @@ class Quoter:
 
         They are those of one moment of each rank: when its schedule has most microbatches in flight.
         """
-        model = _shortened(self.step_model(layout))
+        model = shortened(self.step_model(layout))
         stages = model.costs.table(layout.stages, layout.plan).stages
         moments = fullest_moments(layout.schedule, layout.stages, layout.pipeline, model.num_microbatches)
         offloaded = layout.residuals.offload > 0
-        held = (moment.nbytes(stages, offloaded=offloaded) for moment in moments)
-        return max(map(sum, zip(model.rank_fixed, held, strict=True)))
+        return max(
+            fixed + moment.nbytes(stages, offloaded=offloaded) + _gathered_at(moment, model)
+            for fixed, moment in zip(model.rank_fixed, moments, strict=True)
+        )
 
     def step_model(self, layout: Layout) -> StepModel:
         """Return the model of the loop of a layout."""
@@ -353,7 +334,7 @@ class Quoter:
         main = count * sum(times[s].forward + times[s].backward for s in here)
         more = count * sum(times[s].again for s in twice)
         sums = count * (self._sums(layout, here, "forward", "backward") + self._sums(layout, twice, "forward"))
-        gathered = busy[busiest] - main - more
+        gathered = busy[busiest] - main - more + self._once(layout)[busiest]
         share = more / (main + more) if main + more else 0.0
         compute = main + more - sums
         reduced, updated = self._after(layout)
@@ -383,7 +364,9 @@ class Quoter:
     def _after(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds after the loop: of the sum of gradients over `data`, and of the update."""
         group = self.group(layout.data, layout.tensor * layout.fsdp)
-        axes, sizes = layout.axes_of_parameters, self.sizes(layout.stages, layout.tensor)
+        # With "step", the loop has reduced the sums to shards.
+        axes = replace(layout.axes_of_parameters, gather="microbatch")
+        sizes = self.sizes(layout.stages, layout.tensor)
         found = _state_bytes(self.model, axes, sizes, tuple(map(layout.order.rank_of, range(layout.stages))))
         times = [
             (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device))
@@ -392,7 +375,7 @@ class Quoter:
         return max(times, key=sum)
 
     def _bytes(self, model: StepModel, residuals: ResidualPlan, rank: int, peak: float) -> dict[str, float]:
-        short = _shortened(model)
+        short = shortened(model)
         found = {kind: n for kind, n in short.bytes_by_kind(rank, residuals).items() if n > 0}
         rest = peak - sum(found.values())  # residuals of more microbatches, as gpipe keeps them
         found["residuals"] = found.get("residuals", 0.0) + rest

@@ -23,9 +23,11 @@ from jaxpp_flax.engine.blocks import Blocks, Holding, Marks
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import known_names
-from jaxpp_flax.planning.planner import PlanningStep
+from jaxpp_flax.planning.block_loads import of_optimizer
+from jaxpp_flax.planning.planner import PlanningStep, check_made
 from jaxpp_flax.planning.quoting.facts import TaskFacts, facts_of_task, interpolated
 from jaxpp_flax.planning.stages.policies import AssignmentError, segment_names
+from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Axes", "TracedModel", "trace_model"]
@@ -39,10 +41,11 @@ Pair = tuple[TaskFacts, TaskFacts]  # forward and backward
 
 @dataclass(frozen=True)
 class Axes:
-    """The sizes of the axes inside a rank that divide parameters."""
+    """The sizes of the axes inside a rank that divide parameters, and how often those of `fsdp` are gathered."""
 
     tensor: int = 1
     fsdp: int = 1
+    gather: Fsdp = "microbatch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +97,9 @@ class _Trace:
         """Return a holding by kind, and with it what a step keeps of a parameter: its optimizer and wider copies."""
         if item.kind != "parameters" or item.argument is None:
             return [(item.kind, item.nbytes)]
-        (state, on_host), own = self.step.kept[item.argument], self.step.argument_bytes[item.argument]
-        whole = item.nbytes * item.shards
-        found = [("parameters", item.nbytes), ("optimizer", state / item.shards), ("streamed", on_host / item.shards)]
+        own, whole = self.step.argument_bytes[item.argument], item.nbytes * item.shards
+        found = [(item.kind, item.nbytes)]
+        found += [(of.kind, of.nbytes / item.shards) for of in of_optimizer(item, self.step.kept)]
         if own != whole:
             found.append(("masters", own / item.shards))
         if axes.fsdp > 1 and "fsdp" in axes_in(tuple(specs[item.argument])):
@@ -135,7 +138,7 @@ class TracedModel:
       traces: the step with microbatches of two sizes.
       names: of all blocks, and of the work after the last mark.
       global_batch: the examples of a step.
-      tokens: the elements of an example's first array of integers of two dimensions; 1 if there is none.
+      tokens: of an example; 1 if it has none.
     """
 
     traces: tuple[_Trace, _Trace]
@@ -164,12 +167,16 @@ class TracedModel:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def holdings(self, microbatch: int, axes: Axes) -> tuple[Holding, ...]:
-        """Return what the blocks hold, as `BlockLoads` takes it: one entry for each kind and set of blocks."""
+        """Return what the blocks hold, as `BlockLoads` takes it: one entry for each kind and set of blocks.
+
+        Gradients of parameters that are gathered once a step are summed whole on each device.
+        """
         half = self._bytes(microbatch, Axes(axes.tensor, 2 if axes.fsdp > 1 else 1))
         whole = self._bytes(microbatch, Axes(axes.tensor)) if axes.fsdp > 1 else half
         found = list[Holding]()
         for (kind, where), nbytes in half.items():
-            if kind in _PER_DEVICE[:-1]:  # of x bytes, a device has (1 - s) x + s x / fsdp
+            is_whole = kind == "gradients" and axes.gather == "step"
+            if kind in _PER_DEVICE[:-1] and not is_whole:  # of x bytes, a device has (1 - s) x + s x / fsdp
                 cut = 2 * (whole[kind, where] - nbytes)
                 nbytes = whole[kind, where] - cut + cut / axes.fsdp
             elif kind != "gathered":
@@ -245,14 +252,14 @@ def trace_model(make: Callable[..., Any], depth: str | None = None) -> TracedMod
       ValueError: for a factory or a batch that does not fit.
     """
     more, count = ({}, None) if depth is None else ({depth: _TRACED}, _depth_of(make, depth))
-    batch, tokens = _batch_of(make, more)
+    batch = _examples_of(make, more)
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     if len(sizes) < 2:
         raise ValueError("the batch has 1 example, which no layout divides. Give the batch of a whole step.")
     chosen = sizes[1:3] if len(sizes) > 2 else sizes  # an example alone may be traced without its dimension
     one, two = (_trace(make, more, batch, size) for size in chosen)
     names = one.names if count is None else _repeated(one, count)
-    return TracedModel(traces=(one, two), names=names, global_batch=batch, tokens=tokens)
+    return TracedModel(traces=(one, two), names=names, global_batch=batch, tokens=one.step.units // batch)
 
 
 def _depth_of(make: Callable[..., Any], depth: str) -> int:
@@ -274,19 +281,16 @@ def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches
             f"the factory does not take the options of a trainer: {error}. Write it as `def make(**options)`, and pass "
             "them on: `PipelineTrainer(model, tx, loss_fn, **options)`."
         ) from error
-    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "planning_step"):
-        raise ValueError(f"the factory must return a trainer and a batch, got {type(made).__name__}.")
-    return made
+    return check_made(made, "the factory")
 
 
-def _batch_of(make: Callable[..., Any], options: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the examples of a batch, and the tokens of an example."""
+def _examples_of(make: Callable[..., Any], options: Mapping[str, Any]) -> int:
+    """Return the examples of a batch."""
     _, batch = _made(make, options, 1)
     leaves = [leaf for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)]
     if not leaves:
         raise ValueError("the batch has no array with a dimension of examples.")
-    tokens = next((leaf.shape[1] for leaf in leaves if leaf.ndim == 2 and leaf.dtype.kind in "iu"), 1)
-    return int(leaves[0].shape[0]), int(tokens)
+    return int(leaves[0].shape[0])
 
 
 def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, microbatch: int) -> _Trace:

@@ -117,6 +117,12 @@ class BatchSharding:
         return jax.tree_util.tree_map_with_path(whole, batch, is_leaf=is_list_of_numbers)
 
 
+def examples_of_a_device(microbatches: Any, mesh: MpmdMesh) -> float:
+    """Return the examples of a microbatch over the devices of a rank; leaves: (num_microbatches, microbatch, ...)."""
+    sizes = (leaf.shape[1] for leaf in jax.tree.leaves(microbatches) if len(leaf.shape) > 1)
+    return next(sizes, 1) / len(mesh.rank_devices(0))
+
+
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     """Convert a batch of this process's rows to the step's input: `MpmdArray`s with this process's parts.
 

@@ -11,7 +11,7 @@ import jax
 from jaxpp_flax.planning.profile import StepProfile, profile_of
 from jaxpp_flax.trainers.data.batch import describe_batch
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows, examples_of_a_device
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
@@ -119,9 +119,10 @@ class TrainStep:
 
     def profile_step(self, batch: Any, *, global_batch_size: int | None) -> StepProfile:
         """As `PipelineTrainer.profile_step`."""
-        schedule, _ = self.scheduling.pipeline("profile_step")
+        schedule, mesh = self.scheduling.pipeline("profile_step")
         compiled, microbatches = self._prepare(batch, self.rows.whole(batch, global_batch_size))
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
         results, timings = compiled.profile(self.held.memory, microbatches)
         metrics = self.finish(results)
-        return profile_of(metrics, timings, compiled.stages, schedule, self.scheduling.num_microbatches)
+        examples = examples_of_a_device(microbatches, mesh)
+        return profile_of(metrics, timings, compiled.stages, schedule, self.scheduling.num_microbatches, examples)

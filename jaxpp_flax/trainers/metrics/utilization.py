@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpp_flax.planning import device_named
+
 __all__ = ["peak_flops"]
 
-# Dense operations a second in bfloat16 (float16 where a device has no bfloat16), by JAX's name of a device's kind, as
-# the vendors' data sheets give them. A name is matched by its beginning; a longer one comes before a shorter one.
-_PEAKS = {
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA H200": 989e12,
+# By JAX's name of a device's kind: its row in the table of devices, or its dense operations a second in bfloat16
+# (float16 where it has no bfloat16), as the vendor's data sheet gives them. A name is matched by its beginning, the
+# longer one of two.
+_PEAKS: dict[str, str | float] = {
+    "NVIDIA B200": "b200",
+    "NVIDIA GH200": "h200",
+    "NVIDIA H200": "h200",
     "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
+    "NVIDIA H100": "h100-sxm",
     "NVIDIA L4": 121e12,
-    "NVIDIA A100": 312e12,
+    "NVIDIA A100": "a100-80",
     "Tesla V100": 125e12,
-    "AMD Instinct MI300X": 1307e12,
+    "AMD Instinct MI300X": "mi300x",
     "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e",
+    "TPU v5p": "tpu-v5p",
+    "TPU v5": "tpu-v5p",
+    "TPU v6 lite": "tpu-v6e",
+    "TPU v6e": "tpu-v6e",
 }
 
 
@@ -45,4 +48,5 @@ def peak_flops(devices: Sequence[Any]) -> float | None:
 
 def _peak_of(kind: str) -> float | None:
     names = [name for name in _PEAKS if kind == name or kind.startswith((f"{name} ", f"{name}-"))]
-    return _PEAKS[max(names, key=len)] if names else None
+    found = _PEAKS[max(names, key=len)] if names else None
+    return device_named(found).peak_of("bfloat16") if isinstance(found, str) else found

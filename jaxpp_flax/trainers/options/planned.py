@@ -87,6 +87,7 @@ def _schedule(given: Any, plan: Plan) -> Schedule | str | None:
 def _mesh(given: MeshOptions, plan: Plan) -> MeshOptions:
     if not plan.layout:
         return given
+    given = replace(given, fsdp=_same("fsdp", None if given.fsdp == "microbatch" else given.fsdp, plan.fsdp))
     axes = {name: size for name, size in plan.layout.items() if name != STAGE_AXIS}
     num_ranks = plan.layout.get(STAGE_AXIS, plan.num_stages)
     if given.mesh is not None:

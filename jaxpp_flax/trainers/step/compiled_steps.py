@@ -18,6 +18,7 @@ from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
+from jaxpp_flax.trainers.data.batch_sharding import examples_of_a_device
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
@@ -79,8 +80,8 @@ class CompiledSteps:
         loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
         return self._builders.for_training(self._held.memory, microbatches).train(loop)
 
-    def to_plan(self, microbatches: Any) -> PlanningStep:
-        """Return the training step for such batches as a planner needs it; nothing is compiled.
+    def to_plan(self, microbatches: Any, units: int) -> PlanningStep:
+        """Return the training step for such batches, of so many units, as a planner needs it; nothing is compiled.
 
         Raises:
           ValueError: without a pipeline.
@@ -103,6 +104,8 @@ class CompiledSteps:
             layout=layout_of(mesh),
             platform=devices[0].platform,
             devices_of_a_rank=len(devices),
+            examples=examples_of_a_device(microbatches, mesh),
+            units=units,
             fsdp=self._fsdp,
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
             argument_bytes=[float(leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves((state, microbatches))],

@@ -14,7 +14,7 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.planning import Curves, Hardware, MeasuredCurves, StageLoad, StepModel, device_named
 from jaxpp_flax.planning.quoting.curves import Group
 from jaxpp_flax.planning.quoting.facts import Product, TaskFacts, facts_of_task
-from jaxpp_flax.planning.quoting.step import prediction_of
+from jaxpp_flax.planning.quoting.long_steps import prediction_of
 from jaxpp_flax.schedules import by_name
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 

@@ -14,8 +14,8 @@ from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.search import rank
 from jaxpp_flax.planning.quoting.traced import Axes, trace_model
 from jaxpp_flax.schedules import ScheduleError
-from jaxpp_flax.schedules.residuals import StageResiduals
-from jaxpp_flax.trainers import MeshError
+from jaxpp_flax.schedules.residuals import KEEP, StageResiduals
+from jaxpp_flax.trainers import MeshError, MeshOptions
 from tests.planning.quoting.models import make
 
 
@@ -91,11 +91,13 @@ def test_the_search_finds_what_all_layouts_have(quoter: Quoter):
     assert found.simulated < found.tried == len(every)
 
 
-def test_the_bytes_are_those_of_the_planned_program(quoter: Quoter):
-    wanted = {"pipeline": 2, "data": 2, "microbatch": 3}
-    for layout in layouts(quoter.model, 4, wanted):
-        if layout.schedule != "1f1b" or not layout.residuals.recompute:
-            continue
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_the_bytes_are_those_of_the_planned_program(quoter: Quoter, axis: str):
+    wanted = {"pipeline": 2, axis: 2, "microbatch": 3}
+    tried = [of for of in layouts(quoter.model, 4, wanted) if of.schedule == "1f1b" and of.tensor == 1]
+    tried = [of for of in tried if (of.residuals.recompute if axis == "data" else of.residuals == KEEP)]
+    assert {of.gather for of in tried} == ({"microbatch"} if axis == "data" else {"microbatch", "step"})
+    for layout in tried:
         plan = Quote(quoter=quoter, ranking=rank(quoter, 4, 1e12, 1, wanted), device=quoter.device).plan(
             quoter.quoted(layout)
         )
@@ -123,6 +125,26 @@ def test_the_plan_of_a_quote_trains(tmp_path, capsys):
     assert (plan.layout["stage"], plan.layout["tensor"]) == (2, 2)
     trainer, batch = make(plan=saved)
     assert jnp.isfinite(trainer.train_step(jnp.ones(batch.shape))["loss"])
+
+
+def test_parameters_gathered_once_cost_bytes_and_save_seconds(quoter: Quoter):
+    layout = Layout(pipeline=2, fsdp=4, microbatch=1, stages=2)
+    every, once = quoter.quoted(layout), quoter.quoted(replace(layout, gather="step"))
+    # Twelve microbatches: a forward gathers, a backward gathers and reduces; the fused last stage gathers once less.
+    assert once.parts["fsdp gathers"] < every.parts["fsdp gathers"] / 10
+    whole = 4.0 * 4 * 2 * 16 * 64  # of a stage of four blocks
+    for kind, more in (("gradients", 0.75 * whole), ("gathered parameters", whole)):
+        assert once.nbytes[kind] - every.nbytes.get(kind, 0.0) == pytest.approx(more)
+    assert str(once.layout).startswith("PP 2 x FSDP 4 once, microbatch 1")
+
+
+def test_a_plan_says_how_often_parameters_are_gathered(quoter: Quoter, tmp_path):
+    layout = Layout(pipeline=2, fsdp=2, microbatch=3, stages=2)
+    found = Quote(quoter=quoter, ranking=rank(quoter, 1, 1e12, 1), device=quoter.device)
+    once = found.plan(quoter.quoted(replace(layout, gather="step")))
+    assert Plan.load(once.save(tmp_path / "plan.json")).fsdp == "step"
+    with pytest.raises(ValueError, match="fsdp='step' differs from the plan, which has 'microbatch'"):
+        make(plan=found.plan(quoter.quoted(layout)), mesh=MeshOptions(fsdp="step"))
 
 
 def test_a_plan_for_more_devices_names_both_numbers(quoter: Quoter):
