@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxpp_flax.messages import near_names
 from jaxpp_flax.planning.planner import check_made, plan
 from jaxpp_flax.schedules.tools.cli import run
 
@@ -36,12 +37,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def bytes_of(text: str) -> float:
     """Read a number of bytes: plain, or with a prefix."""
-    for unit, factor in (("KB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
+    number, factor = text, 1.0
+    for unit, scale in (("KB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
         if text.upper().endswith(unit):
-            return float(text[:-2]) * factor
-    value = float(text)
+            number, factor = text[:-2], scale
+    try:
+        value = float(number) * factor
+    except ValueError:
+        value = math.inf
     if not math.isfinite(value):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write it as 40e9 or 40GB.")
     return value
 
 
@@ -72,5 +77,6 @@ def function_of(factory: str) -> Callable[[], Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{path} has no function {name!r}.")
+        functions = [known for known, of in vars(module).items() if callable(of) and not known.startswith("_")]
+        raise ValueError(f"{path} has no function {name!r}.{near_names(name, functions)}")
     return function

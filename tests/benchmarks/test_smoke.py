@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,16 @@ def test_residuals_keep_their_promises(tmp_path: Path):
     found = json.loads((tmp_path / "rows.json").read_text())
     assert not found["failures"]
     assert {row["limit"] for row in found["rows"]} == {1.0, 0.8, 0.6, 0.5, 0.4}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="its naps are C++")
+def test_ranks_hold_the_bytes_that_a_plan_predicts(tmp_path: Path):
+    flags = ("--layouts", "3", "--repeats", "1", "--json", str(tmp_path / "rows.json"))
+    run_python(str(ROOT / "benchmarks" / "quote_inside.py"), *flags, XLA_FLAGS=None)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    # Counts of bytes, not a measurement: they agree exactly.
+    assert [(row["layouts"], row["bytes exact"]) for row in rows] == [(1, 1.0)] * 3
 
 
 @pytest.mark.processes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxpp_flax.planning import Plan
 from jaxpp_flax.planning.cli import _parser, main
 
@@ -33,11 +35,14 @@ def test_plan(tmp_path, capsys):
     assert (found.stage_sizes, found.num_microbatches, found.layout) == ((2, 3), 4, {"stage": 2})
     for factory, text in (
         (f"{file}:wrong", "must return a trainer and a batch, got NoneType"),
-        (f"{file}:mak", "has no function 'mak'"),
+        (f"{file}:mak", "has no function 'mak'. Did you mean 'make'"),
         (str(file), "write a Python file and a function in it"),
     ):
         assert main(["plan", factory]) == 1
         assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", f"{file}:make", "--memory-limit", "80GX"])
+    assert "'80GX' is no number of bytes; write it as 40e9 or 40GB" in capsys.readouterr().err
     assert main(["plan", f"{file}:make", "--memory-limit", "1KB"]) == 1
     assert "may hold 1,000" in capsys.readouterr().err
 

@@ -67,6 +67,8 @@ def device_named(name: str, table: str | os.PathLike[str] | None = None) -> Devi
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"the table of devices {os.fspath(path)!r}: there is no such file.")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:

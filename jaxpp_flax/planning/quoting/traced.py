@@ -278,8 +278,8 @@ def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches
         made = make(**options, num_stages=1, num_microbatches=num_microbatches, mesh=dict.fromkeys(_AXES, 1))
     except TypeError as error:
         raise ValueError(
-            f"the factory does not take the options of a trainer: {error}. Write it as `def make(**options)`, and pass "
-            "them on: `PipelineTrainer(model, tx, loss_fn, **options)`."
+            f"the factory does not take the options of a trainer alone: {error}. Write it as `def make(**options)`, "
+            "give other parameters defaults, and pass the options on: `PipelineTrainer(model, tx, loss_fn, **options)`."
         ) from error
     return check_made(made, "the factory")
 
@@ -289,7 +289,7 @@ def _examples_of(make: Callable[..., Any], options: Mapping[str, Any]) -> int:
     _, batch = _made(make, options, 1)
     leaves = [leaf for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)]
     if not leaves:
-        raise ValueError("the batch has no array with a dimension of examples.")
+        raise ValueError(f"the batch is {batch!r}, without examples. Return arrays or shapes of (batch, ...).")
     return int(leaves[0].shape[0])
 
 

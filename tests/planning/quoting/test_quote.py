@@ -174,6 +174,11 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused("memory=-1.0", memory=-1.0)
     refused("must have a parameter of this name", depth="depth")
     refused("does not take the options of a trainer.*def make", factory=lambda layers=8: None)
+    refused(
+        "missing 1 required .*'path'.*give other parameters defaults", factory=lambda path, layers=8, **options: None
+    )
+    refused("the batch is 3, without examples", factory=lambda layers=8, **options: (make(layers, **options)[0], 3))
+    refused("table of devices 'none.toml': there is no such file", table="none.toml")
     refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)
     assert main(["train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 1
     assert "Did you mean 'TP' or 'PP'" in capsys.readouterr().err
