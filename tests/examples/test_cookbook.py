@@ -62,4 +62,4 @@ def test_the_llama_of_an_installed_package_learns_and_its_weights_go_on(tmp_path
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     [*_, loss] = last_figures(run_example("installed_llama.py", "--output", first, "--steps", "60"))
     [*_, later] = last_figures(run_example("installed_llama.py", "--model", first, "--output", second, "--steps", "30"))
-    assert later < loss < 4, "a uniform guess has 5.5; this setting reached 2.9 and 2.8"
+    assert later < loss < 4, "a uniform guess has 5.5; 100 steps reached 2.84, and 40 more 2.62"
