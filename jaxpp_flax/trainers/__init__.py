@@ -18,6 +18,7 @@ from jaxpp_flax.trainers.errors import (
     MicrobatchLossWarning,
     ModelError,
     NonFiniteLossError,
+    PrecisionWarning,
     UnusedParametersWarning,
 )
 from jaxpp_flax.trainers.metrics.throughput import Throughput
@@ -74,6 +75,7 @@ __all__ = [
     "NoopTracker",
     "PREEMPTED_STATUS",
     "Precision",
+    "PrecisionWarning",
     "Training",
     "PipelineTrainer",
     "StepProfile",

@@ -11,6 +11,7 @@ __all__ = [
     "MicrobatchLossWarning",
     "ModelError",
     "NonFiniteLossError",
+    "PrecisionWarning",
     "UnusedParametersWarning",
 ]
 
@@ -53,6 +54,11 @@ class ModelError(ValueError):
 @documented("JPF104")
 class NonFiniteLossError(FloatingPointError):
     """A loss, or a parameter to save, is not finite."""
+
+
+@documented("JPF906")
+class PrecisionWarning(UserWarning):
+    """Most of a model computes in a wider type than `precision=` says, since its layers name a `dtype`."""
 
 
 @documented("JPF905")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax import linen as stages
-from jaxpp_flax.trainers import DynamicLossScale, ModelError, Precision, Training
+from jaxpp_flax.trainers import DynamicLossScale, ModelError, Precision, PrecisionWarning, Training
 from tests.helpers import tree_allclose
 
 WIDTH, MICROBATCHES = 16, 4
@@ -147,6 +148,26 @@ def test_a_layer_that_names_a_type_keeps_it():
 
     trainer(Mixed(), num_stages=1).compile(batch_of())
     assert {*types} == {(BFLOAT16, FLOAT32)}
+
+
+@pytest.mark.parametrize("wide", [1, 2])
+def test_a_model_that_computes_mostly_in_a_wider_type_is_told(wide: int, recwarn: pytest.WarningsRecorder):
+    class Mixed(nnx.Module):
+        def __init__(self):
+            types = [FLOAT32] * wide + [None]
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), dtype=of) for of in types])
+
+        def __call__(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    told = trainer(Mixed(), num_stages=1)
+    for _ in range(2):  # it says so once
+        told.step_function(batch_of())
+    found = [str(warning.message) for warning in recwarn if warning.category is PrecisionWarning]
+    # Half may be meant: a head, a router.
+    assert len(found) == (wide > 1)
+    for text in found:
+        assert re.match(r"precision='bfloat16', but 67% of .* wider type \(the first float32: \S*\.py", text), text
 
 
 def test_evaluate_and_predict_compute_in_the_same_type():

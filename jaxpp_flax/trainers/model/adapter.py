@@ -15,6 +15,11 @@ class ModelAdapter(Protocol):
     The adapter holds no arrays, so that the user's arrays can be freed.
     """
 
+    @property
+    def compute(self) -> Any:
+        """The type in which the model computes; None: its own types."""
+        ...
+
     def computing_in(self, compute: Any) -> ModelAdapter:
         """Return the adapter of the same model that computes in this type; None: in its own types."""
         ...

@@ -19,7 +19,13 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
-from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_written, trace_loss, warn_of_microbatches
+from jaxpp_flax.trainers.step.loss_trace import (
+    LossTrace,
+    check_written,
+    trace_loss,
+    warn_of_microbatches,
+    warn_of_precision,
+)
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
@@ -265,7 +271,7 @@ class StepBuilderCache:
         self._untraced, self._num_microbatches = untraced, num_microbatches
         self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_precision = False
         self._reported: set[str] = set()  # unused parameters
 
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
@@ -287,6 +293,7 @@ class StepBuilderCache:
                 if self._num_microbatches > 1 and not self._has_warned:
                     self._has_warned = warn_of_mixing(loss_fn, model, computed, one, self._num_microbatches)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
+            self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
             if not self._reported.issuperset(found.unused):
                 report_unused(found.unused, state.params, self._on_unused)
                 self._reported.update(found.unused)

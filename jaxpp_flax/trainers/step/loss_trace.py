@@ -15,10 +15,11 @@ from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
-from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError
+from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError, PrecisionWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.model.wide_products import wide_products
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import read_loss
 
@@ -36,6 +37,7 @@ class LossTrace:
     batch_statistics: tuple[str, ...]  # the paths of the carried leaves that are statistics of a batch
     divided: str | None = None  # the place where a mean loss is divided by a number that depends on the examples
     mixed: str | None = None  # the place where the loss mixes examples in another way
+    wide: str | None = None  # of its matrix products, how many have a wider type than they are to have, and where
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
@@ -66,6 +68,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
         ),
         divided=None if is_pair[-1] else joins.divided,  # a weight may make up for a quotient in the sum
         mixed=joins.mixed,
+        wide=None if model.compute is None else wide_products(graph, model.compute),
     )
 
 
@@ -101,6 +104,21 @@ def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
     if trace.divided or mixed:
         _warn_of_joins(trace.divided, mixed, num_microbatches)
     return bool(trace.batch_statistics or trace.divided or mixed)
+
+
+def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
+    """Warn of a model that does not compute in the type that it is to compute in; return whether."""
+    if trace.wide is None:
+        return False
+    name = jnp.dtype(compute).name
+    warnings.warn(
+        f"precision={name!r}, but {trace.wide}: a layer that names a dtype keeps it. Make the model with "
+        f"dtype={name!r}, or leave its dtype out. If this is meant, ignore the category "
+        "jaxpp_flax.trainers.PrecisionWarning.",
+        PrecisionWarning,
+        stacklevel=2,
+    )
+    return True
 
 
 def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
