@@ -150,6 +150,30 @@ def test_a_layer_that_names_a_type_keeps_it():
     assert {*types} == {(BFLOAT16, FLOAT32)}
 
 
+def test_an_embedding_without_a_type_of_its_own_is_narrow(recwarn: pytest.WarningsRecorder):
+    """Flax gives it that of its parameters, float32, to which all that follows would be promoted."""
+    types = []
+
+    class Tokens(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(8, WIDTH, rngs=nnx.Rngs(0))
+            self.wide = nnx.Embed(8, WIDTH, rngs=nnx.Rngs(0), param_dtype=BFLOAT16, dtype=FLOAT32)
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            tokens = x.astype(jnp.int32).clip(0, 7)
+            x = self.linear(self.embed(tokens))
+            types.append((x.dtype, self.embed.attend(x).dtype, self.wide(tokens).dtype))
+            return x.mean(-2)
+
+    model = Tokens()
+    trainer(model, num_stages=1, precision=Precision(compute=BFLOAT16, params=None), training=Training(frozen="wide/*")
+    ).compile(batch_of())  # fmt: skip
+    assert {*types} == {(BFLOAT16, BFLOAT16, FLOAT32)}
+    assert not [warning for warning in recwarn if warning.category is PrecisionWarning]
+    assert model.embed.dtype == FLOAT32, "the user's module does not change"
+
+
 @pytest.mark.parametrize("wide", [1, 2])
 def test_a_model_that_computes_mostly_in_a_wider_type_is_told(wide: int, recwarn: pytest.WarningsRecorder):
     class Mixed(nnx.Module):

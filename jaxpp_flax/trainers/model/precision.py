@@ -41,8 +41,17 @@ def _converted(tree: Any, rule: Any) -> Any:
 
 
 def calling_in(module: nnx.Module, compute: Any) -> nnx.Module:
-    """Let a module's call take its inputs in `compute` and return float32; the module is still one of its class."""
-    if compute is not None and callable(module):
+    """Let a module's call take its inputs in `compute` and return float32; the module is still one of its class.
+
+    An `nnx.Embed` that names no type notes that of its stored parameters as its own, in which it would widen all that
+    follows. Its parameters are converted, and it computes in their type.
+    """
+    if compute is None:
+        return module
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
+            part.dtype = None
+    if callable(module):
         module.__class__ = _class_calling_in(type(module), compute)
     return module
 
