@@ -4,8 +4,8 @@ JAX would serve it inside process 0. If process 0 were killed, JAX would abort a
 print which process died and what they waited for. Here, process 0 is like the others.
 
 The service lives as long as its standard input is open, and then until the processes of the run have ended: JAX aborts
-a client that loses its service. Once these have gone the service ends, since the next run may use its port: processes
-of that run, which may be connected already, lose this service and find their own.
+a client that loses its service. The next run may use its port at once: when the standard input ends, it lets nobody new
+in, and once the processes of its run have gone the service ends.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def heartbeat_timeout(failure_timeout: float) -> int:
 
 
 def connections(port: int) -> frozenset[str] | None:
-    """Who is connected to this TCP port of this host, by address and port; None where the system does not tell."""
-    return _peers(port, _ESTABLISHED)
+    """The sockets of this host's connections to this TCP port; None where the system does not tell."""
+    return _sockets(port, _ESTABLISHED)
 
 
 def is_taken(port: int) -> bool:
     """Whether a process of this host is known to listen on this TCP port."""
-    return bool(_peers(port, _LISTENING))
+    return bool(_sockets(port, _LISTENING))
 
 
-def _peers(port: int, state: str) -> frozenset[str] | None:
-    """The other ends of the sockets of this port in this state; None where the system does not tell."""
+def _sockets(port: int, state: str) -> frozenset[str] | None:
+    """The numbers of the sockets of this port in this state; None where the system does not tell."""
     lines: list[str] = []
     for name in ("tcp", "tcp6"):
         try:
@@ -60,8 +60,20 @@ def _peers(port: int, state: str) -> frozenset[str] | None:
         except OSError:
             continue  # no such system, or no IPv6
     words = [line.split() for line in lines]
-    found = (word[2] for word in words if int(word[1].rpartition(":")[2], 16) == port and word[3] == state)
+    found = (word[9] for word in words if int(word[1].rpartition(":")[2], 16) == port and word[3] == state)
     return frozenset(found) if lines else None
+
+
+def _stop_listening(port: int) -> None:
+    """Let nobody new in; who is connected stays so. Where the system does not tell this process's sockets: nothing."""
+    names = {f"socket:[{number}]" for number in _sockets(port, _LISTENING) or ()}
+    for descriptor in Path("/proc/self/fd").iterdir() if names else ():
+        try:
+            if os.readlink(descriptor) in names:
+                with socket.socket(fileno=os.dup(int(descriptor.name))) as listener:
+                    listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # closed meanwhile
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -114,6 +126,7 @@ def main(address: str, num_processes: int, failure_timeout: float, linger: float
     said = sys.stdin.buffer.read()
     deadline = time.monotonic() + (_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else linger)
     port = int(address.rpartition(":")[2])
+    _stop_listening(port)
     of_this_run = connections(port)
     while time.monotonic() < deadline:
         now = connections(port)

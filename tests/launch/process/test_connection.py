@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +25,7 @@ from jaxpp_flax.launch.process.connection import _listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
 from tests.launch.running import Run, started
 from tests.processes.faults import says
-from tests.running import free_port, wait_for
+from tests.running import PATIENCE, free_port, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -93,7 +92,7 @@ def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
             assert [run.finish() for run in runs] == statuses, runs[0].stderr + runs[1].stderr
 
 
-def test_a_process_that_finds_the_service_of_the_run_before_goes_on_to_its_own(tmp_path: Path):
+def test_the_service_of_the_run_before_lets_nobody_in_while_it_stays_for_its_own(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -106,12 +105,12 @@ def test_a_process_that_finds_the_service_of_the_run_before_goes_on_to_its_own(t
         client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         assert before.stdin is not None
         before.stdin.close()  # as if its process 0 had died
-        time.sleep(0.5)  # until it has seen who is connected
-        runs = [stack.enter_context(started(tmp_path, ["script.py", address, "1"]))]
-        wait_for(lambda: len(connections(port) or ()) == 2, "the next run's process 1")
-        client.close()
-        runs.append(stack.enter_context(started(tmp_path, ["script.py", address, "0"])))
+        wait_for(lambda: not is_taken(port), "the end of the port")
+        runs = [stack.enter_context(started(tmp_path, ["script.py", address, str(index)])) for index in (1, 0)]
         assert [run.finish() for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+        assert before.poll() is None
+        client.close()
+        assert before.wait(timeout=PATIENCE) == 0
 
 
 @pytest.fixture(scope="module")
