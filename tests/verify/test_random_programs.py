@@ -25,6 +25,12 @@ from tests.fuzz.test_random_programs import many
 from tests.helpers import slow_but
 from tests.trainers.test_matches_plain import mesh_of
 
+# A program may mix examples, and its products may take what is random in float32: neither is a difference.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.MicrobatchLossWarning"),
+    pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.PrecisionWarning"),
+]
+
 PRECISIONS = [None, "bfloat16", Precision(compute="bfloat16", params="bfloat16")]
 
 
