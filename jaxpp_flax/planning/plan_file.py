@@ -21,7 +21,6 @@ __all__ = ["as_text", "read"]
 
 _FORMAT = "jaxpp_flax plan 1"
 _ABOUT = "What a training runs. Edit the stages, and pass this file as plan=."
-_LEFT_OUT = (None, (), {}, "", "microbatch")  # what a plan has without being told
 _NUMBERS = ("peak_bytes", "host_bytes", "ranks", "even_sizes")
 _OPTIONAL = ("unit", "source", "num_microbatches", "layout", "fsdp", "seconds", *_NUMBERS, "notes")
 
@@ -29,7 +28,8 @@ _OPTIONAL = ("unit", "source", "num_microbatches", "layout", "fsdp", "seconds", 
 def as_text(plan: Any) -> str:
     """Return the text of the file of a `Plan`."""
     head: dict[str, Any] = {"about": _ABOUT, "format": _FORMAT, "num_stages": plan.num_stages}
-    head |= {name: value for name in _OPTIONAL if (value := getattr(plan, name)) not in _LEFT_OUT}
+    defaults = {each.name: each.default for each in fields(plan)}
+    head |= {name: value for name in _OPTIONAL if (value := getattr(plan, name)) not in (defaults[name], (), {})}
     if plan.schedule is not None:
         head["schedule"] = _written(plan.schedule, plan.num_microbatches)
     if plan.residuals is not None and not plan.residuals.is_kept:

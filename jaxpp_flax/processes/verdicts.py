@@ -127,8 +127,9 @@ class Judge:
         """The process that the run waits for: its index, for how long it is awaited, and what it last began.
 
         All processes follow one order of transfers. The sender of the earliest one that is awaited has all that it
-        needs, else it would await an earlier one itself: so it is the one that does not go on; those that wait for
-        later values wait for it too. If it waits for a value outside of this order, it is not the last in the chain.
+        needs: else it would itself wait for an earlier one. So it is the process that does not go on, and those that
+        wait for later values wait for it too. If it waits for a value outside of this order, it is not the last in the
+        chain.
         """
         waits = [
             (i, wait) for i, (beat, _) in sorted(self._beats.items()) for wait in beat.waits if wait.on is not None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Equation, bodies
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
-__all__ = ["count_flops", "work_of"]
+__all__ = ["count_flops", "products", "work_of"]
 
 
 def _moved_bytes(equation: Any) -> float:
@@ -56,9 +56,8 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
     name, params = equation.primitive.name, equation.params
     inner = bodies(params)
     if inner:
-        turns = params.get("length", 1) if name == "scan" else 1
         costs = [sum(work_of(e, flops_per_byte) for e in jaxpr.eqns) for jaxpr in inner]
-        return turns * (max(costs) if name == "cond" else sum(costs))
+        return _turns(equation) * (max(costs) if name == "cond" else sum(costs))
     operands, results = _avals(equation)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -70,6 +69,29 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
     else:
         found = float(sum(map(_size, results)))
     return max(found, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else found
+
+
+def products(equations: Iterable[Any], turns: int = 1) -> Iterator[tuple[Any, list[Any], float]]:
+    """Yield each contraction, at any depth, with its operands and its FLOPs in all turns of the loops around it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> twice = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=2)[0]
+      >>> [(e.primitive.name, flops) for e, _, flops in products(jax.make_jaxpr(twice)(x).jaxpr.eqns)]
+      [('dot_general', 256.0)]
+    """
+    for equation in equations:
+        inner = bodies(equation.params)
+        for jaxpr in inner:
+            yield from products(jaxpr.eqns, turns * _turns(equation))
+        if not inner and facts_of(equation.primitive).cost is Cost.PRODUCT:
+            yield equation, _avals(equation)[0], turns * work_of(equation, 0.0)
+
+
+def _turns(equation: Any) -> int:
+    """Return how often an equation runs its bodies, as far as that is known."""
+    return equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
 
 
 def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
