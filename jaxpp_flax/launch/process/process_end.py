@@ -211,8 +211,10 @@ def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], o
         os.write(control_fd, b"listens\n")
 
     def listen() -> None:
-        with os.fdopen(control_fd, encoding="utf-8", errors="replace") as pipe:
-            for line in pipe:
+        # A launcher that is killed before it has read what this process wrote resets the connection.
+        lines = os.fdopen(control_fd, encoding="utf-8", errors="replace")
+        with contextlib.suppress(ConnectionResetError), lines:
+            for line in lines:
                 index, _, message = line.rstrip("\n").partition(" ")
                 on_failure(Failure(int(index) if index.isdigit() else None, message))
         on_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 from jaxpp_flax.launch.process import process_end
-from jaxpp_flax.launch.process.process_end import ProcessEnd
+from jaxpp_flax.launch.process.process_end import ProcessEnd, listen_to_launcher
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
@@ -31,6 +32,17 @@ def test_errors_after_a_known_failure(failed: int, error: Exception, is_a_conseq
     group = ProcessGroup(MemoryStore(), 0, 2)
     group.observe(Failure(failed, "the save of step 6 failed"))
     assert ProcessEnd(group, 0.1, lambda: None).is_a_consequence(error) == is_a_consequence
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_the_launcher_s_end_is_noticed(has_read: bool):
+    launcher, own = socket.socketpair()
+    ended = threading.Event()
+    listen_to_launcher(own.detach(), lambda _: None, ended.set)
+    if has_read:
+        assert launcher.recv(100) == b"listens\n"
+    launcher.close()  # with unread bytes the system resets the connection, as it does when a launcher is killed
+    assert ended.wait(10.0)
 
 
 def test_no_thread_prints_behind_the_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
