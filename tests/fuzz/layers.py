@@ -80,7 +80,8 @@ def _attention(p: Any, x: jax.Array, a: Around) -> jax.Array:
 
 
 def _convolution(p: Any, x: jax.Array, a: Around) -> jax.Array:
-    return jnp.tanh(lax.conv_general_dilated(x[:, None], p["kernel"], (1,), "SAME")[:, 0])
+    kernel = p["kernel"].astype(x.dtype)  # JAX promotes the operands of a product, not those of a convolution
+    return jnp.tanh(lax.conv_general_dilated(x[:, None], kernel, (1,), "SAME")[:, 0])
 
 
 def _scan(p: Any, x: jax.Array, a: Around) -> jax.Array:
