@@ -22,7 +22,7 @@ from jaxpp_flax.error_codes import documented
 from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
-from jaxpp_flax.processes.waits import error_location, print_notice
+from jaxpp_flax.processes.waits import error_location, print_notice, reporting_thread
 
 __all__ = [
     "INTERRUPTED_STATUS",
@@ -219,4 +219,4 @@ def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], o
                 on_failure(Failure(int(index) if index.isdigit() else None, message))
         on_end()
 
-    threading.Thread(target=listen, name="jaxpp_flax launcher", daemon=True).start()
+    reporting_thread("jaxpp_flax launcher", listen, print_notice).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -82,8 +83,9 @@ class Preemption:
                 numbers = os.read(self._read, 64)
                 if not numbers:
                     return None
-                if self._descriptor_before >= 0:  # the descriptor of an event loop
-                    os.write(self._descriptor_before, numbers)
+                if self._descriptor_before >= 0:  # an event loop's, which reads nothing now
+                    with contextlib.suppress(OSError):
+                        os.write(self._descriptor_before, numbers)
                 if signal.SIGTERM not in numbers:
                     continue
                 now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -73,6 +74,24 @@ def test_other_signals_go_where_they_went():
         assert signal.set_wakeup_fd(write, warn_on_full_buffer=False) == write
     finally:
         signal.signal(signal.SIGUSR1, handler)
+        signal.set_wakeup_fd(before)
+        os.close(read), os.close(write)
+
+
+def test_an_event_loop_that_reads_nothing_is_no_hindrance(monkeypatch):
+    """No loop reads while `fit` has the main thread: a profiler's signals fill its pipe."""
+    statuses = statuses_of(monkeypatch)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    try:
+        while select.select([], [write], [], 0)[1]:
+            os.write(write, bytes(4096))
+        with Preemption(0.05):
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: statuses)
+        assert statuses == [KILLED_STATUS]
+    finally:
         signal.set_wakeup_fd(before)
         os.close(read), os.close(write)
 
