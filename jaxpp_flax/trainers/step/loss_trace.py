@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxpp_flax.checkpoint.format.paths import shortened
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
 from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError, PrecisionWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -41,7 +40,10 @@ class LossTrace:
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
-    """Trace the loss function for microbatches of this structure, arrays or shapes; nothing is computed."""
+    """Trace the loss function for microbatches of this structure; nothing is computed.
+
+    `state` and `microbatch` are shapes; they have the types, and the context has the mesh, that a stage sees.
+    """
     leaves, tree = jax.tree.flatten(state.model_state)
     is_pair: list[bool] = []
 
@@ -53,8 +55,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
         return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
-    graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(shape_of, microbatch)))
+    graph, consts = from_jaxpr(jax.make_jaxpr(run)(leaves, state.params, state.step, index, microbatch))
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
     used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]

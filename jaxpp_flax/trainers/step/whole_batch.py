@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Concat, Last
-from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.errors import LossError, MicrobatchLossWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function, check_function
@@ -183,13 +182,13 @@ def second_pass(loss: WholeBatchLoss) -> Callable[..., Any]:
     return weighed
 
 
-def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, state: TrainState, microbatch: Any, count: int) -> bool:
+def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, count: int, state: TrainState, microbatch: Any) -> bool:
     """Warn of an `embed_fn` that combines examples: it sees those of one of `count` microbatches; return whether."""
 
     def embed(params: Any, rest: Any, step: Any, batch: Any) -> Any:
         return call_function(loss.embed_fn, model, params, rest, batch, step=step, microbatch=0, training=True)[0]
 
-    shapes = jax.eval_shape(embed, *jax.tree.map(shape_of, (state.params, state.model_state, state.step, microbatch)))
+    shapes = jax.eval_shape(embed, state.params, state.model_state, state.step, microbatch)
     gradients = [leaf for leaf in jax.tree.leaves(shapes) if _has_gradient(leaf)]
     size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
     if any(leaf.shape and leaf.shape[0] != size for leaf in gradients):
