@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.tracing.hints import place_with
@@ -85,7 +86,8 @@ class WholeBatchLoss:
 
     def __call__(self, model: Any, batch: Any, **asked: Any) -> Any:
         """Return the loss of `batch` at once, without a pipeline."""
-        return self.loss_fn(self.embed_fn(model, batch, **asked), batch)
+        seen = (self.embed_fn(model, batch, **asked), batch)
+        return self.loss_fn(*jax.tree.map(lambda leaf: _gathered(leaf, 1), seen))
 
 
 Embed = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -225,10 +227,15 @@ def _has_gradient(leaf: Any) -> bool:
 
 def _joined(leaf: Any) -> Any:
     """Join the microbatches of a leaf of shape (num_microbatches, microbatch, ...)."""
-    if (sharding := _typed_sharding(leaf)) is not None:  # JAX cannot join an axis that is typed as sharded
-        spec = (*sharding.spec, *[None] * leaf.ndim)[2 : leaf.ndim]
-        leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(None, None, *spec)))
-    return leaf.reshape(-1, *leaf.shape[2:])
+    return _gathered(leaf, 2).reshape(-1, *leaf.shape[2:])
+
+
+def _gathered(leaf: Any, axes: int) -> Any:
+    """Return a leaf whose first axes no type shards: JAX cannot join such axes, nor compare examples along them."""
+    if not np.ndim(leaf) or (sharding := _typed_sharding(leaf)) is None:
+        return leaf
+    spec = (*sharding.spec, *[None] * leaf.ndim)[axes : leaf.ndim]
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*[None] * axes, *spec)))
 
 
 def _typed_sharding(leaf: Any) -> Any:
