@@ -10,7 +10,6 @@ Limited Setup" (GradCache), 2021, https://arxiv.org/abs/2101.06983.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Concat, Last
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.errors import LossError, MicrobatchLossWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function, check_function
@@ -199,12 +199,11 @@ def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, count: int, state:
     found = trace_loss(model, second_pass(loss), state, (microbatch, gradients))
     mixes = not found.batch_statistics and bool(found.mixed or found.divided)
     if mixes:
-        warnings.warn(
+        warn_user(
             f"embed_fn combines the examples of a microbatch. It sees one of {count} microbatches, so the loss and "
             "its gradients are not those of the whole batch. Combine examples in loss_fn, which gets the embeddings of "
             "the whole batch. If this is meant, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
             MicrobatchLossWarning,
-            stacklevel=2,
         )
     return mixes
 
