@@ -45,22 +45,22 @@ class StageContext:
         """Return the context in which Flax knows the meanings of axis names."""
         return nullcontext() if self.mesh is None else nn.logical_axis_rules(self.rules.on(inner_sizes(self.mesh)))
 
-    def trace(self, function: Callable[[TrainState, Any], T], state: TrainState, microbatch: Any) -> T:
-        """Call a function that traces, with the types of one microbatch and of what inference reads of a state.
+    def trace(self, function: Callable[[TrainState, Any], T], state: TrainState, read: Any, specs: Any = None) -> T:
+        """Call a function that traces, with the types of what inference reads of a state, and of what else is read.
 
-        Both may be arrays or shapes.
+        Both may be arrays or shapes. `specs` are those of `read` on a rank; without them it is a microbatch.
         """
-        state, microbatch = jax.tree.map(shape_of, (state.for_inference(), microbatch))
+        state, read = jax.tree.map(shape_of, (state.for_inference(), read))
         if self.mesh is None:
-            return function(state, microbatch)
+            return function(state, read)
         with self.axis_rules():
-            return trace_for_stages(lambda mesh: function(*self._typed(mesh, state, microbatch)), self.mesh)
+            return trace_for_stages(lambda mesh: function(*self._typed(mesh, state, read, specs)), self.mesh)
 
-    def _typed(self, seen: AbstractMesh, state: TrainState, microbatch: Any) -> tuple[TrainState, Any]:
+    def _typed(self, seen: AbstractMesh, state: TrainState, read: Any, of_read: Any) -> tuple[TrainState, Any]:
         """Add the partitions to the types, on a mesh with Explicit axes."""
         mesh = self.mesh
         if mesh is None or not mesh.is_explicit:
-            return state, microbatch
+            return state, read
 
         def typed(leaf: Any, spec: PartitionSpec | None) -> Any:
             return leaf.update(sharding=NamedSharding(seen, PartitionSpec() if spec is None else spec))
@@ -69,5 +69,6 @@ class StageContext:
         params = jax.tree.map(typed, state.params, specs.params)
         model_state = jax.tree.map(typed, state.model_state, specs.model_state)
         state = replace(state, step=typed(state.step, None), params=params, model_state=model_state)
-        # `batch_spec` has one entry more, for the axis of microbatches.
-        return state, jax.tree.map(lambda x: typed(x, PartitionSpec(*batch_spec(mesh, x.ndim + 1)[1:])), microbatch)
+        if of_read is None:  # `batch_spec` has one entry more, for the axis of microbatches
+            of_read = jax.tree.map(lambda x: PartitionSpec(*batch_spec(mesh, x.ndim + 1)[1:]), read)
+        return state, jax.tree.map(typed, read, of_read)

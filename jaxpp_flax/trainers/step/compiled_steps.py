@@ -49,7 +49,7 @@ class CompiledSteps:
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self._stage, self.state_specs = stage, stage.specs
+        self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
         self._ignored = ignored or {}
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
@@ -86,7 +86,7 @@ class CompiledSteps:
         state = held.kept.described(held.memory)
 
         function = self.training_function(microbatches)
-        with self._stage.axis_rules():
+        with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, **self._form(microbatches, donate=True))
             prepared = step.prepare(state, microbatches)
 
@@ -232,6 +232,6 @@ class CompiledSteps:
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # a compiled function would refuse to run operation by operation
             return jitted.lower(*arguments).compile()
-        with self._stage.axis_rules():
+        with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
             return step.compile(*arguments)
