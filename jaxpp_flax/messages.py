@@ -1,12 +1,14 @@
-"""Parts of messages: names that are near an unknown one, lists cut short, numbers with a prefix."""
+"""Parts of messages: names near an unknown one, lists cut short, numbers with a prefix; and warnings."""
 
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["amount", "known_names", "listed", "missing_name", "near_names"]
+__all__ = ["amount", "known_names", "listed", "missing_name", "near_names", "warn_user"]
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
@@ -71,3 +73,19 @@ def missing_name(module: str, name: str, remedies: Mapping[str, str], known: Seq
     if name in remedies:
         return f"{module} has no {name}: {remedies[name]}."
     return f"module {module!r} has no attribute {name!r}.{near_names(name, known)}"
+
+
+# The packages whose calls may stand between a warning and the line of the user that led to it.
+_BETWEEN = {"jaxpp_flax", "jax", "flax", "contextlib", "functools"}
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and show the line of the user's program that led here: the innermost call from outside of the library.
+
+    `stacklevel=` counts calls: it is wrong as soon as a function is called from two depths.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)

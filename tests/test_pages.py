@@ -24,7 +24,7 @@ from jaxpp_flax import PipelineTrainer, pipeline_stage
 from jaxpp_flax.pretrained import export_pretrained
 from jaxpp_flax.trainers import ModelError
 from tests.examples.running import load_example
-from tests.helpers import python_blocks
+from tests.helpers import python_blocks, slow
 from tests.running import ROOT
 
 pytestmark = pytest.mark.usefixtures("all_devices")
@@ -64,6 +64,7 @@ TRAINER_PAGES = {
     "optimizers": (1, ""),
     "precision": (1, ""),
     "metrics": (2, "'update_ratio'"),
+    "evaluation": (1, ""),
     "devices": (2, ""),
     "lora": (2, ""),
 }
@@ -192,13 +193,11 @@ def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     given = unmarked()
     pipeline_stage(given["Block"])
     given["model"] = given["Model"](rngs=nnx.Rngs(0))
-    run_page("guides/memory.md", blocks=5, **given)
-    kinds, kept, moved, simulated, chosen = capsys.readouterr().out.splitlines()
+    run_page("guides/memory.md", blocks=2, **given)
+    kinds, kept, moved = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
     assert "[0, 0]" in kept
     assert "[0, 0]" not in moved
-    assert simulated.startswith("3.5 ")
-    assert "offload" in chosen
 
 
 @pytest.mark.slow
@@ -298,6 +297,7 @@ def unmarked() -> dict[str, Any]:
         ("guides/choosing.md", 1, True),
         ("guides/when_not_to_pipeline.md", 1, False),
         ("guides/quote.md", 2, False),
+        slow("guides/experts.md", 1, False),
         ("coming_from/plain_flax.md", 2, False),
         ("coming_from/torch.md", 1, False),
         ("coming_from/maxtext.md", 1, False),

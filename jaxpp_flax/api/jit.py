@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from jaxpp_flax.api.steps.environment import warn_of_variables
 from jaxpp_flax.api.steps.step import StepFunction
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import one_pass
+from jaxpp_flax.messages import warn_user
 
 __all__ = ["mpmd_jit_by_yield", "mpmd_jit_with_loop", "say_about_pgle"]
 
@@ -140,8 +140,7 @@ def _refuse_abstracted_axes(function: str, abstracted_axes: Any) -> None:
 def say_about_pgle(function: str, use_pgle: bool) -> None:
     """Warn that `use_pgle=True` has no effect."""
     if use_pgle:
-        warnings.warn(
+        warn_user(
             f"{function} got use_pgle=True, which has no effect: each task is compiled on its own. Set the option "
             "`jax_enable_pgle` of JAX to let XLA schedule by measured latencies.",
-            stacklevel=3,
         )

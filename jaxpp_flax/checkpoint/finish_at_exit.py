@@ -6,10 +6,10 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from typing import Protocol
 
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes.waits import print_notice
 
 EXIT_SECONDS = 300.0  # the time that the end of a program waits for a save
@@ -30,11 +30,9 @@ def finish_at_exit(writer: Writer) -> None:
     # `atexit` comes too late: Python then accepts no new work for threads, but Orbax's background threads need it.
     register = getattr(threading, "_register_atexit", None)
     if register is None:
-        warnings.warn(
+        warn_user(
             f"Python {sys.version.split()[0]} cannot finish a background save at the end of a program. Call "
             "`trainer.save()` or wait for the last one: a save without wait=False.",
-            UserWarning,
-            stacklevel=2,
         )
         return
     register(lambda: _finish(reference()))

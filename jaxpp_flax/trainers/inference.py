@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class Evaluation:
         try:
             return self.executables.get(kind, part.microbatches, build, donate=False)
         except ValueError as error:
-            if part.is_shared or "divisible" not in str(error):
+            if part.is_shared or not re.search("divisible|evenly divide", str(error)):
                 raise
             shards = self.rows.batch_shards
             raise BatchError(

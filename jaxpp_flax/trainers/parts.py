@@ -41,6 +41,7 @@ from jaxpp_flax.trainers.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
+from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
@@ -138,7 +139,8 @@ def make_core(
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     adapter = chosen.adapter.computing_in(precision.computed)
     builder = StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
-    builders = StepBuilderCache(builder, scheduling.num_microbatches, training.unused)
+    stage = StageContext(mesh=mesh, specs=specs, rules=rules)
+    builders = StepBuilderCache(builder, scheduling.num_microbatches, stage, training.unused)
     rows = BatchSharding(mesh, scheduling.num_microbatches)
     measures = _run_metrics(logging, held, builders, rows)
     return Core(
@@ -157,8 +159,7 @@ def make_core(
             assigner,
             builders,
             held,
-            state_specs=specs,
-            rules=rules,
+            stage=stage,
             ignored=ignored,
             fsdp=devices.fsdp,
             clock=measures.clock,

@@ -104,7 +104,7 @@ class Display:
         elif isinstance(text, str) and self._console is None:
             print(text, flush=True)
         else:
-            (self._console or Console(width=120)).print(text, highlight=False, soft_wrap=isinstance(text, str))
+            (self._console or Console(width=80)).print(text, highlight=False, soft_wrap=isinstance(text, str))
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ __all__ = ["ReplayError", "VerifyError"]
 
 @documented("JPF203")
 class VerifyError(ValueError):
-    """The step cannot be compared with the plain one: the loss is not deterministic, or the state not finite."""
+    """The step cannot be compared with the plain one: the loss is random, the state not finite, or a mesh needed."""
 
 
 @documented("JPF204")

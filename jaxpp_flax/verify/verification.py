@@ -25,7 +25,7 @@ from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.pieces import cut, points_after
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
 from jaxpp_flax.verify.runs.points import Kind, Point
-from jaxpp_flax.verify.runs.traced_step import trace_step
+from jaxpp_flax.verify.runs.traced_step import TracedStep, trace_step
 
 __all__ = ["verify"]
 
@@ -53,7 +53,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
 
     Raises:
       BatchError: if the batch cannot be cut into microbatches.
-      VerifyError: if the state is not finite, or two plain runs of a block are not equal.
+      VerifyError: if the state is not finite, two plain runs of a block are not equal, or the model needs a mesh.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -77,7 +77,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     _, (_, arrays) = core.executables.like_training(watched, microbatches)(_copy(state), microbatches)
     found = dict(zip(watched.points, arrays, strict=True)) | points_after(compiled(_copy(state), microbatches))
     types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, microbatches))
-    traced = trace_step(watched.step, used, *types)
+    traced = _traced_without_mesh(watched.step, used, types)
     arguments = [*traced.constants, *jax.tree.leaves((state, microbatches))]
     numbers = {path: i for i, path in enumerate(flatten(state)[0], start=len(traced.constants))}
     homes = {name: stage.devices[0] for stage in getattr(compiled, "stages", ()) for name in stage.blocks}
@@ -116,6 +116,20 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     hidden = sorted({name for loop in traced.loops for name in loop.hidden})
     choices = [*joined(choices), *map(Choice, hidden)]
     return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(choices))
+
+
+def _traced_without_mesh(step: Any, used: list[str], types: Any) -> TracedStep:
+    """Trace a step for one device; refuse a model that names axes of a mesh."""
+    try:
+        return trace_step(step, used, *types)
+    except (RuntimeError, ValueError) as error:
+        if "mesh" not in str(error):
+            raise
+        raise VerifyError(
+            f"the model names axes of a mesh, and the plain step runs on one device, without a mesh: {error} Guard "
+            "that line, which is in the traceback of the error above: "
+            "`if not jax.sharding.get_abstract_mesh().empty:`."
+        ) from error
 
 
 def holder_of(array: Any) -> Any:

@@ -85,6 +85,13 @@ def _remedy(error: str, mesh: MpmdMesh) -> str | None:
             f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint may name "
             f"{axes}. Use one of these, or make a mesh that has the axis"
         )
+    if "of type Auto" in error:
+        names = mesh.jax_mesh.axis_names
+        return (
+            f"the step asks for a sharding that JAX takes on Explicit axes only: {error} Use "
+            "jax.lax.with_sharding_constraint there, or make the mesh as jax.sharding.Mesh(devices, "
+            f"{names}, axis_types=(jax.sharding.AxisType.Explicit,) * {len(names)})"
+        )
     if "context mesh" in error.lower():
         return (
             f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave `mesh=` "

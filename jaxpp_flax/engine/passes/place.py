@@ -12,7 +12,6 @@ Two walks over the equations say where each runs:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.error_codes import documented
+from jaxpp_flax.messages import warn_user
 
 __all__ = ["PlacementWarning", "place"]
 
@@ -190,10 +190,9 @@ def _warn(mixed: Sequence[tuple[int, str]]) -> None:
         return
     listing = "; ".join(f"{what} ({moved:,} bytes)" for moved, what in mixed[:3])
     more = f"; and {len(mixed) - 3} more" if len(mixed) > 3 else ""
-    warnings.warn(
+    warn_user(
         f"work outside the loop mixes arrays of several ranks: {listing}{more}. These "
         f"{sum(moved for moved, _ in mixed):,} bytes are transferred in every step. Keep such work inside one "
         "stage, or reduce each stage's arrays to scalars first.",
         PlacementWarning,
-        stacklevel=2,
     )

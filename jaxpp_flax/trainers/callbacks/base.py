@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_flax.counts import check_count
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["Callback", "CallbackStates", "StepRecord", "end_callbacks", "has_failed", "named", "overrides"]
@@ -244,10 +244,9 @@ class CallbackStates:
         if left := [name for name in states or () if name not in own]:
             anew = [name for name, of in own.items() if name not in (states or ()) and of.get_state() is not None]
             begins = f" These callbacks begin anew: {', '.join(anew)}." if anew else ""
-            warnings.warn(
+            warn_user(
                 f"the checkpoint has the states of callbacks that this `fit` does not have, and they are left out: "
                 f"{', '.join(left)}.{begins}",
-                stacklevel=2,
             )
         self._callbacks = callbacks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 
 from jaxpp_flax.checkpoint.best import Best
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.processes.waits import call_with_limit
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord, has_failed, overrides
@@ -130,10 +130,9 @@ class LogMetrics(Callback):
         try:
             trainer.tracker.close(error)
         except Exception as failed:  # an error of the loop must not be hidden by one of its tracker
-            warnings.warn(
+            warn_user(
                 f"{type(trainer.tracker).__name__} did not close, so its last metrics may be missing: {failed!r}",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     # ------------------------------------------------------------------ rows

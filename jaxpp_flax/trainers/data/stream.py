@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from jaxpp_flax.counts import check_count
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import (
     DataPosition,
@@ -145,11 +145,10 @@ class Batches(Iterator[Any]):
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
                 return
             if once or not self._drawn.batches:
-                warnings.warn(
+                warn_user(
                     f"data ended after {self.given} of {self._steps} steps: a {type(self._data).__name__} runs once. "
                     "Training stops here.",
                     UserWarning,
-                    stacklevel=4,
                 )
                 return
             self._epoch, self._drawn = self._epoch + 1, Drawn(batch_size=self._drawn.batch_size)

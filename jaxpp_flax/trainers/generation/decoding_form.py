@@ -146,6 +146,8 @@ def decode_linen(adapter: LinenModel, length: int, dtype: Any = None) -> tuple[M
 def check_calls(decode: Decode, state: TrainState, cache: Any, tokens: jax.ShapeDtypeStruct) -> int:
     """Trace the model alone for such tokens, and return the size of its vocabulary; nothing is computed.
 
+    `state`, `cache` and `tokens` are shapes, with the types that a stage sees.
+
     Raises:
       ModelError: if the model does not take so many tokens in one call, returns no logits, or does not write its
         cache, or gives it another type.
@@ -157,7 +159,7 @@ def check_calls(decode: Decode, state: TrainState, cache: Any, tokens: jax.Shape
         return jax.tree.leaves(after), logits
 
     try:
-        jaxpr, (after, logits) = jax.make_jaxpr(call, return_shape=True)(leaves, shapes_of(state), tokens)
+        jaxpr, (after, logits) = jax.make_jaxpr(call, return_shape=True)(leaves, state, tokens)
     except (ValueError, TypeError) as error:
         if tokens.shape[1] == 1:
             raise ModelError(

@@ -25,9 +25,11 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
+from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
+from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 
@@ -51,10 +53,13 @@ class _Program:
     def tokens(self, taken: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, taken), jnp.int32)
 
-    def vocabulary(self, state: Any, taken: int) -> int:
+    def vocabulary(self, stage: StageContext, state: TrainState, taken: int) -> int:
         """Check the model for calls of so many tokens, once, and return the size of its vocabulary."""
         if taken not in self.vocabularies:
-            self.vocabularies[taken] = check_calls(self.decode, state, self.cache.shapes, self.tokens(taken))
+            (cache, _), tokens = self.specs if stage.mesh is not None else ((None, None), None)
+            read, specs = (self.cache.shapes, self.tokens(taken)), (cache, tokens)
+            check = lambda state, read: check_calls(self.decode, state, *read)  # noqa: E731
+            self.vocabularies[taken] = stage.trace(check, state, read, specs)
         return self.vocabularies[taken]
 
 
@@ -91,7 +96,7 @@ class Generator:
         calls = [tokens_of_calls(of, prefill) for of in work]
         counts = sorted({taken for of_group in calls for taken in of_group})
         for taken in counts:
-            vocabulary = program.vocabulary(self.held.memory.for_inference(), taken)
+            vocabulary = program.vocabulary(self.executables.stage, self.held.memory, taken)
             check_vocabulary(rows, vocabulary)
             sampling.check_vocabulary(vocabulary)
         steps, places = self._compile(program, sampling, progress[0], counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxpp_flax.schedules import Schedule, Task, TaskKind
 from jaxpp_flax.trainers.data.batch import dtype_of, shape_of, signature
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
+from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.step.loss_trace import (
@@ -196,9 +198,10 @@ class StepBuilder:
         return self._loop(lambda carry, i: embed(carry, i, _at(batch, i)), before, forward, operations)[1]
 
     def count_flops(self, state: TrainState, microbatch: Any) -> float:
-        """Count the operations of the loss and its gradients for one microbatch, arrays or shapes.
+        """Count the operations of the loss and its gradients for one microbatch.
 
-        What the trainer's `remat` recomputes does not count; what a block's own `remat` recomputes does.
+        `state` has the shapes of what the loss computes with, and the context has the mesh that a stage sees. What the
+        trainer's `remat` recomputes does not count; what a block's own `remat` recomputes does.
         """
 
         def loss_of(params: Any, rest: Any, step: Any, microbatch: Any, index: Any) -> Any:
@@ -207,8 +210,7 @@ class StepBuilder:
             )
             return read_loss(output).total
 
-        computed = self.computed_shapes(state)
-        shapes = jax.tree.map(shape_of, (computed.params, computed.model_state, state.step, microbatch))
+        shapes = (state.params, state.model_state, state.step, microbatch)
         index = jax.ShapeDtypeStruct((), jnp.int32)
         return count_flops(from_jaxpr(jax.make_jaxpr(jax.value_and_grad(loss_of))(*shapes, index))[0].equations)
 
@@ -267,8 +269,10 @@ def _one_of(microbatches: Any) -> Any:
 class StepBuilderCache:
     """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
 
-    def __init__(self, untraced: StepBuilder, num_microbatches: int, on_unused: OnUnused = "warn") -> None:
-        self._untraced, self._num_microbatches = untraced, num_microbatches
+    def __init__(
+        self, untraced: StepBuilder, num_microbatches: int, stage: StageContext, on_unused: OnUnused = "warn"
+    ) -> None:
+        self._untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
         self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
         self._has_warned = self._has_warned_of_precision = False
@@ -286,12 +290,13 @@ class StepBuilderCache:
             one = _one_of(microbatches)
             model, loss_fn = self._untraced.model, self._untraced.loss_fn
             computed = self._untraced.computed_shapes(state)
-            found = trace_loss(model, loss_fn, computed, one)
+            found = self._stage.trace(lambda *types: trace_loss(model, loss_fn, *types), computed, one)
             check_written(found, state.model_state, computed.model_state)
             if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
                 found = replace(found, divided=None, mixed=None)
                 if self._num_microbatches > 1 and not self._has_warned:
-                    self._has_warned = warn_of_mixing(loss_fn, model, computed, one, self._num_microbatches)
+                    mixing = partial(warn_of_mixing, loss_fn, model, self._num_microbatches)
+                    self._has_warned = self._stage.trace(mixing, computed, one)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
             self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
             if not self._reported.issuperset(found.unused):
@@ -302,7 +307,8 @@ class StepBuilderCache:
 
     def count_flops(self, state: TrainState, microbatches: Any) -> float:
         """Count the operations of the loss and its gradients for such batches."""
-        return self._num_microbatches * self._untraced.count_flops(state, _one_of(microbatches))
+        computed = self._untraced.computed_shapes(state)
+        return self._num_microbatches * self._stage.trace(self._untraced.count_flops, computed, _one_of(microbatches))
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
         """Return a builder without carried leaves, by default with the training loss; nothing is traced."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
@@ -19,13 +18,12 @@ from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.data.batch_sharding import examples_of_a_device
-from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, layout_of, num_batch_shards
+from jaxpp_flax.trainers.mesh import batch_spec, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
-from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
+from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache, with_schedule
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
 
@@ -33,9 +31,8 @@ from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
 class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
-    The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names, and `ignored` those without one, each with a
-    leaf; `fsdp` is for training steps.
+    The schedule and the place of the state may change between two calls. `ignored` has the logical axis names without
+    a meaning, each with a leaf; `fsdp` is for training steps.
     """
 
     def __init__(
@@ -45,15 +42,14 @@ class CompiledSteps:
         builders: StepBuilderCache,
         held: StateHolder,
         *,
-        state_specs: TrainState | None,
-        rules: AxisRules,
+        stage: StageContext,
         ignored: Mapping[str, str] | None = None,
         fsdp: Fsdp = "microbatch",
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules = state_specs, rules
+        self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
         self._ignored = ignored or {}
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
@@ -90,7 +86,7 @@ class CompiledSteps:
         state = held.kept.described(held.memory)
 
         function = self.training_function(microbatches)
-        with self._axis_rules(mesh):
+        with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, **self._form(microbatches, donate=True))
             prepared = step.prepare(state, microbatches)
 
@@ -236,9 +232,6 @@ class CompiledSteps:
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # a compiled function would refuse to run operation by operation
             return jitted.lower(*arguments).compile()
-        with self._axis_rules(mesh):
+        with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
             return step.compile(*arguments)
-
-    def _axis_rules(self, mesh: Any) -> Any:
-        return nn.logical_axis_rules(self._rules.on(inner_sizes(mesh)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jaxpp_flax.checkpoint.format.paths import shortened
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
 from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError, PrecisionWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -41,7 +40,10 @@ class LossTrace:
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
-    """Trace the loss function for microbatches of this structure, arrays or shapes; nothing is computed."""
+    """Trace the loss function for microbatches of this structure; nothing is computed.
+
+    `state` and `microbatch` are shapes; they have the types, and the context has the mesh, that a stage sees.
+    """
     leaves, tree = jax.tree.flatten(state.model_state)
     is_pair: list[bool] = []
 
@@ -53,8 +55,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
         return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
-    graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(shape_of, microbatch)))
+    graph, consts = from_jaxpr(jax.make_jaxpr(run)(leaves, state.params, state.step, index, microbatch))
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
     used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
@@ -111,12 +112,11 @@ def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
     if trace.wide is None:
         return False
     name = jnp.dtype(compute).name
-    warnings.warn(
+    warn_user(
         f"precision={name!r}, but {trace.wide}: a layer that names a dtype keeps it. Make the model with "
         f"dtype={name!r}, or leave its dtype out. If this is meant, ignore the category "
         "jaxpp_flax.trainers.PrecisionWarning.",
         PrecisionWarning,
-        stacklevel=2,
     )
     return True
 
@@ -124,14 +124,13 @@ def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
 def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
     """Warn that the named batch statistics are computed from one microbatch."""
     shown = shortened(paths, 3)
-    warnings.warn(
+    warn_user(
         f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
         "BatchNorm normalizes by the mean and variance of this one alone, as in any gradient accumulation, so loss and "
         "gradients are not those of the whole batch. Use larger microbatches, or a norm within each example "
         "(LayerNorm, RMSNorm, GroupNorm). If this is meant, ignore the category "
         "jaxpp_flax.trainers.BatchStatisticsWarning.",
         BatchStatisticsWarning,
-        stacklevel=3,
     )
 
 
@@ -148,12 +147,11 @@ def _warn_of_joins(divided: str | None, mixed: str | None, num_microbatches: int
             f"It combines examples, those of one microbatch only, and not by a mean or a sum: {mixed}. For a loss "
             "across all examples of the batch, give it in two parts: loss_fn=WholeBatchLoss(embed_fn, loss_fn)."
         )
-    warnings.warn(
+    warn_user(
         f"the loss is not a mean over equally weighted examples, so the mean over {num_microbatches} microbatches, and "
         f"its gradients, are not those of the whole batch. {' '.join(found)} If this is meant, ignore the category "
         "jaxpp_flax.trainers.MicrobatchLossWarning.",
         MicrobatchLossWarning,
-        stacklevel=3,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.globs import matches
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.errors import ModelError, UnusedParametersWarning
 from jaxpp_flax.trainers.model.frozen import path_text
 
@@ -45,13 +45,12 @@ def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
             f"the loss does not depend on {count}. Their gradients would be zero, and weight decay would shrink them. "
             f"Use them in the loss, remove them, freeze them, {frozen}, or leave unused='error' out."
         )
-    warnings.warn(
+    warn_user(
         f"the loss does not depend on {count}. Their gradients are zero, as under jax.grad, and the optimizer updates "
         f"them with these: weight decay shrinks them. To leave them as they are, freeze them: {frozen}. To refuse such "
         "a model, pass Training(unused='error'). If this is meant, ignore the category "
         "jaxpp_flax.trainers.UnusedParametersWarning.",
         UnusedParametersWarning,
-        stacklevel=2,
     )
 
 

@@ -10,19 +10,19 @@ Limited Setup" (GradCache), 2021, https://arxiv.org/abs/2101.06983.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Concat, Last
-from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.errors import LossError, MicrobatchLossWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function, check_function
@@ -86,7 +86,8 @@ class WholeBatchLoss:
 
     def __call__(self, model: Any, batch: Any, **asked: Any) -> Any:
         """Return the loss of `batch` at once, without a pipeline."""
-        return self.loss_fn(self.embed_fn(model, batch, **asked), batch)
+        seen = (self.embed_fn(model, batch, **asked), batch)
+        return self.loss_fn(*jax.tree.map(lambda leaf: _gathered(leaf, 1), seen))
 
 
 Embed = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -183,13 +184,13 @@ def second_pass(loss: WholeBatchLoss) -> Callable[..., Any]:
     return weighed
 
 
-def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, state: TrainState, microbatch: Any, count: int) -> bool:
+def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, count: int, state: TrainState, microbatch: Any) -> bool:
     """Warn of an `embed_fn` that combines examples: it sees those of one of `count` microbatches; return whether."""
 
     def embed(params: Any, rest: Any, step: Any, batch: Any) -> Any:
         return call_function(loss.embed_fn, model, params, rest, batch, step=step, microbatch=0, training=True)[0]
 
-    shapes = jax.eval_shape(embed, *jax.tree.map(shape_of, (state.params, state.model_state, state.step, microbatch)))
+    shapes = jax.eval_shape(embed, state.params, state.model_state, state.step, microbatch)
     gradients = [leaf for leaf in jax.tree.leaves(shapes) if _has_gradient(leaf)]
     size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
     if any(leaf.shape and leaf.shape[0] != size for leaf in gradients):
@@ -198,12 +199,11 @@ def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, state: TrainState,
     found = trace_loss(model, second_pass(loss), state, (microbatch, gradients))
     mixes = not found.batch_statistics and bool(found.mixed or found.divided)
     if mixes:
-        warnings.warn(
+        warn_user(
             f"embed_fn combines the examples of a microbatch. It sees one of {count} microbatches, so the loss and "
             "its gradients are not those of the whole batch. Combine examples in loss_fn, which gets the embeddings of "
             "the whole batch. If this is meant, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
             MicrobatchLossWarning,
-            stacklevel=2,
         )
     return mixes
 
@@ -226,10 +226,15 @@ def _has_gradient(leaf: Any) -> bool:
 
 def _joined(leaf: Any) -> Any:
     """Join the microbatches of a leaf of shape (num_microbatches, microbatch, ...)."""
-    if (sharding := _typed_sharding(leaf)) is not None:  # JAX cannot join an axis that is typed as sharded
-        spec = (*sharding.spec, *[None] * leaf.ndim)[2 : leaf.ndim]
-        leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(None, None, *spec)))
-    return leaf.reshape(-1, *leaf.shape[2:])
+    return _gathered(leaf, 2).reshape(-1, *leaf.shape[2:])
+
+
+def _gathered(leaf: Any, axes: int) -> Any:
+    """Return a leaf whose first axes no type shards: JAX cannot join such axes, nor compare examples along them."""
+    if not np.ndim(leaf) or (sharding := _typed_sharding(leaf)) is None:
+        return leaf
+    spec = (*sharding.spec, *[None] * leaf.ndim)[axes : leaf.ndim]
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*[None] * axes, *spec)))
 
 
 def _typed_sharding(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.engine.arrays import device_memory
@@ -64,6 +65,18 @@ def test_tokens_are_those_of_the_whole_model_up_to_an_end(layout: str):
     assert {len(row) == NEW for row in expected} == {False, True}
     options = {"lengths": list(map(len, PROMPTS)), "max_new_tokens": NEW, "eos_token_id": ends}
     m.assert_equal(make(m.GPT, **LAYOUTS[layout]).generate(padded, **options), expected)
+
+
+def test_a_model_that_names_axes_generates_in_its_mesh():
+    """Its constraint could not even be traced without a mesh."""
+
+    class Constrained(m.GPT):
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(super().__call__(tokens), P("data"))
+
+    greedy = m.greedy(m.GPT(nnx.Rngs(0), num_blocks=2), PROMPTS, NEW)
+    trainer = make(lambda rngs: Constrained(rngs, num_blocks=2), mesh={"data": 2})
+    m.assert_equal(trainer.generate(PROMPTS, max_new_tokens=NEW), greedy)
 
 
 def test_samples_depend_on_seed_prompt_and_position_alone(shared: PipelineTrainer):

@@ -94,8 +94,9 @@ def test_equals_the_whole_batch(layout):
 
 
 @pytest.mark.slow
-def test_explicit_meshes():
-    trainer = t.trainer_of(num_stages=2, mesh=explicit_mesh())
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 1}])
+def test_explicit_meshes(options):
+    trainer = t.trainer_of(num_stages=2, mesh=explicit_mesh(), **options)
     check_step(trainer, nnx.state(t.TwoTowers(), nnx.Param), contrastive_step())
 
 

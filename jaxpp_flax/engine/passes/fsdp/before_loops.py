@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec
@@ -12,6 +11,7 @@ from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.messages import warn_user
 
 __all__ = ["follow", "warn_of_derived"]
 
@@ -37,11 +37,10 @@ def follow(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -
 
 def warn_of_derived(operand: Value, parameter: Value, rule: FsdpRule) -> None:
     """Warn of a value that a loop reads, whose partition XLA chooses, although a parameter behind it is sharded."""
-    warnings.warn(
+    warn_user(
         f"a loop reads {operand.aval.str_short()}, which is made before the loop of {rule.name_of(parameter)}, "
         f"{parameter.aval.str_short()}, a sharded parameter. Every microbatch gathers it again: only parameters "
         "that are converted, scaled by a number, transposed or fetched from the host are gathered once. Do the rest of "
         "this work inside the loop.",
         FsdpWarning,
-        stacklevel=2,
     )

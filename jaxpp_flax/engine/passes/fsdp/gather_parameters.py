@@ -9,7 +9,6 @@ the gathered parameter has another type than its shards. The body's own `reshard
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
+from jaxpp_flax.messages import warn_user
 
 __all__ = ["gather_parameters"]
 
@@ -152,12 +152,11 @@ def _warn_of_shards(
     for value, operand in operands.items():
         reader = next((e for e in body.equations if value in e.inputs), None)
         if reader is not None and twins.get(value, value) is not value:
-            warnings.warn(
+            warn_user(
                 f"{rule.name_of(operand)}, {value.aval.str_short()}, is read as shards by `{reader.name}` at "
                 f"{reader.where}, so every microbatch gathers it again. Call `jax.sharding.reshard` on the parameter "
                 "itself, outside scans and other calls.",
                 FsdpWarning,
-                stacklevel=2,
             )
 
 

@@ -8,7 +8,6 @@ is a reduce-scatter on every platform. What the batch is sharded over besides th
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.messages import warn_user
 
 __all__ = ["scatter_gradients", "scatter_sum"]
 
@@ -64,12 +64,11 @@ def _warn_of_reductions(loop: Loop, inputs: Sequence[Value], specs: Sequence[Par
         if like is None or batch_dim is not None or axes.isdisjoint(axes_in(specs[like])):
             continue
         if _adds_something(loop.partition.tasks[accumulator.task].graph, accumulator):
-            warnings.warn(
+            warn_user(
                 f"the gradient that updates {rule.name_of(inputs[like])}, {aval.str_short()}, is no sum over "
                 "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in "
                 "which it is computed; docs/internals/engine.md, 'Data axes', has the rules.",
                 FsdpWarning,
-                stacklevel=2,
             )
 
 
@@ -116,12 +115,11 @@ def scatter_sum(
 def _warn_of_order(entry: Sequence[str], axes: Sequence[str], parameter: Value, rule: FsdpRule) -> None:
     """Warn of a dimension that is sharded over an axis of the batch and then, inside each shard, over another axis."""
     last = (*(name for name in entry if name not in axes), *(name for name in entry if name in axes))
-    warnings.warn(
+    warn_user(
         f"{rule.name_of(parameter)}, {parameter.aval.str_short()}, is sharded over {tuple(entry)} in one dimension: "
         "the gathered parts of a device do not lie side by side, so its gradient is summed whole and then exchanged, "
         f"not scattered. Shard it over {last}.",
         FsdpWarning,
-        stacklevel=2,
     )
 
 
