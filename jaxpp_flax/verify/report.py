@@ -50,7 +50,7 @@ class Choice:
     Args:
       name: the primitive, and the user's line.
       count, differ: the number of choices, and how many of the pipeline's are not those of the plain step. None are
-        counted of those that are recomputed inside a `scan`, `cond` or `while`.
+        counted of those that are recomputed inside a `cond` or a `shard_map`.
       recomputed, otherwise: how many the pipeline makes again for the backward pass, and how many of them then differ;
         None if it does not make all of them again.
       is_at_risk: gradients may be those of other choices than the loss. Of comparisons, both sides often lead to nearly
@@ -67,7 +67,7 @@ class Choice:
     def __str__(self) -> str:
         """Return the counts in one line."""
         if not self.count:
-            return f"{self.name}: recomputed inside a loop, where choices are not counted"
+            return f"{self.name}: recomputed inside a branch, where choices are not counted"
         unknown = "an unknown number" if self.otherwise is None else self.otherwise
         again = f"; {self.recomputed} are recomputed, {unknown} otherwise" if self.recomputed else ""
         return f"{self.name}: {self.differ} of {self.count} choices differ{again}"

@@ -159,7 +159,7 @@ def cut(step: TracedStep) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     for loop in step.loops:
         recorded = {look.made: look.point for look in loop.inside if look.made is not None}
-        body, makes = _Cut(loop.body, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
+        body, makes = _Cut(loop.given, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
         for block in dict.fromkeys(point.block for point in makes):
             part = _LoopPart(loop, body, {p: atom for p, atom in makes.items() if p.block == block})
             pieces.append(Piece(outside, part.operands, part))
