@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, moved, spread, u
 from jaxpp_flax.verify.runs.pieces import Name, Piece
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "run_twice"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def compare(
       VerifyError: if two equal runs differ.
     """
     order = range(num_microbatches)
-    plain, parts = piece(arrays, order)
-    _check_equal(plain, piece(arrays, order)[0])
+    plain, parts = run_twice(piece, arrays, order)
     nearby = [piece(moved(arrays, piece.rounding, seed, spreads), order)[0] for seed in range(1 + piece.has_order)]
     others = nearby if piece.has_order else [*nearby, piece(arrays, order[::-1])[0]]
     found = Comparison([], [], _count_choices(plain, actual))
@@ -84,14 +83,18 @@ def compare(
     return found
 
 
-def _check_equal(first: Mapping[Point, Any], again: Mapping[Point, Any]) -> None:
-    for point, array in first.items():
+def run_twice(piece: Piece, arrays: Mapping[Name, Any], order: Sequence[int]) -> tuple[Mapping[Point, Any], ...]:
+    """Run a piece; raise a `VerifyError` if a second run differs."""
+    found, (again, _) = piece(arrays, order), piece(arrays, order)
+    for point, array in found[0].items():
         if apart(array, again[point]).any():
+            calls = f" This part of it calls the host: {', '.join(piece.host_calls)}." if piece.host_calls else ""
             raise VerifyError(
-                f"two plain steps from the same state, batch and keys differ, first in {point}: the loss is not "
-                "deterministic, so nothing can be compared. Take host callbacks, clocks and random numbers of NumPy "
+                f"two plain steps from the same state, batch and keys differ, first in {point}: the step is not "
+                f"deterministic, so nothing can be compared.{calls} Take clocks, counters and random numbers of NumPy "
                 "out of it; `rngs` gives the random numbers of a step and microbatch."
             )
+    return found
 
 
 def _count_choices(plain: Mapping[Point, Any], actual: Mapping[Point, Any]) -> list[Choice]:

@@ -100,15 +100,26 @@ def test_features_agree(kind: str, schedule: str, stages: int, ranks: int, optio
     assert all(choice.name.startswith("argmax at ") for choice in report.choices), report
 
 
-def test_a_loss_that_is_not_deterministic_is_named():
+@pytest.mark.parametrize("of_activations", [False, True])
+def test_a_loss_that_is_not_deterministic_is_named(of_activations: bool):
+    """Before the pipeline runs, if its call of the host needs nothing of a stage before."""
     numbers = iter(range(1000))
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        noise = jax.pure_callback(lambda: np.float32(next(numbers)), jax.ShapeDtypeStruct((), jnp.float32))
-        return square(model, batch) * (1 + noise)
+        x = model(batch["x"])
+        result = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+        seen = [jax.lax.stop_gradient(x)] * of_activations
+        noise = jax.pure_callback(lambda *_: np.full(result.shape, next(numbers), np.float32), result, *seen)
+        return ((x**2).mean(-1) * (1 + noise)).mean()
 
-    with pytest.raises(VerifyError, match=r"two plain steps .* differ, first in .*: the loss is not deterministic"):
+    with pytest.raises(
+        VerifyError,
+        match=r"two plain steps .* differ, first in .*: the step is not deterministic.* calls the host: pure_callback "
+        r"at .*test_verification.py:.*loss_fn",
+    ):
         verify(small_trainer(loss_fn), BATCH)
+    calls = next(numbers)
+    assert calls > 2 * 2 if of_activations else calls == 2 * 2
 
 
 def test_a_state_that_is_not_finite_is_named():

@@ -7,7 +7,7 @@ if the step is: each checks what the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,14 +17,25 @@ import numpy as np
 
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, prune, struct_of, values
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Graph,
+    Value,
+    avals_of,
+    everywhere,
+    inside,
+    place_of,
+    prune,
+    struct_of,
+    values,
+)
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
 
-__all__ = ["Name", "Piece", "cut", "points_after"]
+__all__ = ["Name", "Piece", "cut", "early_host_calls", "points_after"]
 
 Name: TypeAlias = int | Point
 """What a piece reads: an argument of the traced step, by its number, or what was recorded at a point."""
@@ -69,6 +80,7 @@ class Piece:
       points: what it makes; `compared` are those of no choice.
       reads: what it reads.
       rounding: the unit of rounding of the narrowest type of float that it computes with.
+      host_calls: the names of its calls of the host.
       has_order: its microbatches have an order, since a value goes from one to the next.
     """
 
@@ -79,7 +91,9 @@ class Piece:
         self._outside, self._makes, self._loop = [step.names[value] for value in outside.inputs], tuple(makes), loop
         self._run_outside = jax.jit(lambda given: outside.run(*given))
         self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded.values() if loop else ())]))
-        self.rounding = _rounding_of(outside, *([loop.body] if loop else []))
+        equations = [*everywhere(outside), *(everywhere(loop.body) if loop else ())]
+        self.rounding = _rounding_of(equations)
+        self.host_calls = [f"{e.primitive.name} at {place_of(e)}" for e in equations if _calls_host(e)]
         self.has_order = loop is None or bool(loop.carried)
 
     def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> tuple[dict[Point, Any], dict[Point, Any]]:
@@ -151,25 +165,54 @@ def _stack(arrays: Sequence[Any]) -> Any:
     return jnp.stack(arrays) if is_key(arrays[0]) else np.stack(arrays)
 
 
-def cut(step: TracedStep) -> tuple[Piece, ...]:
-    """Cut a step into pieces, in about the order of computation; their `reads` count its constants as arguments."""
+def _cut_graphs(step: TracedStep) -> tuple[_Cut, list[tuple[OpenedLoop, _Cut]]]:
+    """Return the graph outside of the loops, and the body of each, cut at recorded values."""
     results = {v: look.point for of in step.loops for v, look in zip(of.equation.outputs, of.results, strict=True)}
     names = {value: i for i, value in enumerate(step.graph.inputs)}
-    outside = _Cut(step.graph, names, {**results, **step.scalars})
+    recorded = [{look.made: look.point for look in loop.inside if look.made is not None} for loop in step.loops]
+    bodies = [(loop, _Cut(loop.given, {}, of)) for loop, of in zip(step.loops, recorded, strict=True)]
+    return _Cut(step.graph, names, {**results, **step.scalars}), bodies
+
+
+def cut(step: TracedStep) -> tuple[Piece, ...]:
+    """Cut a step into pieces, in about the order of computation; their `reads` count its constants as arguments."""
+    outside, loops = _cut_graphs(step)
     pieces: list[Piece] = []
-    for loop in step.loops:
-        recorded = {look.made: look.point for look in loop.inside if look.made is not None}
-        body, makes = _Cut(loop.given, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
+    for loop, body in loops:
+        makes = {look.point: look.atom for look in (*loop.inside, *loop.results)}
         for block in dict.fromkeys(point.block for point in makes):
             part = _LoopPart(loop, body, {p: atom for p, atom in makes.items() if p.block == block})
             pieces.append(Piece(outside, part.operands, part))
-    blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results.values() if p.kind == "gradient"}
+    results = (look.point for loop in step.loops for look in loop.results)
+    blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results if p.kind == "gradient"}
     ends = {point: value for value, point in step.scalars.items()}
     ends |= points_after(jax.tree.unflatten(step.results, step.graph.outputs), blocks)
     groups: dict[Any, dict[Point, Atom]] = {}
     for p, atom in ends.items():  # of a block together, if it is computed
         groups.setdefault(p.block if p.block and atom in step.graph.producer else p, {})[p] = atom
     return *pieces, *(Piece(outside, makes) for makes in groups.values())
+
+
+def early_host_calls(step: TracedStep) -> Iterator[Piece]:
+    """Yield a piece for each call of the host that needs no more than arguments, with what it depends on.
+
+    What others depend on is known once the pipeline has run: a device need not hold more than one block.
+    """
+    outside, loops = _cut_graphs(step)
+    for loop, body in [*loops, (None, outside)]:
+        for e in (step.graph if loop is None else loop.given).equations:
+            if e.primitive is treduce_p or not any(map(_calls_host, (e, *inside(e.params)))):
+                continue
+            makes = {Point("result", f"{e.name} at {e.where}", occurrence=j): v for j, v in enumerate(e.outputs)}
+            part = loop and _LoopPart(loop, body, makes)
+            piece = Piece(outside, part.operands if part else makes, part)
+            if not any(isinstance(name, Point) for name in piece.reads):
+                yield piece
+
+
+def _calls_host(equation: Any) -> bool:
+    """Return True for a call of the host that returns something: printing changes no number."""
+    return equation.primitive.name.endswith("_callback") and bool(avals_of(equation)[1])
 
 
 def points_after(
@@ -187,13 +230,7 @@ def points_after(
     return found
 
 
-def _rounding_of(*graphs: Graph) -> float:
+def _rounding_of(equations: Iterable[Any]) -> float:
     """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with."""
-    found = {
-        np.dtype(getattr(getattr(v, "aval", None), "dtype", np.int32))
-        for graph in graphs
-        for equation in everywhere(graph)
-        for v in getattr(equation, "outputs", None) or equation.outvars
-        if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
-    }
-    return max((float(jnp.finfo(of).eps) for of in found if jnp.issubdtype(of, jnp.floating)), default=0.0)
+    made = (aval.dtype for equation in equations for aval in avals_of(equation)[1] if hasattr(aval, "dtype"))
+    return max((float(jnp.finfo(of).eps) for of in {*made} if jnp.issubdtype(of, jnp.floating)), default=0.0)
