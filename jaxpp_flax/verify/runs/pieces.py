@@ -13,9 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -30,7 +28,7 @@ from jaxpp_flax.engine.tracing.ir import (
     values,
 )
 from jaxpp_flax.engine.tracing.markers import marker_p
-from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
 from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
@@ -85,84 +83,77 @@ class Piece:
     """
 
     def __init__(self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None) -> None:
-        outside = step.part(makes.values())
+        self._outside, self._loop, self._makes = step.part(makes.values()), loop, tuple(makes)
+        self._names = [step.names[value] for value in self._outside.inputs]
         self.points: tuple[Point, ...] = tuple(makes if loop is None else loop.points)
         self.compared = [point for point in self.points if point.kind not in CHOSEN]
-        self._outside, self._makes, self._loop = [step.names[value] for value in outside.inputs], tuple(makes), loop
-        self._run_outside = jax.jit(lambda given: outside.run(*given))
-        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded.values() if loop else ())]))
-        equations = [*everywhere(outside), *(everywhere(loop.body) if loop else ())]
+        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._names, *(loop.recorded.values() if loop else ())]))
+        equations = [*everywhere(self._outside), *(everywhere(loop.body) if loop else ())]
         self.rounding = _rounding_of(equations)
         self.host_calls = [f"{e.primitive.name} at {place_of(e)}" for e in equations if _calls_host(e)]
         self.has_order = loop is None or bool(loop.carried)
+        self._run = jax.jit(self._made)
 
-    def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> tuple[dict[Point, Any], dict[Point, Any]]:
-        """Return the array of each point, and for results of loops those of each microbatch, stacked, on the host.
+    def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> dict[Point, Any]:
+        """Return the array of each point, on the host.
 
         Args:
           arrays: those that it reads.
-          order: the order in which the microbatches run; arrays are stacked in the order of the batch all the same.
+          order: the microbatches to run, in this order; arrays are stacked in the order of the batch all the same.
         """
-        made = dict(zip(self._makes, self._run_outside([arrays[name] for name in self._outside]), strict=True))
-        if self._loop is None:
-            return {point: on_host(array) for point, array in made.items()}, {}
-        return self._loop.run(made, arrays, order)
+        made = self._run([arrays[name] for name in self.reads], jnp.array(order, jnp.int32))
+        return {point: on_host(array) for point, array in zip(self.points, made, strict=True)}
+
+    def _made(self, given: Sequence[Any], order: Any) -> list[Any]:
+        arrays = dict(zip(self.reads, given, strict=True))
+        made = self._outside.run(*[arrays[name] for name in self._names])
+        return made if self._loop is None else self._loop.run(dict(zip(self._makes, made, strict=True)), arrays, order)
 
 
 class _LoopPart:
-    """A block's part of a loop: it runs one microbatch after another, and keeps what they make on the host."""
+    """A block's part of a loop, with what crosses its marks stacked."""
 
     def __init__(self, loop: OpenedLoop, body: _Cut, makes: Mapping[Point, Atom]) -> None:
         params, outputs = loop.equation.params, loop.body.outputs
         first, count = params["num_consts"], params["num_carry"]
         # The number of a microbatch stands between a body's constants and its carry.
         *inputs, self._index = [*loop.body.inputs[:first], *loop.body.inputs[first + 1 :], loop.body.inputs[first]]
-        numbers = {p: i for i, p in enumerate(look.point for look in loop.results) if p in makes}
-        self.points, self._length = tuple(makes), params["length"]
-        self._operations = {p: params["operations"][i - count] for p, i in numbers.items() if i >= count}
-        self._types = {p: struct_of(makes[p].aval) for p in self._operations}
-        self._last = {p: inputs[first + i] for p, i in numbers.items() if i < count}  # the last value of a carry
-        self._stacked = [p for p in makes if p not in self._last]
+        carry, numbers = inputs[first:], {look.point: i for i, look in enumerate(loop.results)}
+        self._last = {p: carry[numbers[p]] for p in makes if numbers.get(p, count) < count}  # the last value of a carry
+        reduced = [p for p in makes if p not in self._last]
+        self._operations = {p: params["operations"][numbers[p] - count] if p in numbers else Concat() for p in reduced}
         read = {*self._last.values()}
         while True:  # a carry that is read is computed, too
-            carried = [i for i, value in enumerate(inputs[first:]) if value in read]
-            self.body = body.part([*(makes[p] for p in self._stacked), *(outputs[i] for i in carried)])
-            if read.issuperset(set(self.body.inputs).intersection(inputs[first:])):
+            carried = [i for i, value in enumerate(carry) if value in read]
+            self.body = body.part([*(makes[p] for p in reduced), *(outputs[i] for i in carried)])
+            if read.issuperset(set(self.body.inputs).intersection(carry)):
                 break
             read.update(self.body.inputs)
-        self.carried = [inputs[first + i] for i in carried]
+        self.points, self._length = tuple(makes), params["length"]
+        self.carried = [carry[i] for i in carried]
         self.recorded = {value: body.names[value] for value in self.body.inputs if value in body.names}
         needed = {*self.body.inputs, *self.carried}
         self.operands = {v: of for v, of in zip(inputs, loop.equation.inputs, strict=True) if v in needed}
-        self._one = jax.jit(self._microbatch)
 
-    def run(
-        self, operands: Mapping[Value, Any], arrays: Mapping[Name, Any], order: Sequence[int]
-    ) -> tuple[dict[Point, Any], dict[Point, Any]]:
-        """Run all microbatches; as `Piece.__call__`."""
-        known = dict(operands)
-        states = [op.state(self._length, self._types[p]) for p, op in self._operations.items()]
-        made: list[Any] = [None] * self._length
-        for i in order:
+    def run(self, operands: Mapping[Value, Any], arrays: Mapping[Name, Any], order: Any) -> list[Any]:
+        """Run the microbatches of `order`, and return the array of each point."""
+        results = zip(self._operations.values(), self.body.outputs, strict=False)
+        states = [op.state(self._length, struct_of(of.aval)) for op, of in results]
+
+        def microbatch(before: Any, i: Any) -> tuple[Any, None]:
+            carried, states = before
+            known = {**operands, self._index: i, **dict(zip(self.carried, carried, strict=True))}
             known |= {value: arrays[name][i] for value, name in self.recorded.items()}
-            known[self._index] = jnp.int32(i)
-            found, states = self._one([known[value] for value in self.body.inputs], states, known[self._index])
-            made[i] = [on_host(array) for array in found[: len(self._stacked)]]
-            known |= dict(zip(self.carried, found[len(self._stacked) :], strict=True))
-        stacked = dict(zip(self._stacked, map(_stack, zip(*made, strict=True)), strict=True))
-        parts = {p: stacked.pop(p) for p in self._operations}
-        sums = {p: on_host(state) for p, state in zip(self._operations, states, strict=True)}
-        return {**stacked, **sums, **{p: on_host(known[value]) for p, value in self._last.items()}}, parts
+            found = self.body.run(*[known[value] for value in self.body.inputs])
+            pairs = zip(self._operations.values(), states, strict=True)
+            states = [op.update(state, y, i) for (op, state), y in zip(pairs, found, strict=False)]
+            return (found[len(states) :], states), None
 
-    def _microbatch(self, given: Sequence[Any], states: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
-        found = self.body.run(*given)
-        parts = dict(zip(self._stacked, found, strict=False))
-        pairs = zip(self._operations.items(), states, strict=True)
-        return found, [op.update(state, parts[p], index) for (p, op), state in pairs]
-
-
-def _stack(arrays: Sequence[Any]) -> Any:
-    return jnp.stack(arrays) if is_key(arrays[0]) else np.stack(arrays)
+        start = [operands[value] for value in self.carried]
+        (carried, states), _ = jax.lax.scan(microbatch, (start, states), order)
+        last = dict(zip(self.carried, carried, strict=True))
+        made = {p: last[v] for p, v in self._last.items()} | dict(zip(self._operations, states, strict=True))
+        return [made[point] for point in self.points]
 
 
 def _cut_graphs(step: TracedStep) -> tuple[_Cut, list[tuple[OpenedLoop, _Cut]]]:
