@@ -120,9 +120,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "processes": jax.process_count() if is_across else 1,
         "jax": jax.__version__,
     }
-    hidden = sorted({name for loop in traced.loops for name in loop.hidden})
-    choices = [*joined(choices), *map(Choice, hidden)]
-    return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(choices))
+    return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(joined(choices)))
 
 
 def holder_of(array: Any) -> Any:

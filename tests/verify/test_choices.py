@@ -143,24 +143,6 @@ def test_choices_inside_scans_are_counted(options: dict[str, Any], remat: Any, c
     assert ("save_only_these_names" in str(report)) == bool(recomputed)
 
 
-class Branching(nnx.Module):
-    """A router in a branch."""
-
-    def __init__(self, seed: int) -> None:
-        self.experts = nnx.Param(jax.random.normal(jax.random.key(seed), (DIM, DIM)))
-
-    def __call__(self, x: Any) -> Any:
-        route = jax.checkpoint(lambda x: x + jnp.tanh(self.experts[x.argmax(-1)]))
-        return jax.lax.cond(x.shape[0] + jnp.int32(x.sum()) > -9, route, jnp.tanh, x)
-
-
-def test_a_router_that_is_recomputed_in_a_branch_is_told():
-    report = verify(router_trainer(Branching(0), Branching(1)), X)
-    (choice,) = [choice for choice in report.choices if choice.name.startswith("argmax at ")]
-    assert f"{choice.name}: recomputed inside a branch" in str(report)
-    assert "save_only_these_names" in str(report)
-
-
 def test_a_tie_that_rounding_decides_otherwise_is_counted_and_is_no_difference(monkeypatch: pytest.MonkeyPatch):
     """A fault behind it is found all the same."""
     bench = Bench(monkeypatch, router_trainer(Twins(0), Router(1), Router(2)), X)

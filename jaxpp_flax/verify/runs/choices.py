@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jax.extend import source_info_util
 
 from jaxpp_flax.engine.analyses.inner_bodies import open_scan
-from jaxpp_flax.engine.tracing.inline import is_recomputation
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, emit, inside, prune, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, emit, prune, values
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Choices", "choice_places", "hidden_choices", "num_gradients", "open_choices"]
+__all__ = ["Choices", "choice_places", "num_gradients", "open_choices"]
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
@@ -49,7 +46,7 @@ def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Pla
     """Return where a loop's opened body makes choices on which more depends than gradients of these parameters.
 
     What derivatives alone compare, such as the side of a ReLU, is none; nor is what depends on keys alone, such as the
-    mask of a dropout; nor one of the `hidden_choices`.
+    mask of a dropout; nor what a `cond`, `while` or `shard_map` chooses.
     """
     count = len(flat.outputs)
     forward = replace(flat, outputs=flat.outputs[: count - num_gradients(count, num_carry, parameters)])
@@ -126,20 +123,6 @@ def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equati
     stacked = dict(zip(looked_at, outputs[len(e.outputs) :], strict=True))
     others, _ = emit(scanning(given), [*e.inputs, *(stacked[value] for value in made)], outputs, like=e)
     return own, others, [choices.at(stacked, e) for choices in inner]
-
-
-def hidden_choices(flat: Graph) -> frozenset[str]:
-    """Return the names of an opened body's choices, comparisons aside, that a `cond` or `shard_map` recomputes."""
-    opaque = (e for e in flat.equations if bodies(e.params))
-    regions = (region for e in opaque for region in inside(e.params) if is_recomputation(region))
-    return frozenset(
-        f"{e.primitive.name} at {source_info_util.summarize(e.source_info)}"
-        for region in regions
-        for e in inside(region.params)
-        if not bodies(e.params)
-        and any(is_float(v.aval) for v in e.invars)
-        and any(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in e.outvars)
-    )
 
 
 def _is_scan(equation: Equation) -> bool:

@@ -12,7 +12,7 @@ import jax
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, from_jaxpr, values
 from jaxpp_flax.engine.tracing.treduce import treduce_p
-from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices, open_choices
+from jaxpp_flax.verify.runs.choices import choice_places, open_choices
 from jaxpp_flax.verify.runs.points import Look, Point, looks_in
 
 __all__ = ["OpenedLoop", "TracedStep", "trace_step"]
@@ -23,7 +23,7 @@ class OpenedLoop:
     """A loop, with its calls opened as the compiler does: marks and choices stand at the top of its `body`.
 
     `given` is the body for given choices. `inside` are the looks at marks and choices, `results` those at the body's
-    results. `hidden` names the choices that are recomputed where no look is.
+    results.
     """
 
     equation: Equation
@@ -31,7 +31,6 @@ class OpenedLoop:
     given: Graph
     inside: tuple[Look, ...]
     results: tuple[Look, ...]
-    hidden: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,4 +73,4 @@ def _opened(number: int, equation: Equation, parameters: Sequence[str]) -> Opene
     shown, given, choices = open_choices(flat if places else inline(body), places)
     looks = tuple(looks_in(number, shown, choices, num_carry, parameters))
     begin = len(looks) - len(body.outputs)
-    return OpenedLoop(equation, shown, given, looks[:begin], looks[begin:], hidden_choices(shown))
+    return OpenedLoop(equation, shown, given, looks[:begin], looks[begin:])
