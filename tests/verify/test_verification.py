@@ -19,8 +19,6 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.verify import VerifyError, verify
 from jaxpp_flax.verify.__main__ import main
 from tests.helpers import slow
-from tests.trainers import models as m
-from tests.trainers.test_matches_plain import make_trainer
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
 SCRIPT = """
@@ -79,25 +77,6 @@ def test_precision_and_remat_agree(options: dict[str, Any]):
     report = verify(small_trainer(**options), BATCH)
     assert report.agrees, report
     assert {"forward", "backward"} <= {row.kind for row in report.rows}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
-@pytest.mark.parametrize(
-    ("kind", "schedule", "stages", "ranks", "options"),
-    [
-        ("nnx", "zero_bubble", 3, 3, {"model_options": {"dropout": 0.3}}),
-        ("linen", "interleaved_1f1b", 4, 2, {"loss_fn": m.weighted_loss}),
-        ("nnx", "1f1b", 2, 2, {"model_options": {"batch_norm": True}}),
-        ("nnx", "gpipe", 2, 2, {"tx": optax.adamw(1e-2), "loss_fn": m.loss_with_metrics}),
-    ],
-)
-def test_features_agree(kind: str, schedule: str, stages: int, ranks: int, options: dict[str, Any]):
-    trainer = make_trainer(kind, schedule, stages, ranks, 4, **options)
-    report = verify(trainer, m.make_batch(8))
-    assert report.agrees, report
-    # The accuracy's, and no mask of a dropout, which depends on keys alone.
-    assert all(choice.name.startswith("argmax at ") for choice in report.choices), report
 
 
 @pytest.mark.parametrize("of_activations", [False, True])
