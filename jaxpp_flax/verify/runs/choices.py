@@ -50,11 +50,11 @@ def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Pla
     """
     count = len(flat.outputs)
     forward = replace(flat, outputs=flat.outputs[: count - num_gradients(count, num_carry, parameters)])
-    return frozenset(_places_in(prune(forward)))
+    return frozenset(_places_in(prune(forward), {value for value in flat.inputs if is_float(value.aval)}))
 
 
-def _places_in(graph: Graph) -> Iterator[tuple[str, str]]:
-    moving = {value for value in graph.inputs if is_float(value.aval)}
+def _places_in(graph: Graph, moving: set[Value]) -> Iterator[tuple[str, str]]:
+    """Yield the places of choices; `moving` are the inputs that rounding may move."""
     for e in graph.equations:
         if moving.isdisjoint(e.inputs):
             continue
@@ -63,7 +63,11 @@ def _places_in(graph: Graph) -> Iterator[tuple[str, str]]:
             scan = open_scan(e)
             pairs = enumerate(zip(scan.body.outputs, e.outputs, strict=True))
             read = tuple(atom for i, (atom, value) in pairs if i < scan.num_carry or graph.reads[value])
-            yield from _places_in(prune(replace(scan.body, outputs=read)))
+            inputs = zip(e.inputs, scan.body.inputs, strict=True)
+            inner = {
+                value for atom, value in inputs if atom in moving or (value in scan.carry_in and is_float(value.aval))
+            }
+            yield from _places_in(prune(replace(scan.body, outputs=read)), inner)
         elif _made_by(graph, e):
             yield e.name, e.where
 
