@@ -80,6 +80,7 @@ class Piece:
       rounding: the unit of rounding of the narrowest type of float that it computes with.
       host_calls: the names of its calls of the host.
       has_order: its microbatches have an order, since a value goes from one to the next.
+      is_of_loop: it is a part of a loop.
     """
 
     def __init__(self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None) -> None:
@@ -91,7 +92,7 @@ class Piece:
         equations = [*everywhere(self._outside), *(everywhere(loop.body) if loop else ())]
         self.rounding = _rounding_of(equations)
         self.host_calls = [f"{e.primitive.name} at {place_of(e)}" for e in equations if _calls_host(e)]
-        self.has_order = loop is None or bool(loop.carried)
+        self.is_of_loop, self.has_order = loop is not None, loop is None or bool(loop.carried)
         self._run = jax.jit(self._made)
 
     def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> dict[Point, Any]:
