@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import avals_of, bodies
+from jaxpp_flax.engine.tracing.equation_facts import avals_of
+from jaxpp_flax.engine.tracing.ir import bodies
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
 __all__ = ["count_flops", "products", "work_of"]

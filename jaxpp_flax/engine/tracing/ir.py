@@ -23,9 +23,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
-    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "avals_of", "bodies", "emit",
-    "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "place_of",
-    "plain_literal", "producers", "prune", "struct_of", "values", "verify_order", "with_outputs",
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit",
+    "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal",
+    "producers", "prune", "struct_of", "values", "verify_order", "with_outputs",
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ class Equation:
     @property
     def where(self) -> str:
         """`file:line (function)` of the user's code that made this equation, or `"unknown"`."""
-        return place_of(self)
+        return (source_info_util.summarize(self.source) if self.source is not None else "") or "unknown"
 
     def reading(self, inputs: tuple[Atom, ...]) -> Equation:
         """Return the equation over other operands; itself if they are the same."""
@@ -310,19 +310,6 @@ def everywhere(graph: Graph) -> Iterator[Any]:
     for equation in graph.equations:
         yield equation
         yield from inside(equation.params)
-
-
-def place_of(equation: Any) -> str:
-    """Return the `file:line (function)` of the user's code that made an equation, of ours or of JAX's."""
-    source = equation.source if isinstance(equation, Equation) else equation.source_info
-    return (source_info_util.summarize(source) if source is not None else "") or "unknown"
-
-
-def avals_of(equation: Any) -> tuple[list[Any], list[Any]]:
-    """Return the types of what an equation reads and makes, one of ours or of JAX's, as `everywhere` yields both."""
-    of_ours = isinstance(equation, Equation)
-    operands, results = (equation.inputs, equation.outputs) if of_ours else (equation.invars, equation.outvars)
-    return [a.aval for a in operands], [v.aval for v in results]
 
 
 def inside(params: Mapping[str, Any]) -> Iterator[Any]:
