@@ -100,7 +100,10 @@ def test_a_recomputed_router_is_told_and_the_remedy_helps(options: dict[str, Any
 
 
 class Scanned(nnx.Module):
-    """Two routers of one stack, each recomputed, in a call inside a scan; `twice` scans the stack in a scan."""
+    """Two routers of one stack, each recomputed, in a call inside a scan; `twice` scans the stack in a scan.
+
+    The mask of a dropout is no choice there.
+    """
 
     def __init__(self, seed: int, *, policy: Any = None, twice: bool = False) -> None:
         self.experts = nnx.Param(jax.random.normal(jax.random.key(seed), (2, DIM, DIM)))
@@ -108,12 +111,16 @@ class Scanned(nnx.Module):
 
     def __call__(self, x: Any) -> Any:
         @jax.jit
-        def route(x: Any, experts: Any) -> Any:
-            return x + jnp.tanh(experts[checkpoint_name(x.argmax(-1), "choice")])
+        def route(x: Any, experts: Any, keep: Any) -> Any:
+            return x + jnp.where(keep, jnp.tanh(experts[checkpoint_name(x.argmax(-1), "choice")]), 0)
+
+        def layer(x: Any, given: Any) -> Any:
+            experts, key = given
+            return route(x, experts, jax.random.bernoulli(key, 0.9, x.shape)), None
 
         def layers(x: Any, _: Any) -> Any:
-            layer = jax.checkpoint(lambda x, experts: (route(x, experts), None), policy=self.policy)
-            return jax.lax.scan(layer, x, self.experts[...])
+            keys = jax.random.split(jax.random.key(0))
+            return jax.lax.scan(jax.checkpoint(layer, policy=self.policy), x, (self.experts[...], keys))
 
         return jax.lax.scan(layers, x, length=2)[0] if self.twice else layers(x, None)[0]
 
