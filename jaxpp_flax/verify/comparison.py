@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, moved, spread, u
 from jaxpp_flax.verify.runs.pieces import Name, Piece
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "run_twice"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ def compare(
 ) -> Comparison:
     """Run a piece four times, and compare it with the pipeline.
 
+    It runs once more if it calls the host, and once more, by microbatch, if a sum is wrong.
+
     Args:
       piece: the piece.
       arrays: what it reads.
@@ -56,42 +58,58 @@ def compare(
       process: the process that holds the arrays.
 
     Raises:
-      VerifyError: if two equal runs differ.
+      VerifyError: if it calls the host, and two equal runs differ.
     """
     order = range(num_microbatches)
-    plain, parts = piece(arrays, order)
-    _check_equal(plain, piece(arrays, order)[0])
-    nearby = [piece(moved(arrays, piece.rounding, seed, spreads), order)[0] for seed in range(1 + piece.has_order)]
-    others = nearby if piece.has_order else [*nearby, piece(arrays, order[::-1])[0]]
+    plain = run_twice(piece, arrays, order) if piece.host_calls else piece(arrays, order)
+
+    def run_moved(seed: int, spreads: Mapping[Any, float]) -> dict[Point, Any]:
+        return piece(moved(arrays, piece.rounding, seed, spreads), order)
+
+    # All that a loop shows is of one run: a piece reads the very numbers that the pipeline read. The new state is that
+    # of the trainer's own step, another program: as far from this run as rounding leads from the first block on.
+    own = {} if piece.is_of_loop else spreads
+    others = [run_moved(0, own), run_moved(1, own) if piece.has_order else piece(arrays, order[::-1])]
+    far = run_moved(2, spreads)
     found = Comparison([], [], _count_choices(plain, actual))
+    alone: list[Mapping[Point, Any]] = []  # one microbatch each, for the class of a wrong sum
     for point in piece.compared:
         expected = plain[point]
         unit, apart_by = unit_of(expected), spread(expected, [other[point] for other in others])
-        case = Case(
-            expected=wide(expected),
-            actual=wide(actual[point]),
-            allowed=FACTOR * max(apart_by, unit),
-            num_microbatches=num_microbatches,
-            num_shards=num_shards,
-            parts=wide(parts[point]) if point in parts else None,
-            stacked=point.kind in ("choice", "forward", "recomputed", "backward"),
-            before=wide(before[point]) if point in before else None,
-            dtype=str(expected.dtype),
-            is_exact=not is_float(expected),
-        )
-        found.rows.append(_row(point, case, unit, apart(expected, actual[point]), process))
-        found.spreads.append(apart_by)
+        row = _row(point, expected, actual[point], unit, FACTOR * max(apart_by, unit), process)
+        if not row.agrees:
+            is_sum = point.kind in ("gradient", "result")
+            alone = alone or [piece(arrays, [i]) for i in order if is_sum]
+            case = Case(
+                expected=wide(expected),
+                actual=wide(actual[point]),
+                allowed=FACTOR * max(apart_by, unit),
+                num_microbatches=num_microbatches,
+                num_shards=num_shards,
+                parts=np.stack([wide(of[point]) for of in alone]) if is_sum else None,
+                stacked=point.kind in ("choice", "forward", "recomputed", "backward"),
+                before=wide(before[point]) if point in before else None,
+                dtype=str(expected.dtype),
+                is_exact=not is_float(expected),
+            )
+            row = replace(row, likely=classify(case))
+        found.rows.append(row)
+        found.spreads.append(spread(expected, [other[point] for other in (*others, far)]))
     return found
 
 
-def _check_equal(first: Mapping[Point, Any], again: Mapping[Point, Any]) -> None:
-    for point, array in first.items():
+def run_twice(piece: Piece, arrays: Mapping[Name, Any], order: Sequence[int]) -> dict[Point, Any]:
+    """Run a piece; raise a `VerifyError` if a second run differs."""
+    found, again = piece(arrays, order), piece(arrays, order)
+    for point, array in found.items():
         if apart(array, again[point]).any():
+            calls = f" This part of it calls the host: {', '.join(piece.host_calls)}." if piece.host_calls else ""
             raise VerifyError(
-                f"two plain steps from the same state, batch and keys differ, first in {point}: the loss is not "
-                "deterministic, so nothing can be compared. Take host callbacks, clocks and random numbers of NumPy "
+                f"two plain steps from the same state, batch and keys differ, first in {point}: the step is not "
+                f"deterministic, so nothing can be compared.{calls} Take clocks, counters and random numbers of NumPy "
                 "out of it; `rngs` gives the random numbers of a step and microbatch."
             )
+    return found
 
 
 def _count_choices(plain: Mapping[Point, Any], actual: Mapping[Point, Any]) -> list[Choice]:
@@ -119,18 +137,17 @@ def _count(pairs: Iterable[tuple[Any, Any]]) -> int:
     return sum(int(np.count_nonzero(apart(one, other))) for one, other in pairs)
 
 
-def _row(point: Point, case: Case, unit: float, difference: np.ndarray, process: int) -> Row:
+def _row(point: Point, expected: Any, actual: Any, unit: float, allowed: float, process: int) -> Row:
     names = {"kind": point.kind, "block": point.block, "leaf": point.leaf, "process": process}
+    difference = apart(expected, actual)
     if not difference.size:
         return Row(**names, index=(), expected=0, actual=0, distance=0, allowed=0)
     where = np.unravel_index(int(np.argmax(difference)), difference.shape)
-    distance, allowed = float(difference[where]) / (unit or 1.0), case.allowed / (unit or 1.0)
     return Row(
         **names,
         index=tuple(map(int, where)),
-        expected=float(case.expected[where].real),
-        actual=float(case.actual[where].real),
-        distance=distance,
-        allowed=allowed,
-        likely=classify(case) if distance > allowed else "",
+        expected=float(wide(expected)[where].real),
+        actual=float(wide(actual)[where].real),
+        distance=float(difference[where]) / (unit or 1.0),
+        allowed=allowed / (unit or 1.0),
     )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,21 +88,11 @@ def bisect(run: str | os.PathLike[str], other: str | os.PathLike[str], *, rtol: 
             for place, of in zip((run, other), stores, strict=True)
         )
         raise VerifyError(f"the runs have no checkpoint of the same step: {listed}. Save both at the same steps.")
-    found: dict[int, dict[str, float]] = {}
-
-    def differ(index: int) -> bool:
-        step = steps[index]
-        found[step] = _differences(stores[0].path(step), stores[1].path(step), rtol)
-        return bool(found[step])
-
-    low, high = 0, len(steps)  # all before `low` agree, `high` differs
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if differ(middle) else (middle + 1, high)
-    differs = steps[low] if low < len(steps) else None
-    return Parting(
-        equal=steps[low - 1] if low else None, differs=differs, leaves={} if differs is None else found[differs]
-    )
+    differences = cache(lambda step: _differences(stores[0].path(step), stores[1].path(step), rtol))
+    at = bisect_left(steps, True, key=lambda step: bool(differences(step)))
+    differs = steps[at] if at < len(steps) else None
+    leaves = {} if differs is None else differences(differs)
+    return Parting(equal=steps[at - 1] if at else None, differs=differs, leaves=leaves)
 
 
 def _differences(path: Path, other: Path, rtol: float) -> dict[str, float]:

@@ -49,8 +49,7 @@ class Choice:
 
     Args:
       name: the primitive, and the user's line.
-      count, differ: the number of choices, and how many of the pipeline's are not those of the plain step. None are
-        counted of those that are recomputed inside a `scan`, `cond` or `while`.
+      count, differ: the number of choices, and how many of the pipeline's are not those of the plain step.
       recomputed, otherwise: how many the pipeline makes again for the backward pass, and how many of them then differ;
         None if it does not make all of them again.
       is_at_risk: gradients may be those of other choices than the loss. Of comparisons, both sides often lead to nearly
@@ -58,16 +57,14 @@ class Choice:
     """
 
     name: str
-    count: int = 0
+    count: int
     differ: int = 0
     recomputed: int = 0
-    otherwise: int | None = None
-    is_at_risk: bool = True
+    otherwise: int | None = 0
+    is_at_risk: bool = False
 
     def __str__(self) -> str:
         """Return the counts in one line."""
-        if not self.count:
-            return f"{self.name}: recomputed inside a loop, where choices are not counted"
         unknown = "an unknown number" if self.otherwise is None else self.otherwise
         again = f"; {self.recomputed} are recomputed, {unknown} otherwise" if self.recomputed else ""
         return f"{self.name}: {self.differ} of {self.count} choices differ{again}"
@@ -78,11 +75,11 @@ def joined(choices: Iterable[Choice]) -> list[Choice]:
 
     Example:
       >>> print(*joined([Choice("top_k at a.py:1", 2, differ=1), Choice("top_k at a.py:1", 3, recomputed=3)]))
-      top_k at a.py:1: 1 of 5 choices differ; 3 are recomputed, an unknown number otherwise
+      top_k at a.py:1: 1 of 5 choices differ; 3 are recomputed, 0 otherwise
     """
     found: dict[str, Choice] = {}
     for more in choices:
-        of = found.get(more.name, Choice(more.name, otherwise=0, is_at_risk=False))
+        of = found.get(more.name, Choice(more.name, 0))
         found[more.name] = Choice(
             name=of.name,
             count=of.count + more.count,

@@ -18,11 +18,11 @@ from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
-from jaxpp_flax.verify.comparison import Comparison, compare
+from jaxpp_flax.verify.comparison import Comparison, compare, run_twice
 from jaxpp_flax.verify.errors import VerifyError
 from jaxpp_flax.verify.report import Choice, Report, Row, joined
 from jaxpp_flax.verify.rounding import on_host
-from jaxpp_flax.verify.runs.pieces import cut, points_after
+from jaxpp_flax.verify.runs.pieces import cut, early_host_calls, points_after
 from jaxpp_flax.verify.runs.piped_step import WatchedStep
 from jaxpp_flax.verify.runs.points import Kind, Point
 from jaxpp_flax.verify.runs.traced_step import TracedStep, trace_step
@@ -74,11 +74,18 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     _check_finite(state, is_across=is_across)
     used = [path for path in parameter_paths(state.params) if path not in unused]
     watched = WatchedStep(trainer.step_function(batch), used)
-    _, (_, arrays) = core.executables.like_training(watched, microbatches)(_copy(state), microbatches)
-    found = dict(zip(watched.points, arrays, strict=True)) | points_after(compiled(_copy(state), microbatches))
+    # The plain side's own trace: that of the watched step is for the trainer's mesh.
     types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, microbatches))
     traced = _traced_without_mesh(watched.step, used, types)
     arguments = [*traced.constants, *jax.tree.leaves((state, microbatches))]
+    for piece in early_host_calls(traced):
+        held = [arguments[name] for name in piece.reads if isinstance(name, int)]
+        device = holder_of(next((array for array in held if isinstance(array, MpmdArray)), None))
+        reads = dict(zip(piece.reads, [to_host(array, device) for array in held], strict=True))
+        twice = partial(run_twice, piece, reads, range(trainer.num_microbatches))
+        _run_on(device, twice, is_across=is_across)
+    _, (_, arrays) = core.executables.like_training(watched, microbatches)(_copy(state), microbatches)
+    found = dict(zip(watched.points, arrays, strict=True)) | points_after(compiled(_copy(state), microbatches))
     numbers = {path: i for i, path in enumerate(flatten(state)[0], start=len(traced.constants))}
     homes = {name: stage.devices[0] for stage in getattr(compiled, "stages", ()) for name in stage.blocks}
     rows: dict[Point, Row] = {}
@@ -100,7 +107,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
             num_shards=core.rows.batch_shards,
             process=device.process_index,
         )
-        shown = _run_on(device, run, is_across=is_across)
+        shown = Comparison.from_json(_run_on(device, run, is_across=is_across))
         rows |= dict(zip(piece.compared, shown.rows, strict=True))
         spreads |= dict(zip(piece.compared, shown.spreads, strict=True))
         choices += shown.choices
@@ -113,9 +120,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "processes": jax.process_count() if is_across else 1,
         "jax": jax.__version__,
     }
-    hidden = sorted({name for loop in traced.loops for name in loop.hidden})
-    choices = [*joined(choices), *map(Choice, hidden)]
-    return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(choices))
+    return Report(rows=tuple(rows[point] for point in points), facts=facts, choices=tuple(joined(choices)))
 
 
 def _traced_without_mesh(step: Any, used: list[str], types: Any) -> TracedStep:
@@ -152,13 +157,14 @@ def _copy(state: Any) -> Any:
     return jax.tree.map(copy.deepcopy, state)
 
 
-def _run_on(device: Any, run: Callable[[], Comparison], *, is_across: bool) -> Comparison:
-    """Run a comparison on a device, and return it in all processes."""
+def _run_on(device: Any, run: Callable[[], Any], *, is_across: bool) -> dict[str, Any]:
+    """Run a function on a device; return the comparison that it returns, if any, as JSON has it, in all processes."""
     found: dict[str, Any] = {}
     if device.process_index == jax.process_index():
         try:
             with jax.default_device(device):
-                found = asdict(run())
+                shown = run()
+            found = asdict(shown) if isinstance(shown, Comparison) else found
         except VerifyError as error:
             found = {"error": str(error)}
     if is_across:
@@ -166,7 +172,7 @@ def _run_on(device: Any, run: Callable[[], Comparison], *, is_across: bool) -> C
         found = exchange_values(process_group(), what, found, timeout_s=None)[device.process_index]
     if "error" in found:
         raise VerifyError(found["error"])
-    return Comparison.from_json(found)
+    return found
 
 
 def _check_finite(state: Any, *, is_across: bool) -> None:

@@ -100,25 +100,54 @@ def test_a_recomputed_router_is_told_and_the_remedy_helps(options: dict[str, Any
 
 
 class Scanned(nnx.Module):
-    """Two routers of one stack, each recomputed."""
+    """Two routers of one stack, each recomputed, in a call inside a scan; `twice` scans the stack in a scan.
 
-    def __init__(self, seed: int) -> None:
+    The mask of a dropout is no choice there.
+    """
+
+    def __init__(self, seed: int, *, policy: Any = None, twice: bool = False) -> None:
         self.experts = nnx.Param(jax.random.normal(jax.random.key(seed), (2, DIM, DIM)))
+        self.policy, self.twice = policy, twice
 
     def __call__(self, x: Any) -> Any:
-        def layer(x: Any, experts: Any) -> Any:
-            return x + jnp.tanh(experts[x.argmax(-1)]), None
+        @jax.jit
+        def route(x: Any, experts: Any, keep: Any) -> Any:
+            return x + jnp.where(keep, jnp.tanh(experts[checkpoint_name(x.argmax(-1), "choice")]), 0)
 
-        return jax.lax.scan(jax.checkpoint(layer), x, self.experts[...])[0]
+        def layer(x: Any, given: Any) -> Any:
+            experts, key = given
+            return route(x, experts, jax.random.bernoulli(key, 0.9, x.shape)), None
+
+        def layers(x: Any, _: Any) -> Any:
+            keys = jax.random.split(jax.random.key(0))
+            return jax.lax.scan(jax.checkpoint(layer, policy=self.policy), x, (self.experts[...], keys))
+
+        return jax.lax.scan(layers, x, length=2)[0] if self.twice else layers(x, None)[0]
 
 
-def test_a_router_that_is_recomputed_in_a_scan_is_told():
-    report = verify(router_trainer(Scanned(0), Scanned(1)), X)
+def scanned_choice(report: Report) -> Choice:
+    assert report.agrees, report
     (choice,) = report.choices
     assert choice.name.startswith("argmax at ")
-    assert choice.name.endswith("(Scanned.__call__.<locals>.layer)")
-    assert f"{choice.name}: recomputed inside a loop" in str(report)
-    assert "save_only_these_names" in str(report)
+    assert choice.name.endswith("(Scanned.__call__.<locals>.route)")
+    return choice
+
+
+@pytest.mark.parametrize(
+    ("options", "remat", "count", "recomputed"),
+    [
+        ({}, None, 4 * len(X), 4 * len(X)),
+        ({"policy": SAVED}, None, 4 * len(X), 0),
+        ({"twice": True}, None, 8 * len(X), 8 * len(X)),
+        slow({"policy": jax.checkpoint_policies.everything_saveable}, "full", 4 * len(X), 4 * len(X)),
+    ],
+)
+def test_choices_inside_scans_are_counted(options: dict[str, Any], remat: Any, count: int, recomputed: int):
+    report = verify(router_trainer(Scanned(0, **options), Scanned(1, **options), remat=remat), X)
+    choice = scanned_choice(report)
+    assert (choice.count, choice.differ, choice.recomputed) == (count, 0, recomputed)
+    assert choice.otherwise == (0 if recomputed else None)
+    assert ("save_only_these_names" in str(report)) == bool(recomputed)
 
 
 def test_a_tie_that_rounding_decides_otherwise_is_counted_and_is_no_difference(monkeypatch: pytest.MonkeyPatch):
@@ -136,6 +165,13 @@ def test_a_tie_that_rounding_decides_otherwise_is_counted_and_is_no_difference(m
     assert report.first.kind == "choice"
 
 
+def test_a_tie_inside_a_scan_is_counted_and_is_no_difference(monkeypatch: pytest.MonkeyPatch):
+    """What the pipeline chooses in one step of a scan is what the plain side goes on with."""
+    bench = Bench(monkeypatch, router_trainer(Twins(0), Scanned(1), Scanned(2)), X)
+    choice = scanned_choice(bench.find(Fault("", edge(0, 1, lambda x, _: nudged(x)), (), ())))
+    assert (choice.differ, choice.otherwise) == (len(X), 0)
+
+
 def nudge_residuals(program: Program, instruction: Any, step: Step) -> Step:
     """The last stage but one keeps other numbers for its backward pass, by a unit of rounding."""
     if not isinstance(instruction, Run) or instruction.microbatch < 0:
@@ -148,7 +184,7 @@ def nudge_residuals(program: Program, instruction: Any, step: Step) -> Step:
         for value in instruction.inputs:
             maker, _ = program.origin(value)
             array = environment[value]
-            if maker is not None and maker.rank == instruction.rank and array.shape == (ROWS, DIM):
+            if maker is not None and maker.rank == instruction.rank and array.shape[-2:] == (ROWS, DIM):
                 environment[value] = jax.device_put(nudged(array), array.sharding)
         step(environment)
 
@@ -162,3 +198,11 @@ def test_a_recomputation_that_chooses_otherwise_is_counted(monkeypatch: pytest.M
     choice = the_choice(report)
     assert (choice.differ, choice.recomputed, choice.otherwise) == (0, len(X), len(X))
     assert "save_only_these_names" in str(report)
+
+
+def test_a_scan_that_chooses_otherwise_when_it_is_recomputed_is_counted(monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(monkeypatch, router_trainer(Twins(0), Scanned(1), Twins(2)), X)
+    choice = scanned_choice(bench.find(Fault("", nudge_residuals, (), ())))
+    assert (choice.differ, choice.recomputed) == (0, 2 * len(X))
+    assert choice.otherwise is not None
+    assert choice.otherwise >= len(X)

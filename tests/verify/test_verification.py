@@ -19,8 +19,6 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.verify import VerifyError, verify
 from jaxpp_flax.verify.__main__ import main
 from tests.helpers import slow
-from tests.trainers import models as m
-from tests.trainers.test_matches_plain import make_trainer
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
 SCRIPT = """
@@ -81,34 +79,26 @@ def test_precision_and_remat_agree(options: dict[str, Any]):
     assert {"forward", "backward"} <= {row.kind for row in report.rows}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
-@pytest.mark.parametrize(
-    ("kind", "schedule", "stages", "ranks", "options"),
-    [
-        ("nnx", "zero_bubble", 3, 3, {"model_options": {"dropout": 0.3}}),
-        ("linen", "interleaved_1f1b", 4, 2, {"loss_fn": m.weighted_loss}),
-        ("nnx", "1f1b", 2, 2, {"model_options": {"batch_norm": True}}),
-        ("nnx", "gpipe", 2, 2, {"tx": optax.adamw(1e-2), "loss_fn": m.loss_with_metrics}),
-    ],
-)
-def test_features_agree(kind: str, schedule: str, stages: int, ranks: int, options: dict[str, Any]):
-    trainer = make_trainer(kind, schedule, stages, ranks, 4, **options)
-    report = verify(trainer, m.make_batch(8))
-    assert report.agrees, report
-    # The accuracy's, and no mask of a dropout, which depends on keys alone.
-    assert all(choice.name.startswith("argmax at ") for choice in report.choices), report
-
-
-def test_a_loss_that_is_not_deterministic_is_named():
+@pytest.mark.parametrize("of_activations", [False, True])
+def test_a_loss_that_is_not_deterministic_is_named(of_activations: bool):
+    """Before the pipeline runs, if its call of the host needs nothing of a stage before."""
     numbers = iter(range(1000))
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        noise = jax.pure_callback(lambda: np.float32(next(numbers)), jax.ShapeDtypeStruct((), jnp.float32))
-        return square(model, batch) * (1 + noise)
+        x = model(batch["x"])
+        result = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+        seen = [jax.lax.stop_gradient(x)] * of_activations
+        noise = jax.pure_callback(lambda *_: np.full(result.shape, next(numbers), np.float32), result, *seen)
+        return ((x**2).mean(-1) * (1 + noise)).mean()
 
-    with pytest.raises(VerifyError, match=r"two plain steps .* differ, first in .*: the loss is not deterministic"):
+    with pytest.raises(
+        VerifyError,
+        match=r"two plain steps .* differ, first in .*: the step is not deterministic.* calls the host: pure_callback "
+        r"at .*test_verification.py:.*loss_fn",
+    ):
         verify(small_trainer(loss_fn), BATCH)
+    calls = next(numbers)
+    assert (calls > 2 * 2) == of_activations
 
 
 def test_a_state_that_is_not_finite_is_named():

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import Equation, bodies
+from jaxpp_flax.engine.tracing.equation_facts import avals_of
+from jaxpp_flax.engine.tracing.ir import bodies
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
 __all__ = ["count_flops", "products", "work_of"]
@@ -26,7 +27,7 @@ def _moved_bytes(equation: Any) -> float:
     cost = facts_of(equation.primitive).cost
     if cost is Cost.VIEW:
         return 0.0
-    operands, results = _avals(equation)
+    operands, results = avals_of(equation)
     found = sum(map(_nbytes, results))
     if cost in (Cost.READING, Cost.PRODUCT):
         found += sum(map(_nbytes, operands))
@@ -58,7 +59,7 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
     if inner:
         costs = [sum(work_of(e, flops_per_byte) for e in jaxpr.eqns) for jaxpr in inner]
         return _turns(equation) * (max(costs) if name == "cond" else sum(costs))
-    operands, results = _avals(equation)
+    operands, results = avals_of(equation)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         found = 2.0 * _size(results[0]) * math.prod(operands[0].shape[d] for d in contracted)
@@ -86,18 +87,12 @@ def products(equations: Iterable[Any], turns: int = 1) -> Iterator[tuple[Any, li
         for jaxpr in inner:
             yield from products(jaxpr.eqns, turns * _turns(equation))
         if not inner and facts_of(equation.primitive).cost is Cost.PRODUCT:
-            yield equation, _avals(equation)[0], turns * work_of(equation, 0.0)
+            yield equation, avals_of(equation)[0], turns * work_of(equation, 0.0)
 
 
 def _turns(equation: Any) -> int:
     """Return how often an equation runs its bodies, as far as that is known."""
     return equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-
-
-def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
-    of_ours = isinstance(equation, Equation)
-    operands, results = (equation.inputs, equation.outputs) if of_ours else (equation.invars, equation.outvars)
-    return [a.aval for a in operands], [v.aval for v in results]
 
 
 def _size(aval: Any) -> int:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import context_on_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.tracing.equation_facts import place_of
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened, plain_literal
 
 __all__ = ["on_submesh", "onto_mesh"]
@@ -157,11 +157,10 @@ class _Rewriter:
             return
         axis, mesh = self.stage_axis, equation.params["mesh"]
         if self.mesh(mesh).shape.get(axis) != mesh.shape.get(axis):
-            of_ours = isinstance(equation, Equation)
-            where = equation.where if of_ours else source_info_util.summarize(equation.source_info)
             raise ValueError(
-                f"the shard_map at {where} is over the whole mesh, {dict(mesh.shape)}, but a stage runs on one rank of "
-                f"its axis {axis!r}. Leave `mesh=` out, or pass the stage's mesh, `mpmd_mesh.lowering_mesh()`."
+                f"the shard_map at {place_of(equation)} is over the whole mesh, {dict(mesh.shape)}, but a stage runs "
+                f"on one rank of its axis {axis!r}. Leave `mesh=` out, or pass the stage's mesh, "
+                "`mpmd_mesh.lowering_mesh()`."
             )
 
 

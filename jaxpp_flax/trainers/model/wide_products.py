@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import source_info_util
 
 from jaxpp_flax.engine.analyses.work import products
-from jaxpp_flax.engine.tracing.ir import Equation, Graph
+from jaxpp_flax.engine.tracing.equation_facts import place_of
+from jaxpp_flax.engine.tracing.ir import Graph
 
 __all__ = ["wide_products"]
 
@@ -24,8 +24,7 @@ def wide_products(graph: Graph, compute: Any) -> str | None:
         total += flops
         if wider := [of for of in types if of.itemsize > jnp.dtype(compute).itemsize]:
             wide += flops
-            source = equation.source if isinstance(equation, Equation) else equation.source_info
-            first = first or f"{wider[0]}: {source_info_util.summarize(source) if source else 'unknown'}"
+            first = first or f"{wider[0]}: {place_of(equation)}"
     if wide <= _MOST * total:
         return None
     share = f"{wide / total:.0%} of the operations of the model's matrix products"

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-import jax.numpy as jnp
-from jax.extend import source_info_util
+import jax
 
-from jaxpp_flax.engine.tracing.inline import is_recomputation
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies, inside, prune
-from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.analyses.inner_bodies import open_scan
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, emit, prune, values
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Places", "choice_places", "chosen", "hidden_choices", "num_gradients"]
+__all__ = ["Choices", "choice_places", "num_gradients", "open_choices"]
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The choices of an equation: what they read, and have chosen; those inside a scan are stacked by its steps.
+
+    `again` says that they are made again for the backward pass.
+    """
+
+    name: str
+    reads: tuple[Value, ...]
+    made: tuple[Value, ...]
+    again: bool
+
+    def at(self, stacked: Mapping[Value, Value], scan: Equation) -> Choices:
+        """Return the same where a scan returns them, which runs as a whole in a forward pass or in a backward pass."""
+        reads, made = (tuple(stacked[value] for value in of) for of in (self.reads, self.made))
+        return Choices(self.name, reads, made, scan.late or scan.transposed)
 
 
 def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:
@@ -29,41 +46,96 @@ def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Pla
     """Return where a loop's opened body makes choices on which more depends than gradients of these parameters.
 
     What derivatives alone compare, such as the side of a ReLU, is none; nor is what depends on keys alone, such as the
-    mask of a dropout; nor one of the `hidden_choices`.
+    mask of a dropout; nor what a `cond`, `while` or `shard_map` chooses.
     """
     count = len(flat.outputs)
-    forward = prune(replace(flat, outputs=flat.outputs[: count - num_gradients(count, num_carry, parameters)]))
-    moving, found = {value for value in forward.inputs if is_float(value.aval)}, set[tuple[str, str]]()
-    for e in forward.equations:
-        if not moving.isdisjoint(e.inputs):
-            moving.update(e.outputs)
-            if _made_by(forward, e):
-                found.add((e.name, e.where))
-    return frozenset(found)
+    forward = replace(flat, outputs=flat.outputs[: count - num_gradients(count, num_carry, parameters)])
+    return frozenset(_places_in(prune(forward), {value for value in flat.inputs if is_float(value.aval)}))
 
 
-def hidden_choices(flat: Graph) -> frozenset[str]:
-    """Return the names of an opened body's choices, comparisons aside, that a `scan`, `cond` or `while` recomputes."""
-    opaque = (e for e in flat.equations if bodies(e.params))
-    regions = (region for e in opaque for region in inside(e.params) if is_recomputation(region))
-    return frozenset(
-        f"{e.primitive.name} at {source_info_util.summarize(e.source_info)}"
-        for region in regions
-        for e in inside(region.params)
-        if not bodies(e.params)
-        and any(is_float(v.aval) for v in e.invars)
-        and any(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in e.outvars)
+def _places_in(graph: Graph, moving: set[Value]) -> Iterator[tuple[str, str]]:
+    """Yield the places of choices; `moving` are the inputs that rounding may move."""
+    for e in graph.equations:
+        if moving.isdisjoint(e.inputs):
+            continue
+        moving.update(e.outputs)
+        if _is_scan(e):
+            scan = open_scan(e)
+            pairs = enumerate(zip(scan.body.outputs, e.outputs, strict=True))
+            read = tuple(atom for i, (atom, value) in pairs if i < scan.num_carry or graph.reads[value])
+            inputs = zip(e.inputs, scan.body.inputs, strict=True)
+            inner = {
+                value for atom, value in inputs if atom in moving or (value in scan.carry_in and is_float(value.aval))
+            }
+            yield from _places_in(prune(replace(scan.body, outputs=read)), inner)
+        elif _made_by(graph, e):
+            yield e.name, e.where
+
+
+def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equation, list[Choices]]]:
+    """Return a graph whose scans return their choices, too; the same for given choices; and the choices by equation.
+
+    In the graph for given choices, a scan makes the same, but goes on with what stands for its choices: it reads the
+    values that it makes. Whoever runs it gives others to read.
+    """
+    shown, given, found = list[Equation](), list[Equation](), dict[Equation, list[Choices]]()
+    for e in graph.equations:
+        own, others, choices = _open_scan(e, places) if _is_scan(e) else ([e], [e], _choices_of(graph, e, places))
+        shown += own
+        given += others
+        if choices:
+            found[next(x for x in own if choices[0].made[0] in x.outputs)] = choices
+    return replace(graph, equations=tuple(shown)), replace(graph, equations=tuple(given)), found
+
+
+def _choices_of(graph: Graph, e: Equation, places: Places) -> list[Choices]:
+    made = _made_by(graph, e) if (e.name, e.where) in places else ()
+    return [Choices(f"{e.name} at {e.where}", tuple(values(e.inputs)), made, e.late or e.transposed)] if made else []
+
+
+def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equation], list[Choices]]:
+    scan = open_scan(e)
+    shown, given, found = open_choices(scan.body, places)
+    inner = [choices for of in found.values() for choices in of]
+    if not inner:
+        return [e], [e], []
+    made = dict.fromkeys(value for choices in inner for value in choices.made)
+    looked_at = tuple(dict.fromkeys([*made, *(value for choices in inner for value in choices.reads)]))
+    stand_ins: dict[Atom, Value] = {value: Value(value.aval) for value in made}
+    given = Graph(
+        (*given.inputs, *stand_ins.values()),
+        tuple(stand_ins.get(atom, atom) for atom in given.outputs),
+        tuple(x.reading(tuple(stand_ins.get(atom, atom) for atom in x.inputs)) for x in given.equations),
     )
 
+    def scanning(body: Graph) -> Callable[..., list[Any]]:
+        body, first, second = replace(body, outputs=(*body.outputs, *looked_at)), scan.num_consts, scan.num_carry
 
-def chosen(graph: Graph, equation: Equation, places: Places) -> tuple[int, ...]:
-    """Return which results of an equation at one of the places are choices that something reads."""
-    return _made_by(graph, equation) if places and (equation.name, equation.where) in places else ()
+        def run(*operands: Any) -> list[Any]:
+            def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+                results = body.run(*operands[:first], *carry, *xs)
+                return tuple(results[:second]), tuple(results[second:])
+
+            split = tuple(operands[first : first + second]), tuple(operands[first + second :])
+            carry, stacked = jax.lax.scan(step, *split, e.params["length"], reverse=e.params["reverse"])
+            return [*carry, *stacked]
+
+        return run
+
+    own, results = emit(scanning(shown), e.inputs, [*e.outputs, *[None] * len(looked_at)], like=e)
+    outputs = values(results)
+    stacked = dict(zip(looked_at, outputs[len(e.outputs) :], strict=True))
+    others, _ = emit(scanning(given), [*e.inputs, *(stacked[value] for value in made)], outputs, like=e)
+    return own, others, [choices.at(stacked, e) for choices in inner]
 
 
-def _made_by(graph: Graph, equation: Equation) -> tuple[int, ...]:
+def _is_scan(equation: Equation) -> bool:
+    return facts_of(equation.primitive).batch is Batch.SCAN
+
+
+def _made_by(graph: Graph, equation: Equation) -> tuple[Value, ...]:
+    """Return the results of an equation that are choices, and that something reads."""
     jumps = facts_of(equation.primitive).jumps
     if jumps is False or bodies(equation.params) or not any(is_float(atom.aval) for atom in equation.inputs):
         return ()
-    results = enumerate(equation.outputs)
-    return tuple(i for i, value in results if graph.reads[value] and (jumps or not is_float(value.aval)))
+    return tuple(v for v in equation.outputs if graph.reads[v] and (jumps or not is_float(v.aval)))

@@ -7,24 +7,23 @@ if the step is: each checks what the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, prune, struct_of, values
+from jaxpp_flax.engine.tracing.equation_facts import avals_of, place_of
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, inside, prune, struct_of, values
 from jaxpp_flax.engine.tracing.markers import marker_p
-from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
 from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
 
-__all__ = ["Name", "Piece", "cut", "points_after"]
+__all__ = ["Name", "Piece", "cut", "early_host_calls", "points_after"]
 
 Name: TypeAlias = int | Point
 """What a piece reads: an argument of the traced step, by its number, or what was recorded at a point."""
@@ -69,107 +68,133 @@ class Piece:
       points: what it makes; `compared` are those of no choice.
       reads: what it reads.
       rounding: the unit of rounding of the narrowest type of float that it computes with.
+      host_calls: the names of its calls of the host.
       has_order: its microbatches have an order, since a value goes from one to the next.
+      is_of_loop: it is a part of a loop.
     """
 
     def __init__(self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None) -> None:
-        outside = step.part(makes.values())
+        self._outside, self._loop, self._makes = step.part(makes.values()), loop, tuple(makes)
+        self._names = [step.names[value] for value in self._outside.inputs]
         self.points: tuple[Point, ...] = tuple(makes if loop is None else loop.points)
         self.compared = [point for point in self.points if point.kind not in CHOSEN]
-        self._outside, self._makes, self._loop = [step.names[value] for value in outside.inputs], tuple(makes), loop
-        self._run_outside = jax.jit(lambda given: outside.run(*given))
-        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._outside, *(loop.recorded.values() if loop else ())]))
-        self.rounding = _rounding_of(outside, *([loop.body] if loop else []))
-        self.has_order = loop is None or bool(loop.carried)
+        self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._names, *(loop.recorded.values() if loop else ())]))
+        equations = [*everywhere(self._outside), *(everywhere(loop.body) if loop else ())]
+        self.rounding = _rounding_of(equations)
+        self.host_calls = [f"{e.primitive.name} at {place_of(e)}" for e in equations if _calls_host(e)]
+        self.is_of_loop, self.has_order = loop is not None, loop is None or bool(loop.carried)
+        self._run = jax.jit(self._made)
 
-    def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> tuple[dict[Point, Any], dict[Point, Any]]:
-        """Return the array of each point, and for results of loops those of each microbatch, stacked, on the host.
+    def __call__(self, arrays: Mapping[Name, Any], order: Sequence[int]) -> dict[Point, Any]:
+        """Return the array of each point, on the host.
 
         Args:
           arrays: those that it reads.
-          order: the order in which the microbatches run; arrays are stacked in the order of the batch all the same.
+          order: the microbatches to run, in this order; arrays are stacked in the order of the batch all the same.
         """
-        made = dict(zip(self._makes, self._run_outside([arrays[name] for name in self._outside]), strict=True))
-        if self._loop is None:
-            return {point: on_host(array) for point, array in made.items()}, {}
-        return self._loop.run(made, arrays, order)
+        made = self._run([arrays[name] for name in self.reads], jnp.array(order, jnp.int32))
+        return {point: on_host(array) for point, array in zip(self.points, made, strict=True)}
+
+    def _made(self, given: Sequence[Any], order: Any) -> list[Any]:
+        arrays = dict(zip(self.reads, given, strict=True))
+        made = self._outside.run(*[arrays[name] for name in self._names])
+        return made if self._loop is None else self._loop.run(dict(zip(self._makes, made, strict=True)), arrays, order)
 
 
 class _LoopPart:
-    """A block's part of a loop: it runs one microbatch after another, and keeps what they make on the host."""
+    """A block's part of a loop, with what crosses its marks stacked."""
 
     def __init__(self, loop: OpenedLoop, body: _Cut, makes: Mapping[Point, Atom]) -> None:
         params, outputs = loop.equation.params, loop.body.outputs
         first, count = params["num_consts"], params["num_carry"]
         # The number of a microbatch stands between a body's constants and its carry.
         *inputs, self._index = [*loop.body.inputs[:first], *loop.body.inputs[first + 1 :], loop.body.inputs[first]]
-        numbers = {p: i for i, p in enumerate(look.point for look in loop.results) if p in makes}
-        self.points, self._length = tuple(makes), params["length"]
-        self._operations = {p: params["operations"][i - count] for p, i in numbers.items() if i >= count}
-        self._types = {p: struct_of(makes[p].aval) for p in self._operations}
-        self._last = {p: inputs[first + i] for p, i in numbers.items() if i < count}  # the last value of a carry
-        self._stacked = [p for p in makes if p not in self._last]
+        carry, numbers = inputs[first:], {look.point: i for i, look in enumerate(loop.results)}
+        self._last = {p: carry[numbers[p]] for p in makes if numbers.get(p, count) < count}  # the last value of a carry
+        reduced = [p for p in makes if p not in self._last]
+        self._operations = {p: params["operations"][numbers[p] - count] if p in numbers else Concat() for p in reduced}
         read = {*self._last.values()}
         while True:  # a carry that is read is computed, too
-            carried = [i for i, value in enumerate(inputs[first:]) if value in read]
-            self.body = body.part([*(makes[p] for p in self._stacked), *(outputs[i] for i in carried)])
-            if read.issuperset(set(self.body.inputs).intersection(inputs[first:])):
+            carried = [i for i, value in enumerate(carry) if value in read]
+            self.body = body.part([*(makes[p] for p in reduced), *(outputs[i] for i in carried)])
+            if read.issuperset(set(self.body.inputs).intersection(carry)):
                 break
             read.update(self.body.inputs)
-        self.carried = [inputs[first + i] for i in carried]
+        self.points, self._length = tuple(makes), params["length"]
+        self.carried = [carry[i] for i in carried]
         self.recorded = {value: body.names[value] for value in self.body.inputs if value in body.names}
         needed = {*self.body.inputs, *self.carried}
         self.operands = {v: of for v, of in zip(inputs, loop.equation.inputs, strict=True) if v in needed}
-        self._one = jax.jit(self._microbatch)
 
-    def run(
-        self, operands: Mapping[Value, Any], arrays: Mapping[Name, Any], order: Sequence[int]
-    ) -> tuple[dict[Point, Any], dict[Point, Any]]:
-        """Run all microbatches; as `Piece.__call__`."""
-        known = dict(operands)
-        states = [op.state(self._length, self._types[p]) for p, op in self._operations.items()]
-        made: list[Any] = [None] * self._length
-        for i in order:
+    def run(self, operands: Mapping[Value, Any], arrays: Mapping[Name, Any], order: Any) -> list[Any]:
+        """Run the microbatches of `order`, and return the array of each point."""
+        results = zip(self._operations.values(), self.body.outputs, strict=False)
+        states = [op.state(self._length, struct_of(of.aval)) for op, of in results]
+
+        def microbatch(before: Any, i: Any) -> tuple[Any, None]:
+            carried, states = before
+            known = {**operands, self._index: i, **dict(zip(self.carried, carried, strict=True))}
             known |= {value: arrays[name][i] for value, name in self.recorded.items()}
-            known[self._index] = jnp.int32(i)
-            found, states = self._one([known[value] for value in self.body.inputs], states, known[self._index])
-            made[i] = [on_host(array) for array in found[: len(self._stacked)]]
-            known |= dict(zip(self.carried, found[len(self._stacked) :], strict=True))
-        stacked = dict(zip(self._stacked, map(_stack, zip(*made, strict=True)), strict=True))
-        parts = {p: stacked.pop(p) for p in self._operations}
-        sums = {p: on_host(state) for p, state in zip(self._operations, states, strict=True)}
-        return {**stacked, **sums, **{p: on_host(known[value]) for p, value in self._last.items()}}, parts
+            found = self.body.run(*[known[value] for value in self.body.inputs])
+            pairs = zip(self._operations.values(), states, strict=True)
+            states = [op.update(state, y, i) for (op, state), y in zip(pairs, found, strict=False)]
+            return (found[len(states) :], states), None
 
-    def _microbatch(self, given: Sequence[Any], states: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
-        found = self.body.run(*given)
-        parts = dict(zip(self._stacked, found, strict=False))
-        pairs = zip(self._operations.items(), states, strict=True)
-        return found, [op.update(state, parts[p], index) for (p, op), state in pairs]
+        start = [operands[value] for value in self.carried]
+        (carried, states), _ = jax.lax.scan(microbatch, (start, states), order)
+        last = dict(zip(self.carried, carried, strict=True))
+        made = {p: last[v] for p, v in self._last.items()} | dict(zip(self._operations, states, strict=True))
+        return [made[point] for point in self.points]
 
 
-def _stack(arrays: Sequence[Any]) -> Any:
-    return jnp.stack(arrays) if is_key(arrays[0]) else np.stack(arrays)
+def _cut_graphs(step: TracedStep) -> tuple[_Cut, list[tuple[OpenedLoop, _Cut]]]:
+    """Return the graph outside of the loops, and the body of each, cut at recorded values."""
+    results = {v: look.point for of in step.loops for v, look in zip(of.equation.outputs, of.results, strict=True)}
+    names = {value: i for i, value in enumerate(step.graph.inputs)}
+    recorded = [{look.made: look.point for look in loop.inside if look.made is not None} for loop in step.loops]
+    bodies = [(loop, _Cut(loop.given, {}, of)) for loop, of in zip(step.loops, recorded, strict=True)]
+    return _Cut(step.graph, names, {**results, **step.scalars}), bodies
 
 
 def cut(step: TracedStep) -> tuple[Piece, ...]:
     """Cut a step into pieces, in about the order of computation; their `reads` count its constants as arguments."""
-    results = {v: look.point for of in step.loops for v, look in zip(of.equation.outputs, of.results, strict=True)}
-    names = {value: i for i, value in enumerate(step.graph.inputs)}
-    outside = _Cut(step.graph, names, {**results, **step.scalars})
+    outside, loops = _cut_graphs(step)
     pieces: list[Piece] = []
-    for loop in step.loops:
-        recorded = {look.made: look.point for look in loop.inside if look.made is not None}
-        body, makes = _Cut(loop.body, {}, recorded), {look.point: look.atom for look in (*loop.inside, *loop.results)}
+    for loop, body in loops:
+        makes = {look.point: look.atom for look in (*loop.inside, *loop.results)}
         for block in dict.fromkeys(point.block for point in makes):
             part = _LoopPart(loop, body, {p: atom for p, atom in makes.items() if p.block == block})
             pieces.append(Piece(outside, part.operands, part))
-    blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results.values() if p.kind == "gradient"}
+    results = (look.point for loop in step.loops for look in loop.results)
+    blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results if p.kind == "gradient"}
     ends = {point: value for value, point in step.scalars.items()}
     ends |= points_after(jax.tree.unflatten(step.results, step.graph.outputs), blocks)
     groups: dict[Any, dict[Point, Atom]] = {}
     for p, atom in ends.items():  # of a block together, if it is computed
         groups.setdefault(p.block if p.block and atom in step.graph.producer else p, {})[p] = atom
     return *pieces, *(Piece(outside, makes) for makes in groups.values())
+
+
+def early_host_calls(step: TracedStep) -> Iterator[Piece]:
+    """Yield a piece for each call of the host that needs no more than arguments, with what it depends on.
+
+    What others depend on is known once the pipeline has run: a device need not hold more than one block.
+    """
+    outside, loops = _cut_graphs(step)
+    for loop, body in [*loops, (None, outside)]:
+        for e in (step.graph if loop is None else loop.given).equations:
+            if e.primitive is treduce_p or not any(map(_calls_host, (e, *inside(e.params)))):
+                continue
+            makes = {Point("result", f"{e.name} at {e.where}", occurrence=j): v for j, v in enumerate(e.outputs)}
+            part = loop and _LoopPart(loop, body, makes)
+            piece = Piece(outside, part.operands if part else makes, part)
+            if not any(isinstance(name, Point) for name in piece.reads):
+                yield piece
+
+
+def _calls_host(equation: Any) -> bool:
+    """Return True for a call of the host that returns something: printing changes no number."""
+    return equation.primitive.name.endswith("_callback") and bool(avals_of(equation)[1])
 
 
 def points_after(
@@ -187,13 +212,7 @@ def points_after(
     return found
 
 
-def _rounding_of(*graphs: Graph) -> float:
+def _rounding_of(equations: Iterable[Any]) -> float:
     """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with."""
-    found = {
-        np.dtype(getattr(getattr(v, "aval", None), "dtype", np.int32))
-        for graph in graphs
-        for equation in everywhere(graph)
-        for v in getattr(equation, "outputs", None) or equation.outvars
-        if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
-    }
-    return max((float(jnp.finfo(of).eps) for of in found if jnp.issubdtype(of, jnp.floating)), default=0.0)
+    made = (aval.dtype for equation in equations for aval in avals_of(equation)[1] if hasattr(aval, "dtype"))
+    return max((float(jnp.finfo(of).eps) for of in {*made} if jnp.issubdtype(of, jnp.floating)), default=0.0)

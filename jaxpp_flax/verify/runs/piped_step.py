@@ -67,9 +67,10 @@ def _watching(loop: OpenedLoop) -> Equation:
 
 def _in_place(body: Graph, look: Look, equations: list[Equation]) -> Atom:
     """Return the value looked at; what is recomputed stays in the backward task that needs it."""
-    reached = {look.atom}
+    choosing = body.equations[look.position]
+    reached = {*choosing.outputs}
     for equation in body.equations[look.position :] if look.point.kind in AGAIN else ():
-        if reached.isdisjoint(equation.inputs):
+        if equation is not choosing and reached.isdisjoint(equation.inputs):
             continue
         if equation.transposed:
             both = look.atom, equation.outputs[0]

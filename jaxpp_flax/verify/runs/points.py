@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p, segment_names
-from jaxpp_flax.verify.runs.choices import Places, chosen, num_gradients
+from jaxpp_flax.verify.runs.choices import Choices, num_gradients
 
 __all__ = ["AGAIN", "CHOSEN", "Kind", "Look", "Point", "looks_in"]
 
@@ -69,13 +69,15 @@ class Look:
     position: int = 0
 
 
-def looks_in(loop: int, graph: Graph, places: Places, num_carry: int, parameters: Sequence[str]) -> Iterator[Look]:
+def looks_in(
+    loop: int, graph: Graph, choices: Mapping[Equation, Sequence[Choices]], num_carry: int, parameters: Sequence[str]
+) -> Iterator[Look]:
     """Yield the looks at the body of a loop: at its marks and choices, which stand at its top, and at its results.
 
     Args:
       loop: the number of the loop in the step.
       graph: the body.
-      places: where it makes choices.
+      choices: those of its equations.
       num_carry: the number of results that are its carry, the first ones.
       parameters: the paths of the trained parameters; the body's last results are their gradients, if it has so many.
     """
@@ -97,13 +99,12 @@ def looks_in(loop: int, graph: Graph, places: Places, num_carry: int, parameters
             for j, (atom, made) in enumerate(zip(e.inputs, e.outputs, strict=True)):
                 yield Look(point(e.params["direction"], f"{e.params['name'] or 'mark'}[{j}]", phase), atom, made, i)
             phase += 1
-        elif which := chosen(graph, e, places):
-            region = (backwards + 1) * (e.late or e.transposed)
-            read, own = AGAIN if region else ("choice", "chosen")
-            reads, made = values(e.inputs), [e.outputs[j] for j in which]
-            for j, value in enumerate([*reads, *made]):
-                at = point(read if j < len(reads) else own, f"{e.name} at {e.where}[{j}]", phase, region)
-                yield Look(at, value, value if j >= len(reads) else None, i)
+        for of in choices.get(e, ()):
+            read, own = AGAIN if of.again else ("choice", "chosen")
+            for j, value in enumerate([*of.reads, *of.made]):
+                is_made = j >= len(of.reads)
+                at = point(own if is_made else read, f"{of.name}[{j}]", phase, (backwards + 1) * of.again)
+                yield Look(at, value, value if is_made else None, i)
         phases |= dict.fromkeys(e.outputs, phase)
     begin = len(graph.outputs) - num_gradients(len(graph.outputs), num_carry, parameters)
     for i, atom in enumerate(graph.outputs):

@@ -12,7 +12,7 @@ import jax
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, from_jaxpr, values
 from jaxpp_flax.engine.tracing.treduce import treduce_p
-from jaxpp_flax.verify.runs.choices import choice_places, hidden_choices
+from jaxpp_flax.verify.runs.choices import choice_places, open_choices
 from jaxpp_flax.verify.runs.points import Look, Point, looks_in
 
 __all__ = ["OpenedLoop", "TracedStep", "trace_step"]
@@ -22,15 +22,15 @@ __all__ = ["OpenedLoop", "TracedStep", "trace_step"]
 class OpenedLoop:
     """A loop, with its calls opened as the compiler does: marks and choices stand at the top of its `body`.
 
-    `inside` are the looks at these, `results` those at the body's results. `hidden` names the choices that are
-    recomputed where no look is.
+    `given` is the body for given choices. `inside` are the looks at marks and choices, `results` those at the body's
+    results.
     """
 
     equation: Equation
     body: Graph
+    given: Graph
     inside: tuple[Look, ...]
     results: tuple[Look, ...]
-    hidden: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def _opened(number: int, equation: Equation, parameters: Sequence[str]) -> Opene
     body, num_carry = equation.params["body"], equation.params["num_carry"]
     flat = inline(body, flatten=True, remat=True)
     places = choice_places(flat, num_carry, parameters)
-    body = flat if places else inline(body)
-    looks = tuple(looks_in(number, body, places, num_carry, parameters))
+    shown, given, choices = open_choices(flat if places else inline(body), places)
+    looks = tuple(looks_in(number, shown, choices, num_carry, parameters))
     begin = len(looks) - len(body.outputs)
-    return OpenedLoop(equation, body, looks[:begin], looks[begin:], hidden_choices(flat))
+    return OpenedLoop(equation, shown, given, looks[:begin], looks[begin:])

@@ -1,0 +1,30 @@
+"""What is asked of equations of ours and of JAX's alike: a graph holds ours, and the jaxprs inside them hold JAX's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend import source_info_util
+
+from jaxpp_flax.engine.tracing.ir import Equation
+
+__all__ = ["avals_of", "place_of"]
+
+
+def avals_of(equation: Any) -> tuple[list[Any], list[Any]]:
+    """Return the types of what an equation reads, and of what it makes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> (equation,) = jax.make_jaxpr(lambda x: x < 1)(jnp.ones(2)).jaxpr.eqns
+      >>> [aval.str_short() for aval in avals_of(equation)[1]]
+      ['bool[2]']
+    """
+    of_ours = isinstance(equation, Equation)
+    operands, results = (equation.inputs, equation.outputs) if of_ours else (equation.invars, equation.outvars)
+    return [a.aval for a in operands], [v.aval for v in results]
+
+
+def place_of(equation: Any) -> str:
+    """Return `file:line (function)` of the user's code that made an equation, or `"unknown"`."""
+    return equation.where if isinstance(equation, Equation) else source_info_util.summarize(equation.source_info)
