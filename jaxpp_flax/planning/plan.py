@@ -65,7 +65,8 @@ class Plan:
       layout: the axes of the mesh with their sizes, that of the ranks first; empty if they are no part of the plan.
       fsdp: how often parameters are gathered, with a layout; see `MeshOptions`.
       seconds: the predicted time of a step, without the work before and after the pipeline.
-      peak_bytes: the most bytes on each device, for each rank, without XLA's workspace.
+      peak_bytes: the most bytes on each device, for each rank, with what tasks recompute, without the rest of XLA's
+        workspace.
       host_bytes: the most bytes on the host, for each device of each rank.
       notes: why it was chosen, for people.
 

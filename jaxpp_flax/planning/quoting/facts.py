@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.analyses.held_inside import source_of
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import inline
@@ -200,22 +201,9 @@ def _shape(left: Any, right: Any, numbers: Any) -> Product:
     return Product(float(times), left.size / each, right.size / each, float(k), dtype, left.dtype.itemsize)
 
 
-def _source(atom: Any, makers: Mapping[Value, Equation]) -> Value | None:
-    """Return the value that this is, or is a view of; a transposed operand is read as it lies."""
-    while isinstance(atom, Value) and atom in makers:
-        equation = makers[atom]
-        if equation.name != "transpose" and facts_of(equation.primitive).cost is not Cost.VIEW:
-            break
-        if not equation.inputs:
-            return None
-        place = equation.outputs.index(atom) if len(equation.outputs) == len(equation.inputs) else 0
-        atom = equation.inputs[place]
-    return atom if isinstance(atom, Value) else None
-
-
 def _read_from_memory(atoms: Iterable[Any], makers: Mapping[Value, Equation]) -> Iterator[Value]:
     """Return what work element by element reads from memory: what is not made by such work itself."""
-    for value in (_source(atom, makers) for atom in atoms):
+    for value in (source_of(atom, makers) for atom in atoms):
         if value is not None and not _is_light(makers.get(value)):
             yield value
 
@@ -228,6 +216,6 @@ def _is_light(equation: Equation | None) -> bool:
 
 def _made_by_element(atoms: Iterable[Any], makers: Mapping[Value, Equation]) -> Iterator[Value]:
     """Return what is written to memory for a reader that fuses with nothing."""
-    for value in (_source(atom, makers) for atom in atoms):
+    for value in (source_of(atom, makers) for atom in atoms):
         if value is not None and _is_light(makers.get(value)):
             yield value

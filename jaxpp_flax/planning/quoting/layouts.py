@@ -202,7 +202,8 @@ def _fullest(tasks: Sequence[AnyTask]) -> Moment:
     for task in tasks:
         own = {(task.stage, task.microbatch)}
         if isinstance(task, FusedTask):
-            takes, frees, leaves, own = ("activation",), ("activation",), (), set[tuple[int, int]]()
+            takes, leaves, own = ("activation", "region"), (), set[tuple[int, int]]()
+            frees = takes
         else:
             meaning = MEANING[task.kind]
             takes, frees, leaves = meaning.takes, meaning.frees, meaning.leaves

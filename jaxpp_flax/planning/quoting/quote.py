@@ -106,7 +106,8 @@ def quote(
         no value is made. Parameters annotated with `tensor` and `fsdp` may be cut along these axes.
       hardware: a name of the table of devices, or a `Device`.
       devices: their number.
-      memory: bytes that each device may hold, without XLA's workspace; None: nine tenths of the device's.
+      memory: bytes that each device may hold, with what tasks recompute and without XLA's other workspace; None: nine
+        tenths of the device's.
       top: how many layouts to return.
       depth: the parameter of `make` whose default is the number of equal blocks of the whole model. One of them is
         traced then, and stands for all: seconds for a model of any size.

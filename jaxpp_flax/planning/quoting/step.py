@@ -33,7 +33,7 @@ class QuotedStep:
       layout: the layout; sizes: the number of blocks of each stage.
       seconds: of a step; spread: 80 % of measured steps lie within a factor of exp(spread).
       parts: the seconds of the busiest rank, by what they are for; together they are the step.
-      nbytes: the bytes of the fullest rank's devices by kind, without XLA's workspace.
+      nbytes: the bytes of the fullest rank's devices by kind, "recomputed" among them; XLA's other workspace is not.
       host_bytes: of each device of the fullest rank.
       num_microbatches, tokens, mfu: of a step.
     """
