@@ -128,7 +128,7 @@ class Plan:
             if block.name not in names:
                 raise AssignmentError(
                     f"the plan puts {block.name!r} on stage {block.stage}, but the model has no such block."
-                    f"{near_names(block.name, names)} The model's blocks: {listed(names)}."
+                    f"{near_names(block.name, names)} The model's blocks: {listed(names)}. Make a plan for this model."
                 )
         for name in names[:-1]:
             if name not in planned:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -295,7 +297,14 @@ def _examples_of(make: Callable[..., Any], options: Mapping[str, Any]) -> int:
 
 def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, microbatch: int) -> _Trace:
     trainer, shapes = _made(make, options, batch // microbatch)
-    step: PlanningStep = trainer.planning_step(shapes)
+    try:
+        step: PlanningStep = trainer.planning_step(shapes)
+    except jax.errors.JAXTypeError as error:
+        raise ValueError(
+            f"the model or the loss reads the value of an array at {_users_line(error)}, but a quote traces shapes "
+            f"({str(error).splitlines()[0].rstrip('.')}). Stay in `jax.numpy` (`jnp.where` in place of `if`), or "
+            "compute such numbers before, with NumPy."
+        ) from error
     if step.ignored:
         name, leaf = next(iter(step.ignored.items()))
         raise ValueError(
@@ -313,7 +322,17 @@ def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, mic
     step.place(step.schedule, remember, None)
     if not found:
         raise AssignmentError("the step has no loop that accumulates gradients, so there is nothing to quote.")
+    if not len(found[0]):
+        raise AssignmentError("the model has no marks, so no pipeline cuts it. Put its blocks into `PipelineStage`s.")
     return _Trace(microbatch, found[0].blocks, step, tuple(segment_names(found[0])))
+
+
+def _users_line(error: BaseException) -> str:
+    """Return the last line of a traceback that is neither of this package nor of an installed one."""
+    package = str(Path(__file__).parents[2])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
 
 
 def _repeated(trace: _Trace, count: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.planning import Curves, Plan, Quote, Quoter, device_named, quote
+from jaxpp_flax.planning import AssignmentError, Curves, Plan, Quote, Quoter, device_named, quote
 from jaxpp_flax.planning.quoting.cli import main
 from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.search import rank
@@ -177,6 +177,13 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused(
         "missing 1 required .*'path'.*give other parameters defaults", factory=lambda path, layers=8, **options: None
     )
+    reads = lambda model, x: jnp.mean(model(x)) * (1 if jnp.sum(x) > 0 else 2)  # noqa: E731
+    refused(
+        "reads the value of an array at .*test_quote.py:[0-9]+, but a quote traces shapes .*jnp.where",
+        factory=lambda layers=8, **options: make(layers, loss_fn=reads, **options),
+    )
+    plain = lambda layers=8, **options: make(0, **options)  # noqa: E731
+    refused("the model has no marks.*PipelineStage", AssignmentError, factory=plain, depth=None)
     refused("the batch is 3, without examples", factory=lambda layers=8, **options: (make(layers, **options)[0], 3))
     refused("table of devices 'none.toml': there is no such file", table="none.toml")
     refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)
