@@ -48,7 +48,8 @@ from flax import nnx  # noqa: E402
 from memory import live_peaks  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
-from jaxpp_flax.planning import StepProfile, plan  # noqa: E402
+from jaxpp_flax.engine.predicted import predict_memory  # noqa: E402
+from jaxpp_flax.planning import StepProfile, even, plan  # noqa: E402
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals  # noqa: E402
 from jaxpp_flax.trainers import Memory, MeshOptions  # noqa: E402
 
@@ -223,9 +224,9 @@ class Result:
     layout: Layout
     predicted: float
     measured: float
-    bytes_predicted: tuple[int, ...]
+    bytes_predicted: tuple[int, ...]  # between tasks, as the live ones
     bytes_live: tuple[int, ...]
-    workspace: float  # the most that XLA takes inside a task, over the predicted bytes of the fullest rank
+    workspace: float  # the most that XLA takes inside a task, over the planned bytes of the fullest rank
 
 
 def profile_of(shape: Shape, batch: Any) -> StepProfile:
@@ -238,6 +239,8 @@ def profile_of(shape: Shape, batch: Any) -> StepProfile:
 def result_of(layout: Layout, shape: Shape, profile: StepProfile, batch: Any, repeats: int) -> Result:
     trainer = layout.trainer(shape)
     predicted = plan(trainer, batch, costs=profile)
+    placed = trainer.planning_step(batch)
+    between = predict_memory(placed.place(placed.schedule, placed.cuts or even(), placed.residuals))
     compiled = trainer.compile(batch)
 
     def step() -> None:
@@ -251,7 +254,7 @@ def result_of(layout: Layout, shape: Shape, profile: StepProfile, batch: Any, re
         layout=layout,
         predicted=predicted.seconds or 0.0,
         measured=statistics.median(times),
-        bytes_predicted=tuple(map(int, predicted.peak_bytes)),
+        bytes_predicted=tuple(of.argument_bytes + of.peak_bytes for of in between),
         bytes_live=tuple(of.argument_bytes + peak for of, peak in zip(analysis, above, strict=True)),
         workspace=max(of.temp_bytes for of in analysis) / max(predicted.peak_bytes),
     )

@@ -6,7 +6,8 @@ Measured: torchtitan's `docs/performance.md`, table 5 (versions of December 2024
 examples of 8,192 tokens, every layer recomputed, products of linear layers in float8, H100 with HBM2e at 2.4 TB/s. Its
 page names no microbatch; that version's default is as many microbatches as ranks, of 4 examples here. It gathers
 parameters once a step, for which a quote has no layout: the seconds are those of `data` in the place of `fsdp`, whose
-sums move as many bytes; the bytes are those of `fsdp`, with all gathered parameters. There, collectives of
+sums move as many bytes; the bytes are those of `fsdp`, with all gathered parameters. Of what a backward recomputes,
+16 GiB are scores of attention here, which a kernel does not hold. There, collectives of
 tensor-parallel devices run beside products; in a quote nothing does.
 """
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.analyses.data_flow import makers_of
+from jaxpp_flax.engine.analyses.held_inside import held_inside
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.analyses.work import work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
@@ -62,8 +63,9 @@ class Holding:
     Attributes:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
         all microbatches), "gradients" (accumulators), "gathered" (whole copies of sharded parameters, with
-        `fsdp="step"`); and for each microbatch in flight: "activations" and "kept" (see `residuals_of`), "saved"
-        (activations that a policy of the user saves).
+        `fsdp="step"`); while the block's backward runs: "regions" (what the largest `jax.checkpoint` region in the
+        block makes again) and "around" (the same of regions around marks); for each microbatch in flight: "activations"
+        and "kept" (see `residuals_of`), "saved" (activations that a policy of the user saves).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -197,7 +199,19 @@ class Blocks:
             *self._in_flight("activations", activations),
             *self._in_flight("kept", kept),
             *self._in_flight("saved", {v: stages for v, stages in saved.items() if stages}),
+            *self._regions,
         )
+
+    @cached_property
+    def _regions(self) -> list[Holding]:
+        found = dict[tuple[str, int], float]()
+        for task in self.partition.tasks:
+            if task.kind is not TaskKind.FORWARD:
+                read = [self._specs_made.get(v) or self._spec_read(v) for v in task.graph.inputs]
+                key = "around" if any(equation.late for equation in task.graph.equations) else "regions", task.stage
+                again = held_inside(task.graph, read, self.shards_of.axes)
+                found[key] = max(again, found.get(key, 0.0))
+        return [Holding(kind=kind, nbytes=again, blocks=(at,)) for (kind, at), again in found.items() if again]
 
     @cached_property
     def _saving(self) -> dict[Value, set[int]]:
@@ -245,15 +259,21 @@ class Blocks:
 
     @cached_property
     def _shards_made(self) -> dict[Value, int]:
-        """The number of devices of a rank that share each value that tasks make, where it is above 1: a prediction."""
+        """The number of devices of a rank that share each value that tasks make, where it is above 1."""
+        return {value: self._shards(spec) for value, spec in self._specs_made.items()}
+
+    @cached_property
+    def _specs_made(self) -> dict[Value, PartitionSpec]:
+        """The partition of each value that tasks make, where it is not whole: a prediction."""
         specs = dict(self.state_specs())
         for task in self.partition.tasks:
-            read = [
-                specs.get(v) or (self.gathered[v].spec if v in self.gathered else self.spec_of(v))
-                for v in task.graph.inputs
-            ]
+            read = [specs.get(v) or self._spec_read(v) for v in task.graph.inputs]
             specs.update(specs_after(task.graph, read, self.shards_of.axes))
-        return {value: self._shards(spec) for value, spec in specs.items()}
+        return specs
+
+    def _spec_read(self, value: Value) -> PartitionSpec:
+        """Return the partition in which tasks read a constant or carry leaf: whole, where it is gathered."""
+        return self.gathered[value].spec if value in self.gathered else self.spec_of(value)
 
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)

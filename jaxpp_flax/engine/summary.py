@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from jaxpp_flax.engine.analyses.held_inside import held_inside
 from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import residuals_of
@@ -57,9 +58,11 @@ class StageSummary:
 class MemoryAnalysis:
     """Bytes on each device of one rank, found by walking the program.
 
-    `peak_bytes` is the most that one step holds above the arguments. Workspace inside an executable is not counted
-    (`temp_bytes` gives the largest). `host_peak_bytes` is the most that one step holds of host memory above the
-    arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
+    `peak_bytes` is the most that one step holds above the arguments between tasks. `running_bytes` also has what a task
+    makes for its own backward while it runs: what it recomputes, and what the forward of a fused task makes. The rest
+    of the workspace inside an executable is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most
+    that one step holds of host memory above the arguments, for each device: what a plan of residuals or a policy of
+    `jax.checkpoint` offloads.
     """
 
     rank: int
@@ -67,6 +70,12 @@ class MemoryAnalysis:
     peak_bytes: int
     temp_bytes: int
     host_peak_bytes: int = 0
+    running_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that the rank's devices hold, without the rest of XLA's workspace."""
+        return self.argument_bytes + max(self.peak_bytes, self.running_bytes)
 
 
 def summarise_stages(built: Built, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
@@ -156,7 +165,7 @@ def _bytes_in(stage: int, held: Mapping[Value, Collection[int]]) -> int:
 def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
     """Walk a program and count what is live on each rank."""
     program, mesh = executables.program, executables.mesh
-    memory = LiveMemory(program)
+    memory = LiveMemory(program, _inside(executables))
     argument = [0] * program.num_ranks
     for ranks, spec, aval in zip(program.arguments, executables.in_specs, executables.in_avals, strict=True):
         on_device = memory_kind_of(aval) is None
@@ -177,9 +186,20 @@ def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
             peak_bytes=int(memory.devices[rank].peak),
             host_peak_bytes=int(memory.hosts[rank].peak),
             temp_bytes=max(temporary[rank]),
+            running_bytes=int(memory.running[rank]),
         )
         for rank in range(program.num_ranks)
     )
+
+
+def _inside(executables: Executables) -> list[float]:
+    """Return the bytes that each task makes for itself."""
+    program, found = executables.program, dict[int, float]()
+    for run in program.instructions:
+        if isinstance(run, Run) and run.task not in found:
+            task, read = program.tasks[run.task], [executables.held[value].spec for value in run.inputs]
+            found[run.task] = held_inside(task.graph, read, executables.mesh.unstack[run.rank].shape, fused=task.fused)
+    return [found.get(task, 0.0) for task in range(len(program.tasks))]
 
 
 def _temp(executable: Any) -> int:

@@ -77,6 +77,8 @@ class StageLoad:
       sent_bytes: the values sent to the next stage.
       passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
       saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
+      region_bytes: what the user's `jax.checkpoint` makes again for the backward at one time: the largest region in the
+        stage, or the stage's part of one around it.
       has_effects: True if the forward has side effects, so that it may not run twice.
       recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
         forward.
@@ -101,6 +103,7 @@ class StageLoad:
     sent_bytes: float = 0.0
     passing_bytes: float = 0.0
     saved_bytes: float = 0.0
+    region_bytes: float = 0.0
     has_effects: bool = False
     recomputation: float | None = None
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)

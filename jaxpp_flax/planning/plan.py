@@ -65,7 +65,8 @@ class Plan:
       layout: the axes of the mesh with their sizes, that of the ranks first; empty if they are no part of the plan.
       fsdp: how often parameters are gathered, with a layout; see `MeshOptions`.
       seconds: the predicted time of a step, without the work before and after the pipeline.
-      peak_bytes: the most bytes on each device, for each rank, without XLA's workspace.
+      peak_bytes: the most bytes on each device, for each rank, with what tasks recompute, without the rest of XLA's
+        workspace.
       host_bytes: the most bytes on the host, for each device of each rank.
       notes: why it was chosen, for people.
 
@@ -127,7 +128,7 @@ class Plan:
             if block.name not in names:
                 raise AssignmentError(
                     f"the plan puts {block.name!r} on stage {block.stage}, but the model has no such block."
-                    f"{near_names(block.name, names)} The model's blocks: {listed(names)}."
+                    f"{near_names(block.name, names)} The model's blocks: {listed(names)}. Make a plan for this model."
                 )
         for name in names[:-1]:
             if name not in planned:

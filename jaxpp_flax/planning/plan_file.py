@@ -124,7 +124,9 @@ def _residuals(found: Any) -> ResidualPlan:
 
 def _keys(found: Any, what: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
     if not isinstance(found, Mapping):
-        raise AssignmentError(f"{what} is a {type(found).__name__}; it must be an object with {listed(required)}.")
+        raise AssignmentError(
+            f"{what} is a {type(found).__name__}; it must be an object with {listed(required or optional)}."
+        )
     allowed = [*required, *optional]
     for key in found:
         if key not in allowed:

@@ -108,8 +108,8 @@ def plan(
       trainer: a `PipelineTrainer`, or a function that makes one.
       batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
       memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients, optimizer
-        state, and activations in flight. XLA's workspace inside a task comes on top. Stages recompute or offload what
-        does not fit, and blocks move.
+        state, activations in flight, and what a task recomputes. The rest of XLA's workspace inside a task comes on
+        top. Stages recompute or offload what does not fit, and blocks move.
       schedules: names or `Schedule`s to choose from, on the trainer's ranks; "all": each named schedule with as many
         stages as ranks, or twice as many. None: the trainer's own.
       costs: of the blocks: "estimated" from operations and bytes, "flops", a step that `trainer.profile_step` has
@@ -207,7 +207,7 @@ class _Planned:
     @property
     def held(self) -> list[float]:
         """The bytes of each rank's devices."""
-        return [rank.argument_bytes + rank.peak_bytes for rank in self.memory]
+        return [rank.held_bytes for rank in self.memory]
 
     def excess(self, limits: Sequence[float]) -> float:
         """Return the bytes by which the fullest rank exceeds its limit."""

@@ -18,6 +18,7 @@ from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind
 __all__ = [
     "BETWEEN_STAGES",
     "GATHERED",
+    "RECOMPUTED",
     "RESIDUALS",
     "Memory",
     "RankMemory",
@@ -25,7 +26,8 @@ __all__ = [
     "walk_rank",
 ]
 
-RESIDUALS, GATHERED, BETWEEN_STAGES = "residuals", "gathered parameters", "arrays between stages"
+RESIDUALS, RECOMPUTED = "residuals", "recomputed"
+GATHERED, BETWEEN_STAGES = "gathered parameters", "arrays between stages"
 
 
 class Memory:
@@ -76,6 +78,7 @@ class StageBytes:
       passing: what a forward makes for other stages alone; it leaves when the forward has ended.
       received: the input from the stage before. When the forward starts, it counts as a part of what is saved.
       gradient: the gradient from the next stage. The backward reads it beside its residuals.
+      region: what the user's `jax.checkpoint` makes again for a backward, at one time.
 
     Example:
       >>> from jaxpp_flax.schedules.task import backward, forward
@@ -90,16 +93,23 @@ class StageBytes:
     passing: float = 0.0
     received: float = 0.0
     gradient: float = 0.0
+    region: float = 0.0
 
     @property
     def recomputed(self) -> float:
-        """What a backward makes again."""
-        return max(0.0, self.activation - self.saved)
+        """What a backward makes again, and holds while it runs."""
+        return max(0.0, self.activation - self.saved) + self.region
+
+    def made_again(self, task: AnyTask) -> float:
+        """Return what a task recomputes: a part of what it takes, gone when it ends."""
+        if isinstance(task, FusedTask):
+            return self.region
+        return self.recomputed if "recomputed" in MEANING[task.kind].takes else 0.0
 
     def changes(self, task: AnyTask) -> tuple[float, float]:
         """Return the change of what the stage holds when a task starts, and the one when it ends."""
         if isinstance(task, FusedTask):
-            return self.activation, -self.activation
+            return self.activation + self.region, -self.activation - self.region
         meaning = MEANING[task.kind]
         takes, frees, leaves = (
             sum((getattr(self, name) for name in names), 0.0)
@@ -152,13 +162,13 @@ def walk_rank(
     for each in gathered:
         gathers[each.gather_before] += each.nbytes
         last_reads[each.read_last] += each.nbytes
-    changes: dict[tuple[TaskKind | None, int], tuple[float, float]] = {}
+    changes: dict[tuple[TaskKind | None, int], tuple[float, float, float]] = {}
     for position, task in enumerate(tasks):
         here, kind = stages[task.stage], None if isinstance(task, FusedTask) else task.kind
         key = kind, task.stage
         if key not in changes:
-            changes[key] = here.changes(task)
-        taken, left = changes[key]
+            changes[key] = *here.changes(task), here.made_again(task)
+        taken, left, again = changes[key]
         passing = here.passing if kind is TaskKind.FORWARD else 0.0
         received = gradient = 0.0
         if arrivals:
@@ -169,10 +179,12 @@ def walk_rank(
         devices.change(gathers[position], GATHERED)
         devices.change(-leaving[position], RESIDUALS)  # it may still be there when the others have come
         devices.change(-received, BETWEEN_STAGES)
-        devices.change(fetched[position] + taken, RESIDUALS)
+        devices.change(fetched[position] + taken - again, RESIDUALS)
+        devices.change(again, RECOMPUTED)
         devices.change(passing, BETWEEN_STAGES)
         devices.change(-passing - gradient, BETWEEN_STAGES)
-        devices.change(left, RESIDUALS)
+        devices.change(-again, RECOMPUTED)
+        devices.change(left + again, RESIDUALS)
         devices.change(-last_reads[position], GATHERED)
         host.change(-fetched[position], RESIDUALS)
         host.change(offloaded[position], RESIDUALS)

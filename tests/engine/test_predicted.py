@@ -30,8 +30,7 @@ def differences(seeds: Iterable[int]) -> dict[int, float]:
         call = (*arguments(program), program.make_schedule())
         planned, exact = predict_memory(step.place(*call)), step.compile(*call).memory_analysis()
         found[seed] = max(
-            abs(one.argument_bytes + one.peak_bytes - other.argument_bytes - other.peak_bytes)
-            / (other.argument_bytes + other.peak_bytes or 1)
+            abs(one.held_bytes - other.held_bytes) / (other.held_bytes or 1)
             for one, other in zip(planned, exact, strict=True)
         )
     jax.clear_caches()

@@ -125,6 +125,7 @@ def stage(index, value):
         (lambda f: f.update(format="other 7"), r"has format 'other 7'; this version reads 'jaxpp_flax plan 1'"),
         (lambda f: f.update(fsdp="always"), r"the plan's fsdp='always' is no known setting. Use \"step\""),
         (lambda f: f.update(blocks={}), r"blocks is a dict; it must be a list"),
+        (lambda f: f.update(schedule="1f1b"), r"schedule is a str; it must be an object with 'name', 'num_ranks'"),
         (lambda f: f["blocks"].append("x"), r"block 6 is a str; it must be an object with 'name', 'stage'"),
     ],
 )

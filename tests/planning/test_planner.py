@@ -29,7 +29,7 @@ def trainer_of(tx=None, **options) -> PipelineTrainer:
 
 
 def exact_bytes(trainer, batch) -> list[int]:
-    return [rank.argument_bytes + rank.peak_bytes for rank in trainer.compile(batch).memory_analysis()]
+    return [rank.held_bytes for rank in trainer.compile(batch).memory_analysis()]
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,20 @@ def test_full_remat_saves_nothing_from_a_plan():
     assert kept(trainer_of(memory=memory)) == [X]
 
 
-@pytest.mark.parametrize("limit", [1_700_000, 1_200_000])
+@pytest.mark.parametrize("limit", [1_700_000, 1_250_000])
 def test_a_limit_counts_what_policies_save(limit):
     """The saved values of 8 microbatches alone are 1.05 MB in each stage: they move to the host."""
     found = plan(trainer_of(SAVED), BATCH, memory_limit=limit, hardware=CARD)
     trainer = trainer_of(SAVED, memory=Memory(residuals=found.residuals))
     for rank, predicted in zip(trainer.compile(BATCH).memory_analysis(), found.peak_bytes, strict=True):
-        assert rank.argument_bytes + rank.peak_bytes == predicted <= limit
+        assert rank.held_bytes == predicted <= limit
     assert all(stage.offload for stage in found.residuals.stages)
 
 
 def test_a_policy_that_offloads_takes_no_device_memory():
     found = plan(trainer_of(ON_HOST), BATCH)
     rows = trainer_of(ON_HOST).compile(BATCH).memory_analysis()
-    assert [r.argument_bytes + r.peak_bytes for r in rows] == list(found.peak_bytes)
+    assert [r.held_bytes for r in rows] == list(found.peak_bytes)
 
 
 @pytest.mark.parametrize("limit", [2_600_000, 2_200_000])

@@ -18,13 +18,18 @@ class LiveMemory:
 
     Call `hold` for the arguments, then `step` for each instruction in order.
 
+    Args:
+      program: the program; inside: the bytes that each of its tasks makes for itself, see `held_inside`.
+
     Attributes:
       devices: each rank's device memory, above the arguments. A donated argument frees memory.
+      running: the most on each rank's devices, above the arguments, with what a task makes for itself while it runs.
       hosts: each rank's host memory: offloaded residuals, and results of tasks that lie there.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, inside: Sequence[float] = ()) -> None:
+        self._program, self._inside = program, inside
+        self.running = [0.0] * program.num_ranks
         self.devices = [Memory() for _ in range(program.num_ranks)]
         self.hosts = [Memory() for _ in range(program.num_ranks)]
         self._held: dict[int, tuple[int, int, bool]] = {}  # by value: the rank, the bytes, and True for host memory
@@ -40,6 +45,9 @@ class LiveMemory:
         if isinstance(instruction, Free):
             self._drop(instruction.values)
         elif isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
+            if self._inside:
+                rank, more = instruction.rank, self._inside[instruction.task]
+                self.running[rank] = max(self.running[rank], self.devices[rank].live + more)
             self._drop(self._program.taken_over(instruction))
             self._make(instruction.rank, instruction.outputs, written, self._results_on_host[instruction.task])
         elif not isinstance(instruction, Wait):

@@ -71,8 +71,8 @@ def values(atoms: Iterable[Atom]) -> list[Value]:
 class Equation:
     """One application of a primitive.
 
-    `transposed` marks backward work (found in JAX's name stack). `late` marks the recomputation of a rematerialised
-    region, which belongs to the task that uses the region. `where` is the user's `file:line (function)`.
+    `transposed` marks backward work (found in JAX's name stack). `late` marks recomputation, of a rematerialised region
+    or of a stage, which belongs to the task that uses it. `where` is the user's `file:line (function)`.
     """
 
     primitive: Any

@@ -11,7 +11,7 @@ fails for one that neither has a row nor is listed there as unclassified.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -115,7 +115,7 @@ class Facts:
     def dimensions_in(self, params: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the dimensions that an equation with these parameters works along."""
         along = () if self.along is None else params[self.along]
-        return (along,) if isinstance(along, int) else tuple(along)
+        return tuple(along) if isinstance(along, Sequence) else (int(along),)  # JAX may pass a number of NumPy
 
     @property
     def is_reduction(self) -> bool:

@@ -116,6 +116,23 @@ class Curves:
         """Return the time of a sum: a reduce-scatter, then an all-gather."""
         return 2 * self.gather(nbytes, group, device)
 
+    def all_to_all(self, nbytes: float, group: Group, device: Device) -> float:
+        """Return the time in which each device sends an equal part of so many bytes to every device of the group.
+
+        What goes to other nodes takes the device's own way to them, beside what stays inside.
+
+        Example:
+          >>> from jaxpp_flax.planning.quoting.devices import device_named
+          >>> full, h100 = Curves(inside=1.0, across=1.0, hop=0.0), device_named("h100-sxm")
+          >>> full.all_to_all(8 * 450e9, Group(8, 8), h100), full.all_to_all(16 * 50e9, Group(16, 8), h100)
+          (7.0, 8.0)
+        """
+        if group.size == 1 or not nbytes:
+            return 0.0
+        each, here = nbytes / group.size, min(group.size, group.in_node)
+        near = each * (here - 1) / (self.inside * device.inside)
+        return (group.size - 1) * self.hop + max(near, each * (group.size - here) / (self.across * device.across))
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCurves(Curves):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.analyses.held_inside import source_of
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies
-from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
+from jaxpp_flax.engine.tracing.primitives import Batch, Cost, facts_of
 
-__all__ = ["Product", "TaskFacts", "facts_of_task", "interpolated"]
+__all__ = ["Collective", "Product", "TaskFacts", "facts_of_task", "interpolated"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,20 @@ class Product:
         return self.itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
+class Collective(NamedTuple):
+    """What the devices along an axis move between them for a value.
+
+    Attributes:
+      axis: its name.
+      nbytes: of the value on a device: whole along the axis; in front of an exchange, a part.
+      kind: the sum of a value, its gather, or an exchange of its parts (all-to-all).
+    """
+
+    axis: str
+    nbytes: float
+    kind: Literal["sum", "gather", "exchange"] = "sum"
+
+
 @dataclass(frozen=True)
 class TaskFacts:
     """What a task does for one microbatch on one device.
@@ -49,14 +64,14 @@ class TaskFacts:
       moved: the bytes that other work reads and writes, where XLA fuses what is done element by element.
       saved: the bytes that a forward writes for its backward alone.
       kernels: the number of pieces of other work.
-      reduced: the bytes of each sum over tensor-parallel devices.
+      collectives: what the devices of a rank move between them.
     """
 
     products: tuple[Product, ...] = ()
     moved: float = 0.0
     saved: float = 0.0
     kernels: float = 0.0
-    reduced: tuple[float, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
 
 def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
@@ -65,7 +80,7 @@ def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
     Raises:
       ValueError: if the two do not have the same operations.
     """
-    if len(one.products) != len(other.products) or len(one.reduced) != len(other.reduced):
+    if len(one.products) != len(other.products) or len(one.collectives) != len(other.collectives):
         raise ValueError("the model computes something else for another size of a microbatch.")
 
     def mixed(a: float, b: float) -> float:
@@ -75,9 +90,10 @@ def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
         Product(mixed(a.times, b.times), mixed(a.m, b.m), mixed(a.n, b.n), mixed(a.k, b.k), a.dtype, a.itemsize)
         for a, b in zip(one.products, other.products, strict=True)
     )
-    reduced = tuple(mixed(a, b) for a, b in zip(one.reduced, other.reduced, strict=True))
+    pairs = zip(one.collectives, other.collectives, strict=True)
+    moving = tuple(a._replace(nbytes=mixed(a.nbytes, b.nbytes)) for a, b in pairs)
     moved, saved, kernels = (mixed(getattr(one, name), getattr(other, name)) for name in ("moved", "saved", "kernels"))
-    return TaskFacts(products, moved, saved, kernels, reduced)
+    return TaskFacts(products, moved, saved, kernels, moving)
 
 
 def facts_of_task(
@@ -99,14 +115,15 @@ class _Reader:
     sizes: Mapping[str, int]
 
     def read(self, graph: Graph, saved: Collection[int]) -> TaskFacts:
-        products, reduced, partial = list[Product](), list[float](), dict[Value, float]()
+        products, moving, partial = list[Product](), list[Collective](), dict[Value, list[Collective]]()
         makers = {value: equation for equation in graph.equations for value in equation.outputs}
-        moved, kernels = 0.0, 0
+        moved, kernels, gathered = 0.0, 0, dict[tuple[Atom, str], Collective]()
         written, read = set[Value](), set[Value]()
         for equation in graph.equations:
             facts = facts_of(equation.primitive)
             if equation.name == "dot_general":
-                product, summed = self._product(equation)
+                product, summed, gathers = self._product(equation)
+                gathered |= gathers
                 products.append(product)
                 partial.update((value, summed) for value in equation.outputs if summed)
                 written.update(_made_by_element(equation.inputs, makers))
@@ -117,44 +134,51 @@ class _Reader:
                 moved += 2 * sum(map(self._nbytes, equation.outputs))
                 kernels += 1
                 written.update(_made_by_element(equation.inputs, makers))
-                reduced += self._lookup(equation)
+                moving += self._lookup(equation)
             elif facts.is_reduction:  # it fuses with what it reads, and with what follows
                 read.update(_read_from_memory(equation.inputs, makers))
-                reduced += self._reduction(equation, facts.dimensions_in(equation.params))
+                moving += self._sums(self._axes(equation.inputs[0], facts.dimensions_in(equation.params)), equation)
             elif facts.adds and all(isinstance(atom, Value) and atom in partial for atom in equation.inputs):
                 # XLA adds first, and sums over devices once.
-                partial[equation.outputs[0]] = max([partial.pop(v) for v in {*equation.inputs}], default=0.0)  # type: ignore[arg-type]
+                partial[equation.outputs[0]] = max([partial.pop(v) for v in {*equation.inputs}], default=[])  # type: ignore[arg-type]
             elif equation.name == "dynamic_slice":  # a microbatch of a batch: the rest is not read
                 moved += self._nbytes(equation.outputs[0])
             elif facts.cost is Cost.LIGHT and equation.name != "transpose":
                 read.update(_read_from_memory(equation.inputs, makers))
+                moving += self._exchanges(equation)
         passed = [v for place, v in enumerate(graph.outputs) if place not in saved]
         written.update(_made_by_element(passed, makers))
         kept = sum(map(self._nbytes, {*_made_by_element(graph.outputs, makers)} - written))
         moved += sum(map(self._nbytes, written | read))
-        sums = (*reduced, *partial.values())
-        return TaskFacts(tuple(products), moved, kept, kernels + len(written), sums)
+        moving += [*(each for of in partial.values() for each in of), *gathered.values()]
+        return TaskFacts(tuple(products), moved, kept, kernels + len(written), tuple(moving))
 
-    def _product(self, equation: Equation) -> tuple[Product, float]:
-        """Return a product on one device; where devices share the dimension that it sums over, the bytes of the sum."""
-        left, right = equation.inputs
+    def _product(self, equation: Equation) -> tuple[Product, list[Collective], dict[tuple[Atom, str], Collective]]:
+        """Return a product on one device, the sums of its result over devices, and the operands that they gather."""
         contracted, batch = equation.params["dimension_numbers"]
-        summed = max(self._parts(left, contracted[0]), self._parts(right, contracted[1]))
-        shared = max(self._parts(left, batch[0]), self._parts(right, batch[1]))
-        rows, columns = (
-            self._parts(operand, set(range(operand.aval.ndim)) - {*contracted[i], *batch[i]})
-            for i, operand in enumerate((left, right))
-        )
+        left, right = equation.inputs
+        operands = [(0, left), (1, right)]
+        free = [{*range(of.aval.ndim)} - {*contracted[i], *batch[i]} for i, of in operands]
+        along, beside = ([{*self._axes(of, dims[i])} for i, of in operands] for dims in (contracted, free))
+        summed = {name for i, _ in operands for name in along[i] - beside[1 - i]}
+        shared = {name for i, of in operands for name in self._axes(of, batch[i])} - summed
+        rows, columns = beside[0] - shared - summed, beside[1] - beside[0] - shared - summed
         whole = _shape(left.aval, right.aval, equation.params["dimension_numbers"])
-        if summed > 1:  # an axis cuts one dimension of a product
-            return replace(whole, k=whole.k / summed), _whole(equation.outputs[0])
-        return replace(whole, times=whole.times / shared, m=whole.m / rows, n=whole.n / columns), 0.0
+        times, m, n, k = (math.prod(self.sizes[name] for name in names) for names in (shared, rows, columns, summed))
+        # Where the other operand is cut along a dimension that stays, XLA gathers this one.
+        gathers = {
+            (of, name): self._moved(of, name, "gather")
+            for i, of in operands
+            for name in sorted(along[i] & beside[1 - i])
+        }
+        cut = replace(whole, times=whole.times / times, m=whole.m / m, n=whole.n / n, k=whole.k / k)
+        return cut, self._sums(sorted(summed), equation), gathers
 
     def _inside(self, equation: Any, times: float = 1.0) -> list[Product]:
-        """Return the products of a loop's body; devices share them as they share its first result."""
+        """Return the products of a loop's body; devices share them as they share what it reads and returns."""
         found = list[Product]()
         if isinstance(equation, Equation):
-            times /= max(map(self._parts, equation.outputs), default=1)
+            times /= max(map(self._parts, (*equation.inputs, *equation.outputs)), default=1)
         turns = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for body in bodies(equation.params):
             for each in body.eqns:
@@ -165,24 +189,44 @@ class _Reader:
                     found += self._inside(each, turns * times)
         return found
 
-    def _reduction(self, equation: Equation, along: Sequence[int]) -> list[float]:
-        return [float(_whole(equation.outputs[0]))] if self._parts(equation.inputs[0], along) > 1 else []
+    def _sums(self, axes: Sequence[str], equation: Equation) -> list[Collective]:
+        """Return the sums of an equation's result along axes; other axes may cut it."""
+        return [self._moved(equation.outputs[0], name, "sum", axes) for name in axes]
 
-    def _lookup(self, equation: Equation) -> list[float]:
-        """Return the bytes of a sum over devices that each hold some rows of a table, as of an embedding."""
-        is_cut = equation.name == "gather" and self._parts(equation.inputs[0]) > self._parts(equation.outputs[0])
-        return [float(_whole(equation.outputs[0]))] if is_cut else []
+    def _moved(
+        self, atom: Atom, axis: str, kind: Literal["sum", "gather", "exchange"], whole: Sequence[str] = ()
+    ) -> Collective:
+        """Return the move of a value that is whole along an axis (and more), or will be."""
+        others = math.prod(self.sizes[name] for name in self._axes(atom) if name not in (axis, *whole))
+        return Collective(axis, _whole(atom) / others, kind)
 
-    def _parts(self, atom: Atom, dims: Collection[int] | None = None) -> int:
-        """Return the number of devices that share a value along some of its dimensions, or along all."""
+    def _lookup(self, equation: Equation) -> list[Collective]:
+        """Return the sums over devices that each hold some rows of a table, as of an embedding."""
+        if equation.name != "gather":
+            return []
+        return self._sums(
+            [of for of in self._axes(equation.inputs[0]) if of not in self._axes(equation.outputs[0])], equation
+        )
+
+    def _exchanges(self, equation: Equation) -> list[Collective]:
+        """Return what devices exchange where a constraint of the user's cuts a value along another dimension."""
+        if facts_of(equation.primitive).batch is not Batch.PLACED:
+            return []
+        (before, after), ndim = (equation.inputs[0], equation.outputs[0]), equation.outputs[0].aval.ndim
+        at = [{name: d for d in range(ndim) for name in self._axes(of, (d,))} for of in (before, after)]
+        moved = [name for name, d in at[0].items() if at[1].get(name, d) != d]
+        return [Collective(name, self._nbytes(before), "exchange") for name in moved]
+
+    def _axes(self, atom: Atom, dims: Collection[int] | None = None) -> list[str]:
+        """Return the axes of several devices that cut a value along some of its dimensions, or along all."""
         spec = self.specs.get(atom) if isinstance(atom, Value) else None
         entries = () if spec is None else spec.partitions
-        return math.prod(
-            self.sizes[name]
-            for d, entry in enumerate(entries)
-            if dims is None or d in dims
-            for name in axes_in((entry,))
-        )
+        here = (entry for d, entry in enumerate(entries) if dims is None or d in dims)
+        return [name for entry in here for name in axes_in((entry,)) if self.sizes[name] > 1]
+
+    def _parts(self, atom: Atom) -> int:
+        """Return the number of devices that share a value."""
+        return math.prod(self.sizes[name] for name in self._axes(atom))
 
     def _nbytes(self, atom: Atom) -> float:
         return _whole(atom) / self._parts(atom)
@@ -200,22 +244,9 @@ def _shape(left: Any, right: Any, numbers: Any) -> Product:
     return Product(float(times), left.size / each, right.size / each, float(k), dtype, left.dtype.itemsize)
 
 
-def _source(atom: Any, makers: Mapping[Value, Equation]) -> Value | None:
-    """Return the value that this is, or is a view of; a transposed operand is read as it lies."""
-    while isinstance(atom, Value) and atom in makers:
-        equation = makers[atom]
-        if equation.name != "transpose" and facts_of(equation.primitive).cost is not Cost.VIEW:
-            break
-        if not equation.inputs:
-            return None
-        place = equation.outputs.index(atom) if len(equation.outputs) == len(equation.inputs) else 0
-        atom = equation.inputs[place]
-    return atom if isinstance(atom, Value) else None
-
-
 def _read_from_memory(atoms: Iterable[Any], makers: Mapping[Value, Equation]) -> Iterator[Value]:
     """Return what work element by element reads from memory: what is not made by such work itself."""
-    for value in (_source(atom, makers) for atom in atoms):
+    for value in (source_of(atom, makers) for atom in atoms):
         if value is not None and not _is_light(makers.get(value)):
             yield value
 
@@ -228,6 +259,6 @@ def _is_light(equation: Equation | None) -> bool:
 
 def _made_by_element(atoms: Iterable[Any], makers: Mapping[Value, Equation]) -> Iterator[Value]:
     """Return what is written to memory for a reader that fuses with nothing."""
-    for value in (_source(atom, makers) for atom in atoms):
+    for value in (source_of(atom, makers) for atom in atoms):
         if value is not None and _is_light(makers.get(value)):
             yield value

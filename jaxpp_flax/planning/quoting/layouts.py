@@ -27,7 +27,7 @@ _CHOICES = (
     StageResiduals(offload=1.0),
     StageResiduals(recompute=True, offload=1.0),
 )
-_AXES = {"PP": "pipeline", "DP": "data", "FSDP": "fsdp", "TP": "tensor", "MB": "microbatch"}
+_AXES = {"PP": "pipeline", "DP": "data", "FSDP": "fsdp", "EP": "expert", "TP": "tensor", "MB": "microbatch"}
 _GATHERS: tuple[Fsdp, ...] = ("microbatch", "step")
 _MOST_TENSOR = 16
 _ONE_STAGE = ("1f1b", "zero_bubble")
@@ -39,7 +39,8 @@ class Layout:
     """One way to run a step.
 
     Args:
-      pipeline: ranks; data, fsdp, tensor: the axes inside a rank; gather: how often parameters are, see `MeshOptions`.
+      pipeline: ranks; data, fsdp, expert, tensor: the axes inside a rank.
+      gather: how often parameters are gathered, see `MeshOptions`.
       microbatch: examples of a microbatch on each device of the axes of the batch.
       schedule: its name; stages: of the whole model.
       residuals: what every stage does with them.
@@ -53,6 +54,7 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     fsdp: int = 1
+    expert: int = 1
     tensor: int = 1
     microbatch: int = 1
     schedule: str = "1f1b"
@@ -63,7 +65,7 @@ class Layout:
     @property
     def of_a_rank(self) -> int:
         """The devices of a rank."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.expert * self.tensor
 
     @property
     def devices(self) -> int:
@@ -88,12 +90,13 @@ class Layout:
     @property
     def axes_of_parameters(self) -> Axes:
         """The axes inside a rank that divide parameters."""
-        return Axes(self.tensor, self.fsdp, self.gather)
+        return Axes(self.tensor, self.fsdp, self.gather, self.expert)
 
     @property
     def axes(self) -> dict[str, int]:
         """The axes of the mesh, that of the ranks first, as a `Plan` has them; annotations may name those of size 1."""
-        return {"stage": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        inside = {name: getattr(self, name) for name in ("data", "fsdp", "expert", "tensor")}
+        return {"stage": self.pipeline, **inside}
 
     def __str__(self) -> str:
         sizes = {short: getattr(self, name) for short, name in _AXES.items() if short != "MB"}
@@ -127,13 +130,14 @@ def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None =
         for tensor in sizes("tensor", devices // pipeline):
             if pipeline > blocks or tensor > _MOST_TENSOR or not model.divides("tensor", tensor):
                 continue
-            for fsdp in sizes("fsdp", devices // (pipeline * tensor)):
-                data = devices // (pipeline * tensor * fsdp)
-                if given.get("data", data) != data or not model.divides("fsdp", fsdp):
+            left = devices // (pipeline * tensor)
+            for expert, fsdp in ((e, f) for e in sizes("expert", left) for f in sizes("fsdp", left // e)):
+                data = left // (expert * fsdp)
+                if given.get("data", data) != data or model.global_batch % (data * fsdp):
                     continue
-                if model.global_batch % (data * fsdp):
+                if not (model.divides("expert", expert) and model.divides("fsdp", fsdp)):
                     continue
-                mesh = Layout(pipeline=pipeline, data=data, fsdp=fsdp, tensor=tensor)
+                mesh = Layout(pipeline=pipeline, data=data, fsdp=fsdp, expert=expert, tensor=tensor)
                 for microbatch in sizes("microbatch", model.global_batch // (data * fsdp)):
                     yield from _orders(replace(mesh, microbatch=microbatch), blocks, model.global_batch)
 
@@ -202,7 +206,8 @@ def _fullest(tasks: Sequence[AnyTask]) -> Moment:
     for task in tasks:
         own = {(task.stage, task.microbatch)}
         if isinstance(task, FusedTask):
-            takes, frees, leaves, own = ("activation",), ("activation",), (), set[tuple[int, int]]()
+            takes, leaves, own = ("activation", "region"), (), set[tuple[int, int]]()
+            frees = takes
         else:
             meaning = MEANING[task.kind]
             takes, frees, leaves = meaning.takes, meaning.frees, meaning.leaves
@@ -236,7 +241,7 @@ def explained(text: str) -> dict[str, int]:
       {'pipeline': 8, 'data': 4, 'microbatch': 2}
       >>> explained("PQ=8")
       Traceback (most recent call last):
-      ValueError: 'PQ=8': the size 'PQ' is unknown. Did you mean 'TP' or 'PP' or 'DP'? Known: PP, DP, FSDP, TP, MB.
+      ValueError: 'PQ=8': the size 'PQ' is unknown. Did you mean 'TP' or 'PP' or 'EP'? Known: PP, DP, FSDP, EP, TP, MB.
     """
     found: dict[str, int] = {}
     for part in text.split(","):

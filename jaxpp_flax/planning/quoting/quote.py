@@ -103,14 +103,15 @@ def quote(
     Args:
       make: a function that takes options of `PipelineTrainer` as keywords, passes them on, and returns the trainer and
         a batch of a whole step (arrays or shapes). The model is traced on one device; give it by a function, so that
-        no value is made. Parameters annotated with `tensor` and `fsdp` may be cut along these axes.
+        no value is made. Parameters annotated with `tensor`, `expert` and `fsdp` may be cut along these axes.
       hardware: a name of the table of devices, or a `Device`.
       devices: their number.
-      memory: bytes that each device may hold, without XLA's workspace; None: nine tenths of the device's.
+      memory: bytes that each device may hold, with what tasks recompute and without XLA's other workspace; None: nine
+        tenths of the device's.
       top: how many layouts to return.
       depth: the parameter of `make` whose default is the number of equal blocks of the whole model. One of them is
         traced then, and stands for all: seconds for a model of any size.
-      wanted: sizes that are fixed: pipeline, data, fsdp, tensor, microbatch.
+      wanted: sizes that are fixed: pipeline, data, fsdp, expert, tensor, microbatch.
       table: a TOML file with more devices.
       curves: the shares of peaks that devices reach; None: those fitted to measured steps.
 
@@ -154,5 +155,5 @@ def _nothing_fits(found: Ranking, device: Device, limit: float) -> str:
         f"none of {found.tried} layouts keeps within {amount(limit, 'B')} on each {device.name}. The closest is "
         f"{closest.layout}, which holds {amount(closest.memory, 'B')}: {kinds}. Use more devices, devices with more "
         "memory, smaller microbatches (more examples), `jax.checkpoint` in the blocks, or parameters annotated with "
-        "`fsdp` or `tensor`."
+        "`fsdp`, `expert` or `tensor`."
     )

@@ -17,20 +17,21 @@ _SHORT = {"interleaved_1f1b": "interleave", "zero_bubble": "zb", "dualpipe_v": "
 
 
 def table(found: Ranking, device: Device) -> str:
-    """Return the ranking in at most 80 columns, and what follows from it."""
-    head = "    PP   DP FSDP  TP  mb schedule   residuals s/step         80 %    GB bub% MFU"
-    lines = [head, *(_row(number, step) for number, step in enumerate(found.steps, 1))]
+    """Return the ranking in at most 80 columns (3 more with an axis of experts), and what follows from it."""
+    experts = any(step.layout.expert > 1 for step in found.steps)
+    head = f"    PP   DP FSDP {' EP' if experts else ''} TP  mb schedule   residuals s/step         80 %    GB bub% MFU"
+    lines = [head, *(_row(number, step, experts=experts) for number, step in enumerate(found.steps, 1))]
     lines += _notes(found, device)
     lines.append(f"{found.tried:,} layouts, {found.simulated} simulated; bytes are without XLA's workspace.")
     return "\n".join(lines)
 
 
-def _row(number: int, step: QuotedStep) -> str:
+def _row(number: int, step: QuotedStep, *, experts: bool) -> str:
     layout, (low, high) = step.layout, step.interval
     schedule = _SHORT.get(layout.schedule, layout.schedule) if layout.pipeline > 1 else "-"
     return (
         f"{number:>2} {layout.pipeline:>3} {layout.data:>4} {layout.fsdp:>4}{'*' if layout.gather == 'step' else ' '} "
-        f"{layout.tensor:>2} {layout.microbatch:>3} "
+        f"{f'{layout.expert:>2} ' if experts else ''}{layout.tensor:>2} {layout.microbatch:>3} "
         f"{schedule[:10]:<10} {_does(layout.residuals):<9} {step.seconds:>6.3g} {f'{low:.2g}-{high:.2g}':>12} "
         f"{step.memory / 1e9:>5.1f} {100 * step.bubble:>4.0f} {100 * step.mfu:>3.0f}"
     )

@@ -55,7 +55,7 @@ def _fastest(quoter: Quoter, every: Sequence[Layout], memory: float, top: int) -
     fitting, simulated = set[Layout](), 0
     for bound, i in sorted(known):
         layout = every[i]
-        mesh = layout.pipeline, layout.data, layout.fsdp, layout.tensor
+        mesh = layout.pipeline, layout.data, layout.fsdp, layout.expert, layout.tensor
         seconds = sorted(step.seconds for step in found.values())
         if len(seconds) >= top and bound >= seconds[top - 1]:
             break
@@ -79,5 +79,5 @@ def _nothing(quoter: Quoter, devices: int, wanted: Mapping[str, int] | None) -> 
     return (
         f"no layout of {devices} devices{asked} divides a batch of {model.global_batch} examples and "
         f"{len(model.names) - 1} blocks. Give another number of devices, a batch with more divisors, or more marks; "
-        "`fsdp` and `tensor` need parameters that are annotated with these names, and whose sizes they divide."
+        "`fsdp`, `expert` and `tensor` need parameters that are annotated with these names and whose sizes they divide."
     )

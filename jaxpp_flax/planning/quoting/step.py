@@ -15,7 +15,7 @@ from jaxpp_flax.planning.loads import Hardware
 from jaxpp_flax.planning.model import StepModel
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
-from jaxpp_flax.planning.quoting.facts import TaskFacts
+from jaxpp_flax.planning.quoting.facts import Collective, TaskFacts
 from jaxpp_flax.planning.quoting.layouts import Layout, Moment, fullest_moments, fused_stages
 from jaxpp_flax.planning.quoting.long_steps import prediction_of, shortened
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
@@ -33,7 +33,7 @@ class QuotedStep:
       layout: the layout; sizes: the number of blocks of each stage.
       seconds: of a step; spread: 80 % of measured steps lie within a factor of exp(spread).
       parts: the seconds of the busiest rank, by what they are for; together they are the step.
-      nbytes: the bytes of the fullest rank's devices by kind, without XLA's workspace.
+      nbytes: the bytes of the fullest rank's devices by kind, "recomputed" among them; XLA's other workspace is not.
       host_bytes: of each device of the fullest rank.
       num_microbatches, tokens, mfu: of a step.
     """
@@ -157,23 +157,28 @@ class Quoter:
 
     def gather_bandwidth(self, axes: Axes) -> float:
         """Return the bytes of whole parameters that a device gathers in a second."""
-        within = self.curves.bandwidth(self.group(axes.fsdp, axes.tensor), self.device)
+        within = self.curves.bandwidth(self.group(axes.fsdp, axes.tensor * axes.expert), self.device)
         return within * axes.fsdp / max(axes.fsdp - 1, 1)
 
     @lru_cache(maxsize=512)  # noqa: B019
     def work(self, microbatch: int, axes: Axes) -> tuple[BlockTimes, ...]:
         """Return the seconds of each block."""
-        group, known = self.group(axes.tensor, 1), dict[int, tuple[float, float, float]]()
+        groups = {"tensor": self.group(axes.tensor, 1), "expert": self.group(axes.expert, axes.tensor)}
+        known = dict[int, tuple[float, float, float]]()
+
+        def moving(each: Collective) -> float:
+            curves = self.curves
+            times = {"sum": curves.all_reduce, "gather": curves.gather, "exchange": curves.all_to_all}
+            return times[each.kind](each.nbytes, groups[each.axis], self.device)
 
         def seconds(of: TaskFacts) -> tuple[float, float, float]:
             if id(of) not in known:
-                sums = sum(self.curves.all_reduce(n, group, self.device) for n in of.reduced)
-                saving = self.curves.moving(of.saved, self.device)
+                sums, saving = sum(map(moving, of.collectives)), self.curves.moving(of.saved, self.device)
                 known[id(of)] = self.curves.compute(of, self.device) + sums, sums, saving
             return known[id(of)]
 
         found, gradients = list[BlockTimes](), _gradients(self.model, microbatch, axes)
-        for (ahead, back), nbytes in zip(self.model.work(microbatch, axes.tensor), gradients, strict=True):
+        for (ahead, back), nbytes in zip(self.model.work(microbatch, axes), gradients, strict=True):
             (forward, sums, saving), (backward, back_sums, _) = seconds(ahead), seconds(back)
             backward += self.curves.moving(2 * nbytes, self.device)  # the gradients are added to the sums
             # A backward that recomputes saves nothing, and neither does the forward then.
@@ -182,11 +187,11 @@ class Quoter:
         return tuple(found)
 
     @lru_cache(maxsize=512)  # noqa: B019
-    def sizes(self, stages: int, tensor: int) -> Sizes:
+    def sizes(self, stages: int, axes: Axes) -> Sizes:
         """Return the number of blocks in each of the stages, with the fastest slowest stage."""
         if stages == 1:
             return (len(self.model.names),)
-        work = [of.work.total for of in self.work(self.model.traces[0].microbatch, Axes(tensor))]
+        work = [of.work.total for of in self.work(self.model.traces[0].microbatch, axes)]
         return balance(work, range(stages))
 
     @lru_cache(maxsize=256)  # noqa: B019
@@ -235,11 +240,13 @@ class Quoter:
         if layout.gather == "microbatch":
             return [0.0] * layout.pipeline
         axes, ranks = layout.axes_of_parameters, list(map(layout.order.rank_of, range(layout.stages)))
-        moved = self._gathered(self.sizes(layout.stages, layout.tensor), layout.microbatch, axes, ranks)
+        moved = self._gathered(
+            self.sizes(layout.stages, layout.axes_of_parameters.of_work), layout.microbatch, axes, ranks
+        )
         return [2 * nbytes / self.gather_bandwidth(axes) for nbytes in moved]
 
     def _stage_times(self, layout: Layout) -> tuple[StageTimes, ...]:
-        sizes = self.sizes(layout.stages, layout.tensor)
+        sizes = self.sizes(layout.stages, layout.axes_of_parameters.of_work)
         return self._times(sizes, layout.microbatch, layout.axes_of_parameters)
 
     @lru_cache(maxsize=4096)  # noqa: B019
@@ -288,7 +295,7 @@ class Quoter:
         """Return the model of the loop of a layout."""
         axes, count = layout.axes_of_parameters, layout.num_microbatches(self.model.global_batch)
         loads = self.loads(layout.microbatch, axes, in_one_node=layout.devices <= self.device.per_node)
-        return loads.model(layout.order, count, self.sizes(layout.stages, layout.tensor))
+        return loads.model(layout.order, count, self.sizes(layout.stages, layout.axes_of_parameters.of_work))
 
     def quick(self, layout: Layout) -> float:
         """Return the seconds of a step without the transfers between ranks, and without a simulation."""
@@ -307,7 +314,7 @@ class Quoter:
         peak = self.device.peak_of("bfloat16")
         return QuotedStep(
             layout=layout,
-            sizes=self.sizes(layout.stages, layout.tensor),
+            sizes=self.sizes(layout.stages, layout.axes_of_parameters.of_work),
             seconds=seconds,
             spread=self.curves.spread,
             parts=parts,
@@ -341,7 +348,7 @@ class Quoter:
         parts = {
             "compute": compute * (1 - share),
             "recompute": compute * share,
-            "tensor sums": sums,
+            "tensor sums" if layout.expert == 1 else "sums and exchanges": sums,
             "fsdp gathers": gathered,
             "bubble": max(0.0, looped - main - more - gathered),
             "data sums": reduced,
@@ -352,7 +359,7 @@ class Quoter:
 
     def _sums(self, layout: Layout, stages: Sequence[int], *kinds: str) -> float:
         work = self.work(layout.microbatch, layout.axes_of_parameters)
-        sizes = self.sizes(layout.stages, layout.tensor)
+        sizes = self.sizes(layout.stages, layout.axes_of_parameters.of_work)
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         return sum(
             getattr(of.sums, kind)
@@ -363,10 +370,10 @@ class Quoter:
 
     def _after(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds after the loop: of the sum of gradients over `data`, and of the update."""
-        group = self.group(layout.data, layout.tensor * layout.fsdp)
+        group = self.group(layout.data, layout.tensor * layout.expert * layout.fsdp)
         # With "step", the loop has reduced the sums to shards.
         axes = replace(layout.axes_of_parameters, gather="microbatch")
-        sizes = self.sizes(layout.stages, layout.tensor)
+        sizes = self.sizes(layout.stages, layout.axes_of_parameters.of_work)
         found = _state_bytes(self.model, axes, sizes, tuple(map(layout.order.rank_of, range(layout.stages))))
         times = [
             (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device))

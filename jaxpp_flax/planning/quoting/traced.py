@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Axes", "TracedModel", "trace_model"]
 
-_AXES = ("data", "fsdp", "tensor")  # of a layout, inside a rank
+_AXES = ("data", "fsdp", "expert", "tensor")  # of a layout, inside a rank
 _TRACED = 3  # blocks of a model that is traced with `depth`: the first, one that is repeated, and the last
 _PER_DEVICE = ("parameters", "masters", "gradients", "optimizer", "gathered")  # of FSDP
 
@@ -46,6 +48,12 @@ class Axes:
     tensor: int = 1
     fsdp: int = 1
     gather: Fsdp = "microbatch"
+    expert: int = 1
+
+    @property
+    def of_work(self) -> Axes:
+        """The axes that divide the work of an example."""
+        return Axes(self.tensor, expert=self.expert)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +66,18 @@ class _Trace:
     names: tuple[str, ...]
 
     def sizes(self, axes: Axes) -> dict[str, int]:
-        return {**dict.fromkeys(self.blocks.shards_of.axes, 1), "tensor": axes.tensor, "fsdp": axes.fsdp}
+        return {
+            **dict.fromkeys(self.blocks.shards_of.axes, 1),
+            "tensor": axes.tensor,
+            "expert": axes.expert,
+            "fsdp": axes.fsdp,
+        }
 
     @lru_cache(maxsize=32)  # noqa: B019
-    def work(self, tensor: int) -> list[Pair]:
+    def work(self, axes: Axes) -> list[Pair]:
         """Return the forward and the backward of each block."""
         found = [[TaskFacts(), TaskFacts()] for _ in self.names]
-        sizes, blocks = self.sizes(Axes(tensor)), self.blocks
+        sizes, blocks = self.sizes(axes), self.blocks
         known = Fingerprinter()
         results: dict[Any, tuple[TaskFacts, Sequence[PartitionSpec]]] = {}
         specs: dict[Value, PartitionSpec] = {}
@@ -126,7 +139,7 @@ def _added(one: TaskFacts, other: TaskFacts) -> TaskFacts:
         one.moved + other.moved,
         one.saved + other.saved,
         one.kernels + other.kernels,
-        one.reduced + other.reduced,
+        one.collectives + other.collectives,
     )
 
 
@@ -156,9 +169,9 @@ class TracedModel:
         return (microbatch - one) / (two - one)
 
     @lru_cache(maxsize=512)  # noqa: B019
-    def work(self, microbatch: int, tensor: int) -> list[Pair]:
+    def work(self, microbatch: int, axes: Axes) -> list[Pair]:
         """Return the forward and the backward of each block; equal blocks are one object."""
-        one, two = (trace.work(tensor) for trace in self.traces)
+        one, two = (trace.work(axes.of_work) for trace in self.traces)
         share = self.share(microbatch)
         mixed = [
             (interpolated(a[0], b[0], share), interpolated(a[1], b[1], share)) for a, b in zip(one, two, strict=True)
@@ -171,8 +184,8 @@ class TracedModel:
 
         Gradients of parameters that are gathered once a step are summed whole on each device.
         """
-        half = self._bytes(microbatch, Axes(axes.tensor, 2 if axes.fsdp > 1 else 1))
-        whole = self._bytes(microbatch, Axes(axes.tensor)) if axes.fsdp > 1 else half
+        half = self._bytes(microbatch, replace(axes.of_work, fsdp=2 if axes.fsdp > 1 else 1))
+        whole = self._bytes(microbatch, axes.of_work) if axes.fsdp > 1 else half
         found = list[Holding]()
         for (kind, where), nbytes in half.items():
             is_whole = kind == "gradients" and axes.gather == "step"
@@ -258,6 +271,8 @@ def trace_model(make: Callable[..., Any], depth: str | None = None) -> TracedMod
         raise ValueError("the batch has 1 example, which no layout divides. Give the batch of a whole step.")
     chosen = sizes[1:3] if len(sizes) > 2 else sizes  # an example alone may be traced without its dimension
     one, two = (_trace(make, more, batch, size) for size in chosen)
+    if "expert" in one.annotated and len(sizes) > 3:  # the axis may cut examples: only sizes that it divides show this
+        one, two = (_trace(make, more, batch, size) for size in sizes[-3:-1])
     names = one.names if count is None else _repeated(one, count)
     return TracedModel(traces=(one, two), names=names, global_batch=batch, tokens=one.step.units // batch)
 
@@ -295,7 +310,14 @@ def _examples_of(make: Callable[..., Any], options: Mapping[str, Any]) -> int:
 
 def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, microbatch: int) -> _Trace:
     trainer, shapes = _made(make, options, batch // microbatch)
-    step: PlanningStep = trainer.planning_step(shapes)
+    try:
+        step: PlanningStep = trainer.planning_step(shapes)
+    except jax.errors.JAXTypeError as error:
+        raise ValueError(
+            f"the model or the loss reads the value of an array at {_users_line(error)}, but a quote traces shapes "
+            f"({str(error).splitlines()[0].rstrip('.')}). Stay in `jax.numpy` (`jnp.where` in place of `if`), or "
+            "compute such numbers before, with NumPy."
+        ) from error
     if step.ignored:
         name, leaf = next(iter(step.ignored.items()))
         raise ValueError(
@@ -313,7 +335,17 @@ def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, mic
     step.place(step.schedule, remember, None)
     if not found:
         raise AssignmentError("the step has no loop that accumulates gradients, so there is nothing to quote.")
+    if not len(found[0]):
+        raise AssignmentError("the model has no marks, so no pipeline cuts it. Put its blocks into `PipelineStage`s.")
     return _Trace(microbatch, found[0].blocks, step, tuple(segment_names(found[0])))
+
+
+def _users_line(error: BaseException) -> str:
+    """Return the last line of a traceback that is neither of this package nor of an installed one."""
+    package = str(Path(__file__).parents[2])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
 
 
 def _repeated(trace: _Trace, count: int) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class Costs:
             the time of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
             stage that recomputes its residuals.
+        region: memory of what the user's `jax.checkpoint` makes again, while ``B`` or ``I`` runs.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> costs.table(3).times[TaskKind.BACKWARD]
@@ -55,6 +56,7 @@ class Costs:
     passing: PerStage = 0.0
     recomputation: PerStage | None = None
     stage_input: PerStage = 0.0
+    region: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
@@ -94,6 +96,7 @@ class Costs:
         again = forward if self.recomputation is None else spread("recomputation")
         fused = [f + b for f, b in zip(forward, whole, strict=True)]  # which recomputes nothing
         stage_input, sent, passing = spread("stage_input"), spread("sent"), spread("passing")
+        regions = spread("region")
         gradients = [*sent[:-1], 0.0]
         residuals = ResidualPlan.keep(num_stages) if residuals is None else residuals
         residuals.check(num_stages)
@@ -111,6 +114,7 @@ class Costs:
                     passing=sent[stage] if entry.recompute else passing[stage],
                     received=gradients[stage - 1],
                     gradient=gradients[stage],
+                    region=regions[stage],
                 )
             )
         return CostTable({_F: forward, _B: whole, _I: inputs, _W: weights}, fused, stages, sent)

@@ -60,7 +60,7 @@ class TrainStep:
         if scheduling.mesh is not None:
             schedule, mesh = scheduling.pipeline("the table of stages")
             title = f"{schedule.num_stages} stages on {describe_mesh(mesh)}, {schedule!r}"
-            memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
+            memory = {of.rank: of.held_bytes for of in compiled.memory_analysis()}
             plan = self.assigner.plan_of(schedule, scheduling.num_microbatches)
             table = stage_table(compiled.stages, memory, title, schedule, scheduling.num_microbatches, plan)
             display.message(table)

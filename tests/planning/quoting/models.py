@@ -47,10 +47,10 @@ def loss(model: Model, batch: jax.Array) -> jax.Array:
 
 
 def make(
-    layers: int = 7, batch: int = 48, width: int = 16, axis: str = "tensor", **options: Any
+    layers: int = 7, batch: int = 48, width: int = 16, axis: str = "tensor", loss_fn: Any = loss, **options: Any
 ) -> tuple[PipelineTrainer, Any]:
     """Make the trainer and the shapes of a batch; `axis` cuts the second product."""
     trainer = PipelineTrainer(
-        lambda rngs: Model(layers, width, axis, rngs), optax.adam(1e-3), loss, logging=False, **options
+        lambda rngs: Model(layers, width, axis, rngs), optax.adam(1e-3), loss_fn, logging=False, **options
     )
     return trainer, jax.ShapeDtypeStruct((batch, width), jnp.float32)

@@ -7,13 +7,14 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.planning import Curves, Hardware, MeasuredCurves, StageLoad, StepModel, device_named
 from jaxpp_flax.planning.quoting.curves import Group
-from jaxpp_flax.planning.quoting.facts import Product, TaskFacts, facts_of_task
+from jaxpp_flax.planning.quoting.facts import Collective, Product, TaskFacts, facts_of_task
 from jaxpp_flax.planning.quoting.long_steps import prediction_of
 from jaxpp_flax.schedules import by_name
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
@@ -89,19 +90,49 @@ def test_the_facts_of_a_block_that_devices_share():
     shared, _ = facts_of_task(graph, specs, {"tensor": 4})
     assert [(p.m, p.n, p.k) for p in alone.products] == [(8, 64, 16), (8, 16, 64)]
     assert [(p.m, p.n, p.k) for p in shared.products] == [(8, 16, 16), (8, 16, 16)]
-    assert alone.reduced == ()
-    assert shared.reduced == (8 * 16 * 4,)
+    assert alone.collectives == ()
+    assert shared.collectives == (Collective("tensor", 8 * 16 * 4),)
     assert alone.moved == 2 * 8 * 64 * 4  # tanh reads the first product, and writes for the second
     assert shared.moved == alone.moved / 4
 
     summed = inline(from_jaxpr(jax.make_jaxpr(lambda a, b, w, v: a @ w + b @ v)(*shapes[:1] * 2, *[
         jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2))[0], flatten=True)  # fmt: skip
     facts, _ = facts_of_task(summed, (P(), P(), P("tensor"), P("tensor")), {"tensor": 2})
-    assert facts.reduced == (8 * 16 * 4,)  # XLA adds the two first
+    assert facts.collectives == (Collective("tensor", 8 * 16 * 4),)  # XLA adds the two first
+
+    def update(x, g):  # as of the second of two weights, where tokens are cut between products
+        return jnp.einsum("si,so->io", x, g)
+
+    graph = from_jaxpr(jax.make_jaxpr(update)(shapes[0], jax.ShapeDtypeStruct((8, 64), jnp.float32)))[0]
+    facts, _ = facts_of_task(graph, (P("tensor"), P(None, "tensor")), {"tensor": 4})
+    (product,) = facts.products
+    assert (product.m, product.n, product.k) == (16, 16, 8)  # an axis cuts one dimension
+    assert facts.collectives == (Collective("tensor", 8 * 16 * 4, "gather"),)
 
     looped = from_jaxpr(jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, 5)[0])(
         jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)))[0]  # fmt: skip
     assert facts_of_task(looped, (P(), P()), {})[0].products[0].times == 5
+    assert facts_of_task(looped, (P("data"), P()), {"data": 4})[0].products[0].times == 5 / 4
+
+
+def test_experts_exchange_tokens():
+    mesh = AbstractMesh((4, 2), ("expert", "tensor"))
+
+    def dispatched(tokens, widen, narrow):  # (examples, experts, capacity, width)
+        place = lambda x, *cut: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*cut)))  # noqa: E731
+        sent = place(place(tokens, "expert"), None, "expert")
+        made = jnp.einsum("becf,efd->becd", jnp.einsum("becd,edf->becf", sent, widen), narrow)
+        return place(place(made, None, "expert"), "expert")
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16, 3, 32), (16, 32, 64), (16, 64, 32))]
+    graph = inline(from_jaxpr(jax.make_jaxpr(dispatched)(*shapes))[0], flatten=True)
+    specs = P("expert"), P("expert", None, "tensor"), P("expert", "tensor")
+    facts, (result,) = facts_of_task(graph, specs, mesh.shape)
+    part = 8 * 16 * 3 * 32 * 4 / 4
+    exchange, total = Collective("expert", part, "exchange"), Collective("tensor", part)
+    assert sorted(facts.collectives) == sorted((exchange, exchange, total))
+    assert [(p.times, p.m, p.n, p.k) for p in facts.products] == [(4, 32, 8 * 3, 32)] * 2
+    assert result == P("expert")
 
 
 @pytest.mark.parametrize("residuals", [KEEP, StageResiduals(recompute=True)])

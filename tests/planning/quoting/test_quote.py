@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.planning import Curves, Plan, Quote, Quoter, device_named, quote
+from jaxpp_flax.planning import AssignmentError, Curves, Plan, Quote, Quoter, device_named, quote
 from jaxpp_flax.planning.quoting.cli import main
 from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.search import rank
@@ -29,7 +29,7 @@ def test_one_block_stands_for_all_that_equal_it(quoter: Quoter):
     assert short.names == whole.names
     assert len(short.traces[0].names) == 4
     for axes in (Axes(), Axes(tensor=4, fsdp=2)):
-        assert short.work(8, axes.tensor) == whole.work(8, axes.tensor)
+        assert short.work(8, axes) == whole.work(8, axes)
         key = lambda item: (item.kind, item.blocks, item.nbytes)  # noqa: E731
         assert sorted(map(key, short.holdings(8, axes))) == sorted(map(key, whole.holdings(8, axes)))
     assert (short.sent(8), short.passing(8), short.flops) == (whole.sent(8), whole.passing(8), whole.flops)
@@ -39,10 +39,10 @@ def test_two_sizes_of_a_microbatch_give_all_others(quoter: Quoter):
     one, two = quoter.model.traces
     assert (one.microbatch, two.microbatch) == (2, 3)
     other = trace_model(lambda **options: make(batch=25, **options))  # its microbatches have 5 and 25 examples
-    for pair, found in zip(quoter.model.work(25, 2), other.work(25, 2), strict=True):
+    for pair, found in zip(quoter.model.work(25, Axes(2)), other.work(25, Axes(2)), strict=True):
         for facts, wanted in zip(pair, found, strict=True):
             assert facts.products == wanted.products
-            assert facts.reduced == wanted.reduced
+            assert facts.collectives == wanted.collectives
             assert (facts.moved, facts.saved) == pytest.approx((wanted.moved, wanted.saved))
     kept = {(i.kind, i.blocks): i.nbytes for i in other.holdings(25, Axes(tensor=2)) if i.kind != "data"}
     assert {
@@ -103,7 +103,7 @@ def test_the_bytes_are_those_of_the_planned_program(quoter: Quoter, axis: str):
         )
         trainer, batch = make(plan=plan)
         compiled = trainer.compile(batch)
-        held = [of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()]
+        held = [of.held_bytes for of in compiled.memory_analysis()]
         assert plan.peak_bytes == pytest.approx(held, rel=0.1), layout
 
 
@@ -147,6 +147,24 @@ def test_a_plan_says_how_often_parameters_are_gathered(quoter: Quoter, tmp_path)
         make(plan=found.plan(quoter.quoted(layout)), mesh=MeshOptions(fsdp="step"))
 
 
+def test_experts_are_an_axis_of_a_layout_and_its_plan():
+    factory = lambda **options: make(axis="expert", **options)  # noqa: E731
+    assert not any(of.expert > 1 for of in layouts(trace_model(make), 8))
+    found = quote(factory, hardware="h100-sxm", devices=8, wanted={"pipeline": 2, "expert": 4})
+    assert found.best.layout.expert == 4
+    assert found.best.parts["sums and exchanges"] > 0
+    assert " EP " in str(found)
+    whole, cut = (
+        sum(item.nbytes for item in found.quoter.model.holdings(6, axes) if item.kind == "parameters")
+        for axes in (Axes(), Axes(expert=4))
+    )
+    assert whole - cut == pytest.approx(0.75 * 4.0 * 7 * 16 * 64)  # one of the two products in seven blocks
+    plan = found.plan()
+    assert plan.layout == {"stage": 2, "data": 1, "fsdp": 1, "expert": 4, "tensor": 1}
+    trainer, batch = make(axis="expert", plan=plan)
+    assert jnp.isfinite(trainer.train_step(jnp.ones(batch.shape))["loss"])
+
+
 def test_a_plan_for_more_devices_names_both_numbers(quoter: Quoter):
     layout = Layout(pipeline=4, data=48, microbatch=1, stages=4)
     found = Quote(quoter=quoter, ranking=rank(quoter, 1, 1e12, 1), device=quoter.device)
@@ -163,8 +181,11 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused("Did you mean .*'h100-sxm'", hardware="H100")
     refused("devices=0: it must be", devices=0)
     refused("there is no size 'pipline'. Did you mean 'pipeline'", wanted={"pipline": 2})
-    axis = lambda layers=8, **options: make(layers, axis="expert", **options)  # noqa: E731
-    refused("parameter blocks/0/down/kernel is annotated with 'expert'.*Known: data, fsdp, tensor.*rules", factory=axis)
+    axis = lambda layers=8, **options: make(layers, axis="experts", **options)  # noqa: E731
+    refused(
+        "parameter blocks/0/down/kernel is annotated with 'experts'.*Known: data, fsdp, expert, tensor.*rules",
+        factory=axis,
+    )
     refused(
         "no layout of 5 devices with {'pipeline': 5, .*annotated",
         devices=5,
@@ -177,6 +198,13 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused(
         "missing 1 required .*'path'.*give other parameters defaults", factory=lambda path, layers=8, **options: None
     )
+    reads = lambda model, x: jnp.mean(model(x)) * (1 if jnp.sum(x) > 0 else 2)  # noqa: E731
+    refused(
+        "reads the value of an array at .*test_quote.py:[0-9]+, but a quote traces shapes .*jnp.where",
+        factory=lambda layers=8, **options: make(layers, loss_fn=reads, **options),
+    )
+    plain = lambda layers=8, **options: make(0, **options)  # noqa: E731
+    refused("the model has no marks.*PipelineStage", AssignmentError, factory=plain, depth=None)
     refused("the batch is 3, without examples", factory=lambda layers=8, **options: (make(layers, **options)[0], 3))
     refused("table of devices 'none.toml': there is no such file", table="none.toml")
     refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)

@@ -53,7 +53,7 @@ def recompute(drafts: TaskDrafts, plan: ResidualPlan) -> None:
             _refuse_effects(equation, drafts.stage_of(again[equation]))
             names = copies[again[equation][0]]
             outputs = tuple(names.get(v) or Value(v.aval) for v in equation.outputs)
-            copy = replace(_reading(equation, names), outputs=outputs)
+            copy = replace(_reading(equation, names), outputs=outputs, late=True)
             drafts.key_of[copy] = again[equation]
             equations.append(copy)
     drafts.equations[:] = equations
