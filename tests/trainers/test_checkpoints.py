@@ -36,7 +36,7 @@ from tests.trainers.sharing import sharing_steps
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 BATCHES = [make_batch(8, seed) for seed in range(3)]
-make_small = sharing_steps("checkpoints")(program.make_trainer)
+make_small = program.make_trainer
 
 
 @sharing_steps("checkpoints")
@@ -358,10 +358,10 @@ def test_resuming_a_finished_run(after_four: Path, whole: Whole):
 
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
     options = {"training": Training(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
-    trainer = make_trainer(checkpoints=tmp_path / "ckpt", **options)
-    fit(trainer, steps=2)
+    trainer = make_small(tmp_path / "ckpt", **options)
+    fit(trainer, OTHER, steps=2)
     trainer.save()
-    again = make_trainer(stages=1, **options)
+    again = make_small(None, stages=1, **options)
     again.restore(tmp_path / "ckpt" / "2")
     before, after = to_ordinary(trainer.state), to_ordinary(again.state)
     assert before.ema is not None
