@@ -30,12 +30,12 @@ def add_xla_flag(name: str, value: object) -> None:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 add_xla_flag("xla_force_host_platform_device_count", NUM_DEVICES)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Two workers keep both cores busy. One program cut into parts that compile beside each other takes a sixth longer.
-add_xla_flag("xla_cpu_parallel_codegen_split_count", 1)
 _IS_JAX_0_10 = version("jaxlib").startswith("0.10.")
 if _IS_JAX_0_10:
     # A third of the time to compile. JAX 0.12 does not know this flag, and ends with an error for an unknown flag.
     add_xla_flag("xla_cpu_use_fusion_emitters", "false")
+    # Two thirds of the rest: a program in one piece, and not in parts beside each other. Workers fill the cores already.
+    add_xla_flag("xla_cpu_parallel_codegen_split_count", 1)
 
 _RUN_CACHE = None  # removed after the run; a directory that the environment names is kept
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
