@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Generator
 from importlib.metadata import version
 from typing import Any
@@ -29,9 +30,12 @@ def add_xla_flag(name: str, value: object) -> None:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 add_xla_flag("xla_force_host_platform_device_count", NUM_DEVICES)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if version("jaxlib").startswith("0.10."):
+_IS_JAX_0_10 = version("jaxlib").startswith("0.10.")
+if _IS_JAX_0_10:
     # A third of the time to compile. JAX 0.12 does not know this flag, and ends with an error for an unknown flag.
     add_xla_flag("xla_cpu_use_fusion_emitters", "false")
+    # Two thirds of the rest: a program in one piece, and not in parts beside each other. Workers fill the cores already.
+    add_xla_flag("xla_cpu_parallel_codegen_split_count", 1)
 
 _RUN_CACHE = None  # removed after the run; a directory that the environment names is kept
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -55,6 +59,25 @@ def all_devices(default_axes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 _RULE: list[Any] = []
 
 
+def _reuse_contexts_of_lowering() -> None:
+    """Let JAX 0.10 lower ten programs in one MLIR context, as JAX 0.12 does itself: a tenth of a test is making them.
+
+    This is the one place beside `_compat.py` that touches a private part of JAX: nothing but time depends on it.
+    """
+    from jax._src.interpreters import mlir
+
+    make, of_thread = mlir.make_ir_context, threading.local()
+
+    def reused() -> Any:
+        context, uses = getattr(of_thread, "last", (None, 0))
+        if uses % 10 == 0:
+            context = make()
+        of_thread.last = context, uses + 1
+        return context
+
+    mlir.make_ir_context = reused
+
+
 def pytest_configure() -> None:
     """Without `mesh=`, a trainer of a test takes one device for each rank, unless the test asks for `all_devices`.
 
@@ -62,6 +85,8 @@ def pytest_configure() -> None:
     """
     from jaxpp_flax.trainers.stages import scheduling
 
+    if _IS_JAX_0_10:
+        _reuse_contexts_of_lowering()
     _RULE.append(scheduling.default_axes)
     scheduling.default_axes = lambda num_ranks: {}
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp_flax.api as jaxpp
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 
 WIDTH, MICROBATCHES = 8, 4
 COLLECTIVES = re.compile(r"= (.*) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -45,7 +45,7 @@ class DropoutModel(nn.Module):
         return hidden + y, x, y
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [slow(1), 2])
 def test_dropout_and_results_that_are_inputs(stages: int):
     model = DropoutModel(stages)
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Callback, Checkpoints, Logging
 from tests.trainers.models import Layers, make_xy, squared_error
+from tests.trainers.sharing import sharing_steps
 
 WIDTH = 6
 
@@ -32,6 +33,7 @@ def batches(count: int = 1000):
         yield make_xy(4, WIDTH, seed)
 
 
+@sharing_steps("checkpoints", "logging")
 def make_trainer(
     checkpoints: Path | Checkpoints | None,
     stages: int = 2,

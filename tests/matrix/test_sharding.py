@@ -350,6 +350,7 @@ class LinenModel(nn.Module):
 RULES = (("batch", "data"), ("mlp", "tensor"), ("embed", None))
 
 
+@pytest.mark.slow  # the trainer's tests have it, too
 def test_linen_logical_partitioning():
     mesh = mesh_of(2, data=2, tensor=2)
     boxed = LinenModel().init(jax.random.key(0), BATCH["x"][0])

@@ -20,7 +20,7 @@ from jaxpp_flax import mpmd
 from tests.helpers import tree_allclose
 from tests.mpmd.programs import config, topology
 
-WIDTH, NUM_MICROBATCHES = 8, 4
+WIDTH = 8
 
 
 class Block(nn.Module):
@@ -74,10 +74,10 @@ def train_step(state, xs, targets):
 
 
 @functools.cache
-def expected(layers: int):
+def expected(layers: int, microbatches: int):
     """The unnamed model, three steps under plain jax.jit, which compiles one microbatch and the update."""
     x = jax.random.normal(jax.random.key(1), (2, 3, WIDTH))
-    xs = tuple(jax.random.normal(jax.random.key(i), (2, 3, WIDTH)) for i in range(NUM_MICROBATCHES))
+    xs = tuple(jax.random.normal(jax.random.key(i), (2, 3, WIDTH)) for i in range(microbatches))
     state, losses = state_of(Transformer(False, layers), x), []
     step = jax.jit(make_microbatch_step(state, x))
     update = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
@@ -99,7 +99,7 @@ def basic(layers: int) -> tuple[dict[str, str], None]:
 
 
 def test_a_transformer_trains():
-    train_named(4, "GPIPE", basic)
+    train_named(4, "GPIPE", basic, microbatches=2)
 
 
 # Compiled quickly, plain `jax.jit` in float32 is itself 0.74 of the tolerance away from float64; optimized, 0.15.
@@ -113,9 +113,9 @@ def test_the_transformer_of_24_blocks_trains(schedule: str, assign: Any):
     train_named(24, schedule, assign)
 
 
-def train_named(layers: int, schedule: str, assign: Any) -> None:
+def train_named(layers: int, schedule: str, assign: Any, microbatches: int = 4) -> None:
     """Three steps of a model of named blocks on four meshes, compared with the unnamed one."""
-    xs, x, plain, losses = expected(layers)
+    xs, x, plain, losses = expected(layers, microbatches)
     base = Mesh(np.array(jax.devices()).reshape(4, 2), ("stage", "data"))
     meshes = {f"m{i}": Mesh(base.devices[i].reshape(1, 2), ("stage", "data")) for i in range(4)}
     assignment, stages = assign(layers)

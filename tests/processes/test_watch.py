@@ -13,6 +13,7 @@ import pytest
 
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes.watch import Watch
+from tests.helpers import slow
 
 TIMEOUT, SILENCE = 30.0, 18.0  # the default, and 60 % of it
 
@@ -126,7 +127,7 @@ def test_the_load_on_the_store_grows_with_the_number_of_processes_and_not_with_i
     assert few == pytest.approx((2.0, 2.0), abs=0.2)
 
 
-@pytest.mark.parametrize("victim", [0, 7])
+@pytest.mark.parametrize("victim", [0, slow(7)])
 def test_of_a_thousand_all_know_of_a_silent_one_within_two_seconds_of_its_silence(victim: int):
     run = Simulation(1024)
     run.run(3)

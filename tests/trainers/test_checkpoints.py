@@ -22,7 +22,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
-from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Precision, Training
+from jaxpp_flax.trainers import Checkpoints, DataPositionError, Precision, Training
 from jaxpp_flax.trainers.callbacks import Callback, OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
@@ -30,27 +30,19 @@ from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
-from tests.trainers.models import Model, make_batch, mean_loss, squared_error
-from tests.trainers.sharing import sharing_steps
+from tests.trainers.models import squared_error
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
-
-BATCHES = [make_batch(8, seed) for seed in range(3)]
-make_small = sharing_steps("checkpoints")(program.make_trainer)
+OTHER = list(program.batches(3))
+make_small = program.make_trainer
 
 
-@sharing_steps("checkpoints")
 def make_trainer(
-    stages: int = 2, checkpoints: Path | Checkpoints | None = None, blocks: int = 2, **options
+    stages: int = 2, checkpoints: Path | Checkpoints | None = None, depth: int = 2, **options
 ) -> PipelineTrainer:
-    model = Model(blocks, rngs=nnx.Rngs(0), dropout=0.2, batch_norm=True)
-    return PipelineTrainer(
-        model, optax.adamw(1e-2), mean_loss, num_stages=stages, num_microbatches=2, checkpoints=checkpoints,
-        logging=Logging(progress=False, every=1), **options,
-    )  # fmt: skip
+    return make_small(checkpoints, stages, depth, assignment="even", **options)
 
 
-def fit(trainer: PipelineTrainer, data=BATCHES, **options) -> dict[int, float]:
+def fit(trainer: PipelineTrainer, data=OTHER, **options) -> dict[int, float]:
     """Train; the losses by step."""
     losses: dict[int, float] = {}
     callback = OnMetrics(lambda step, metrics: losses.update({step: metrics["loss"]}))
@@ -143,13 +135,13 @@ def test_restoring_into_a_run_under_way_keeps_its_layout(whole: Whole):
     trainer.restore(4)
     assert trainer.step == 4
     assert jax.tree.map(lambda leaf: leaf.sharding, trainer.state) == before
-    assert float(trainer.train_step(BATCHES[1])["loss"]) == whole.losses[5]
+    assert float(trainer.train_step(OTHER[1])["loss"]) == whole.losses[5]
 
 
 def test_errors_leave_the_state_as_it_was(after_four: Path, tmp_path: Path):
-    trainer = make_trainer(blocks=3, checkpoints=after_four)
+    trainer = make_trainer(depth=3, checkpoints=after_four)
     state = trainer.state
-    with pytest.raises(CheckpointMismatchError, match=r"params/blocks/2/widen/kernel: missing"):
+    with pytest.raises(CheckpointMismatchError, match=r"params/layers/2/kernel: missing"):
         trainer.restore("latest")
     assert trainer.state is state
     with pytest.raises(CheckpointNotFoundError, match="has no checkpoint of step 3; it has 2, 4"):
@@ -157,20 +149,20 @@ def test_errors_leave_the_state_as_it_was(after_four: Path, tmp_path: Path):
     with pytest.raises(CheckpointNotFoundError, match="give the trainer checkpoints="):
         make_trainer().save()
     with pytest.raises(CheckpointSaveError, match=r"up to step 4.*resume=True"):
-        make_trainer(checkpoints=after_four).fit(BATCHES, steps=1)
+        make_trainer(checkpoints=after_four).fit(OTHER, steps=1)
     with pytest.raises(ValueError, match=r"save.7.: the state in memory is that of step 0"):
         make_trainer(checkpoints=tmp_path / "x").save(7)
     assert trainer.state is state
 
 
 def test_another_model_is_named(after_four: Path):
-    class Other(Model):
+    class Other(program.MLP):
         pass
 
     trainer = PipelineTrainer(
-        Other(3, rngs=nnx.Rngs(0)), optax.sgd(1.0), mean_loss, num_stages=1, num_microbatches=2, logging=False
+        Other(3, rngs=nnx.Rngs(0)), optax.sgd(1.0), squared_error, num_stages=1, num_microbatches=2, logging=False
     )
-    with pytest.raises(CheckpointMismatchError, match="written for the model Model; this trainer has Other"):
+    with pytest.raises(CheckpointMismatchError, match="written for the model MLP; this trainer has Other"):
         trainer.restore(after_four / "4")
 
 
@@ -190,15 +182,15 @@ def test_low_memory_checks_everything_before_it_gives_the_state_up(after_four: P
     data.write_bytes(content + b"x")
     with pytest.raises(CorruptCheckpointError, match=f"{data.name}: .* bytes"):
         trainer.restore(directory / "4", low_memory=True)
-    trainer.train_step(BATCHES[0])  # as if nothing had been
+    trainer.train_step(OTHER[0])  # as if nothing had been
     data.write_bytes(content)
     old = jax.tree.leaves(trainer.state.params)[0]
     trainer.restore(directory / "4", low_memory=True)
     assert old.is_deleted()
-    assert float(trainer.train_step(BATCHES[1])["loss"]) == whole.losses[5]
+    assert float(trainer.train_step(OTHER[1])["loss"]) == whole.losses[5]
     trainer.restore(directory / "2", only="params/*", low_memory=True)
     assert trainer.step == 5, "what is not restored is kept"
-    assert np.isfinite(float(trainer.train_step(BATCHES[1])["loss"]))
+    assert np.isfinite(float(trainer.train_step(OTHER[1])["loss"]))
 
 
 def test_low_memory_says_that_the_state_is_gone(whole: Whole, monkeypatch):
@@ -210,17 +202,18 @@ def test_low_memory_says_that_the_state_is_gone(whole: Whole, monkeypatch):
     with pytest.raises(CorruptCheckpointError, match=r"the disk broke. The state in memory was given up"):
         trainer.restore(4, low_memory=True)
     with pytest.raises(RuntimeError, match="has been deleted"):
-        trainer.train_step(BATCHES[0])
+        trainer.train_step(OTHER[0])
     monkeypatch.undo()
     trainer.restore(4, low_memory=True)
-    assert float(trainer.train_step(BATCHES[1])["loss"]) == whole.losses[5]
+    assert float(trainer.train_step(OTHER[1])["loss"]) == whole.losses[5]
 
 
 def test_low_memory_leaves_the_users_own_arrays_alone(after_four: Path):
-    model = Model(2, rngs=nnx.Rngs(0), dropout=0.2, batch_norm=True)
+    model = program.MLP(2, rngs=nnx.Rngs(0))
     trainer = PipelineTrainer(
-        model, optax.adamw(1e-2), mean_loss, num_stages=2, num_microbatches=2, logging=False, checkpoints=after_four
-    )
+        model, optax.sgd(0.1, momentum=0.9), squared_error, num_stages=2, num_microbatches=2, logging=False,
+        checkpoints=after_four,
+    )  # fmt: skip
     trainer.restore("latest", low_memory=True)
     assert trainer.step == 4
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model)))
@@ -257,9 +250,6 @@ def test_a_failed_background_save_is_told_by_the_next_step(one_stage: PipelineTr
 
 def _fail(*_):
     raise RuntimeError("on purpose")
-
-
-OTHER = list(program.batches(3))
 
 
 class Counting:
@@ -345,23 +335,23 @@ def test_a_long_way_through_the_data_is_shown():
 def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Path):
     directory = copy_of(after_four, tmp_path)
     with pytest.raises(DataPositionError, match=r"after 1 batches of a pass.*no `set_state`"):
-        make_trainer(checkpoints=directory).fit(BATCHES, steps=5, resume=True, resume_data="refuse")
+        make_trainer(checkpoints=directory).fit(OTHER, steps=5, resume=True, resume_data="refuse")
     with pytest.raises(DataPositionError, match="but this data ended after 0"):
         make_trainer(checkpoints=directory).fit(iter([]), steps=5, resume=True)
     with pytest.raises(ValueError, match="resume_data='x'"):
-        make_trainer(checkpoints=directory).fit(BATCHES, steps=5, resume=True, resume_data="x")
+        make_trainer(checkpoints=directory).fit(OTHER, steps=5, resume=True, resume_data="x")
 
 
 def test_resuming_a_finished_run(after_four: Path, whole: Whole):
-    assert make_trainer(checkpoints=after_four).fit(BATCHES, steps=4, resume=True)["loss"] == whole.losses[4]
+    assert make_trainer(checkpoints=after_four).fit(OTHER, steps=4, resume=True)["loss"] == whole.losses[4]
 
 
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
     options = {"training": Training(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
-    trainer = make_trainer(checkpoints=tmp_path / "ckpt", **options)
-    fit(trainer, steps=2)
+    trainer = make_small(tmp_path / "ckpt", **options)
+    fit(trainer, OTHER, steps=2)
     trainer.save()
-    again = make_trainer(stages=1, **options)
+    again = make_small(None, stages=1, **options)
     again.restore(tmp_path / "ckpt" / "2")
     before, after = to_ordinary(trainer.state), to_ordinary(again.state)
     assert before.ema is not None

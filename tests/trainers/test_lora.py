@@ -17,6 +17,7 @@ from jaxpp_flax.layers import add_lora, merge_lora
 from jaxpp_flax.trainers import Training
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 BATCHES = [m.make_batch(4, seed) for seed in range(3)]
 INIT = nnx.initializers.lecun_normal()
@@ -28,6 +29,7 @@ def adapted_model(seed: int = 0) -> m.Model:
     return add_lora(model, rank=3, alpha=6, layers="blocks", rngs=nnx.Rngs(seed))
 
 
+@sharing_steps()
 def make_trainer(stages: int = 2, wrt: Any = nnx.LoRAParam, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
         options.pop("model", None) or adapted_model(), optax.adam(0.1), m.mean_loss,

@@ -85,15 +85,12 @@ def test_a_factory_gives_every_layout_the_same_bits(every: bool):
     first, *others = (make(lambda rngs: Tied(rngs), **layout) for layout in layouts)
     with nnx.use_eager_sharding(False):
         eager = make(Tied(nnx.Rngs(0)), **layouts[0])
-    batch = m.make_batch(8)
-    for trainer in (first, eager, *(others if every else ())):
-        trainer.compile(batch)
+    for trainer in (first, *(others if every else ())):  # some before a step is compiled, some after it
+        trainer.compile(m.make_batch(8))
     for trainer in others:
         assert bits(trainer.state) == bits(first.state)
     same(first.state, eager.state)
     assert all(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(first.state))
-    losses = [[float(trainer.train_step(batch)["loss"]) for _ in range(2)] for trainer in (first, eager)]
-    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stages", [slow(1), 2])

@@ -33,7 +33,7 @@ CASES = [
     slow("linen", "gpipe", 4, 4, 4),
     ("linen", "1f1b", 2, 2, 3),
     slow("linen", "interleaved_1f1b", 8, 4, 8),
-    ("nnx", "zero_bubble", 2, 2, 4),
+    slow("nnx", "zero_bubble", 2, 2, 4),
     slow("nnx", "zbv", 4, 2, 4),
     slow("nnx", "circular", 4, 2, 4),
     slow("nnx", "kimi_k2", 4, 2, 4),

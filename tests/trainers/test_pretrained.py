@@ -42,7 +42,7 @@ BATCH = make_batch(8)
 @sharing_steps("seed")
 def make_trainer(seed: int, stages: int = 2, tx: Any = None, model: Any = None, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
-        model or Model(2, rngs=nnx.Rngs(seed)), tx or optax.adam(0.1), mean_loss, num_stages=stages,
+        model or Model(2, rngs=nnx.Rngs(seed)), tx or optax.sgd(0.1, momentum=0.9), mean_loss, num_stages=stages,
         num_microbatches=2, logging=False, **options,
     )  # fmt: skip
 

@@ -44,9 +44,9 @@ class Block(nnx.Module):
 
 
 class Tower(nnx.Module):
-    def __init__(self, features: int, name: str, rngs: nnx.Rngs, options: dict[str, Any]) -> None:
+    def __init__(self, features: int, name: str, rngs: nnx.Rngs, depth: int, options: dict[str, Any]) -> None:
         self.first = nnx.Linear(features, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([PipelineStage(Block(rngs, **options), name=f"{name}_{i}") for i in range(2)])
+        self.blocks = nnx.List([PipelineStage(Block(rngs, **options), name=f"{name}_{i}") for i in range(depth)])
 
     def __call__(self, x: Any) -> Any:
         x = self.first(x)
@@ -56,11 +56,13 @@ class Tower(nnx.Module):
 
 
 class TwoTowers(nnx.Module):
-    def __init__(self, *, dropout: float = 0.0, batch_norm: bool = False, counted: bool = False) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, batch_norm: bool = False, counted: bool = False, depth: int = 2
+    ) -> None:
         options = {"dropout": dropout, "batch_norm": batch_norm, "counted": counted}
         rngs = nnx.Rngs(0)
         self.image, self.text = (
-            Tower(features, name, rngs, options) for name, features in (("image", IMAGE), ("text", TEXT))
+            Tower(features, name, rngs, depth, options) for name, features in (("image", IMAGE), ("text", TEXT))
         )
         self.log_scale = nnx.Param(jnp.float32(0.7))
 

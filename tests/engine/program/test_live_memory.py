@@ -73,7 +73,7 @@ PLANS = {
 @pytest.mark.parametrize(
     ("schedule", "name", "within"),
     [
-        (GPipe(STAGES), "moved", None),
+        slow(GPipe(STAGES), "moved", None),
         slow(GPipe(STAGES), "moved", 2),
         slow(Std1F1B(STAGES), "mixed", None),
         (ZeroBubble(STAGES), "mixed", 1),

@@ -39,7 +39,7 @@ def make(model: Any, **options: Any) -> PipelineTrainer:
 @pytest.fixture(scope="module")
 def shared() -> PipelineTrainer:
     """Two blocks, one on each rank, and nothing placed; tests may train it."""
-    return make(small, tx=optax.adam(0.1))
+    return make(small)
 
 
 LAYOUTS = {

@@ -54,7 +54,7 @@ def batch():
 
 def trainer(kind, names=("fsdp", None), stages=STAGES, **options):
     options = {"num_stages": stages, "num_microbatches": MICROBATCHES, "logging": False, **options}
-    tx = optax.adamw(1e-2)
+    tx = optax.sgd(1e-2, momentum=0.9)
     if kind == "nnx":
         with nnx.use_eager_sharding(False):
             return PipelineTrainer(chain(Block, names), tx, squared_error, **options)
@@ -90,10 +90,9 @@ def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
     for _ in range(3):
         losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
         np.testing.assert_allclose(*losses, rtol=1e-5)
-    # Adam divides by the gradients' size: a rounding in a small one weighs more than its own 6e-8.
-    tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)), rtol=1e-4)
+    tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)))
     kernels = [leaf for leaf in jax.tree.leaves(piped.state) if leaf.shape == (WIDTH, 4 * WIDTH)]
-    assert len(kernels) == STAGES * 4, "parameters, two moments, and the average"
+    assert len(kernels) == STAGES * 3, "parameters, momentum, and the average"
     for kernel in kernels:
         assert kernel.spec == spec
         local = kernel.to_mpmd_local_array
@@ -135,7 +134,7 @@ def test_explicit_meshes(case):
         with nnx.use_eager_sharding(False):
             model = chain(ExplicitBlock, names, shape[0])
         options = {"num_stages": stages, "mesh": mesh if stages > 1 else None, "num_microbatches": MICROBATCHES}
-        made.append(PipelineTrainer(model, optax.adamw(1e-2), squared_error, logging=False, **options))
+        made.append(PipelineTrainer(model, optax.sgd(1e-2, momentum=0.9), squared_error, logging=False, **options))
     for _ in range(2):
         np.testing.assert_allclose(*[float(t.train_step(batch())["loss"]) for t in made], rtol=1e-5)
     tree_allclose(*(jax.tree.map(np.asarray, t.state.params) for t in made), rtol=1e-4)  # as above

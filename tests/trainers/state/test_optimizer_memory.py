@@ -40,10 +40,11 @@ def make(
     memory: Memory | None, num_stages: int = 2, model: Any = None, tx: Any = None, **options: Any
 ) -> PipelineTrainer:
     tx = OPTIMIZERS["clip_adamw"] if tx is None else tx
-    model = m.Layers(4, rngs=nnx.Rngs(0)) if model is None else model
+    model = m.Layers(rngs=nnx.Rngs(0)) if model is None else model
     return PipelineTrainer(
-        model, tx, m.squared_error, num_stages=num_stages, num_microbatches=2, logging=False, memory=memory, **options
-    )
+        model, tx, m.squared_error, num_stages=num_stages, num_microbatches=2, assignment="even", logging=False,
+        memory=memory, **options,
+    )  # fmt: skip
 
 
 def live_bytes() -> Counter[tuple[Any, str]]:
@@ -162,7 +163,7 @@ def test_leaves_that_are_fetched_alone_are_updated_alike(
 
 def test_a_factory_makes_the_state_on_the_host():
     """A step written for this option also runs on a state that lies on the devices."""
-    trainer = make(HOST, model=lambda rngs: m.Layers(4, rngs=rngs))
+    trainer = make(HOST, model=lambda rngs: m.Layers(rngs=rngs))
     assert kinds(trainer.state.opt_state) == ON_HOST
     step = jax.jit(trainer.step_function(BATCH))
     microbatches = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), BATCH)

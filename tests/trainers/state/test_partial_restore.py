@@ -21,16 +21,16 @@ from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps
 
-BATCH = m.make_batch(8)
+BATCH = m.make_xy(8)
 
 
 @sharing_steps("seed", "model")
 def make_trainer(seed: int, model: str = "factory", stages: int = 2, tx: Any = None) -> PipelineTrainer:
-    factory = lambda rngs: m.Model(2, rngs=rngs, dropout=0.1)  # noqa: E731
+    factory = lambda rngs: m.Layers(rngs=rngs, dropout=0.1)  # noqa: E731
     made = factory if model == "factory" else factory(nnx.Rngs(seed))
     return PipelineTrainer(
-        made, tx or optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=2, logging=False,
-        training=Training(ema_decay=0.5, seed=seed),
+        made, tx or optax.adam(0.1), m.squared_error, num_stages=stages, num_microbatches=2, logging=False,
+        assignment="even", training=Training(ema_decay=0.5, seed=seed),
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.
 
 
 CHOSEN: dict[str, Any] = {
-    "some weights": lambda path: path.startswith("params/blocks/1/"),
+    "some weights": lambda path: path.startswith("params/layers/1/"),
     "weights": lambda path: path.startswith("params/"),
     "half of the optimizer": lambda path: path.startswith("opt_state/0/mu/"),
     "streams": lambda path: path.startswith("model_state/") or path == "step",
@@ -95,7 +95,7 @@ def test_nothing_is_made_that_is_read(saved: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_a_checkpoint_that_does_not_fit_makes_nothing(saved: Any):
     trainer = make_trainer(0, tx=optax.sgd(0.1, momentum=0.9))
-    with pytest.raises(CheckpointMismatchError, match="opt_state/0/trace/blocks/0/narrow/bias: missing in the check"):
+    with pytest.raises(CheckpointMismatchError, match="opt_state/0/trace/layers/0/bias: missing in the check"):
         trainer.restore(saved[0], only=["params", "opt_state"])
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
 

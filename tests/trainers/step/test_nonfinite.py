@@ -15,8 +15,10 @@ from jaxpp_flax.trainers.step import nonfinite
 from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from tests.helpers import slow
 from tests.trainers.models import Layers, squared_error
+from tests.trainers.sharing import sharing_steps
 
 
+@sharing_steps("checkpoints", "progress")
 def trainer(num_stages=2, tx=None, progress=False, **more):
     tx = tx or optax.sgd(0.1)
     return PipelineTrainer(

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Precision, Training, UnusedParametersWarning
+from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Training, UnusedParametersWarning
 from jaxpp_flax.trainers.step.unused_parameters import covering_globs
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -109,8 +109,6 @@ OPTIONS = {
     "training": Training(ema_decay=0.9),
     "logging": Logging(metrics=("parameter_norm", "gradient_norm"), progress=False),
     "mesh": {"data": 2},
-    "schedule": "zero_bubble",
-    "precision": Precision(loss_scale=8.0),
 }
 
 
