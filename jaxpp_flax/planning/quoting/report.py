@@ -22,7 +22,7 @@ def table(found: Ranking, device: Device) -> str:
     head = f"    PP   DP FSDP {' EP' if experts else ''} TP  mb schedule   residuals s/step         80 %    GB bub% MFU"
     lines = [head, *(_row(number, step, experts=experts) for number, step in enumerate(found.steps, 1))]
     lines += _notes(found, device)
-    lines.append(f"{found.tried:,} layouts, {found.simulated} simulated; bytes are without XLA's workspace.")
+    lines.append(f"{found.tried:,} layouts, {found.simulated} simulated; bytes are without XLA's other workspace.")
     return "\n".join(lines)
 
 

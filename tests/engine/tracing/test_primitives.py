@@ -6,6 +6,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
@@ -97,3 +98,8 @@ def test_the_cost_of_what_jax_binds(function, cost):
 def _body(equation):
     body = equation.params[facts_of(equation.primitive).body]
     return getattr(body, "jaxpr", body)
+
+
+def test_a_dimension_may_be_a_number_of_numpy():
+    assert facts_of(jax.lax.split_p).dimensions_in({"axis": np.int64(1)}) == (1,)
+    assert facts_of(jax.lax.reduce_sum_p).dimensions_in({"axes": (0, 2)}) == (0, 2)

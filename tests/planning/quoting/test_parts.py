@@ -7,7 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.tracing.inline import inline
@@ -116,7 +116,7 @@ def test_the_facts_of_a_block_that_devices_share():
 
 
 def test_experts_exchange_tokens():
-    mesh = AbstractMesh((4, 2), ("expert", "tensor"))
+    mesh = AbstractMesh((4, 2), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def dispatched(tokens, widen, narrow):  # (examples, experts, capacity, width)
         place = lambda x, *cut: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*cut)))  # noqa: E731
