@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxpp_flax.launch.settings import device_environment
 from tests.processes.prepared import Started, start_program
 from tests.running import ROOT, free_port
 
@@ -47,9 +48,12 @@ class Processes:
         self.begun = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 closed by __exit__
         self.processes: list[Started | subprocess.Popen[bytes]] = []
+        # Threads as under the launcher: with fewer, a collective of two devices may stand still.
+        threads = {k: v for k, v in device_environment(os.environ, devices).items() if k == "NPROC"}
         for index, file in enumerate(self.files):
             own = {
                 **os.environ,
+                **threads,
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false",
                 "PYTHONPATH": str(ROOT),

@@ -101,6 +101,18 @@ def test_a_loss_that_is_not_deterministic_is_named(of_activations: bool):
     assert (calls > 2 * 2) == of_activations
 
 
+def test_a_clock_that_shows_two_plain_runs_the_same_time_is_the_likely_cause():
+    calls = iter(range(1000))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        result = jax.ShapeDtypeStruct((), jnp.float32)
+        return square(model, batch) * (1 + jax.pure_callback(lambda: np.float32(next(calls) // 5), result))
+
+    report = verify(small_trainer(loss_fn), BATCH)
+    assert "Likely: pure_callback at " in report.sentence
+    assert "varies from run to run; or " in report.sentence
+
+
 def test_a_state_that_is_not_finite_is_named():
     trainer = small_trainer()
     trainer.set_weights(jax.tree.map(lambda x: x * np.nan, trainer.state.params))
