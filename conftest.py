@@ -34,7 +34,7 @@ _IS_JAX_0_10 = version("jaxlib").startswith("0.10.")
 if _IS_JAX_0_10:
     # A third of the time to compile. JAX 0.12 does not know this flag, and ends with an error for an unknown flag.
     add_xla_flag("xla_cpu_use_fusion_emitters", "false")
-    # Two thirds of the rest: a program in one piece, and not in parts beside each other. Workers fill the cores already.
+    # Two thirds of the rest: each program in one piece, not in parts beside each other. Workers fill the cores already.
     add_xla_flag("xla_cpu_parallel_codegen_split_count", 1)
 
 _RUN_CACHE = None  # removed after the run; a directory that the environment names is kept
