@@ -53,7 +53,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
 
     Raises:
       BatchError: if the batch cannot be cut into microbatches.
-      VerifyError: if the state is not finite, or two plain runs of a block are not equal.
+      VerifyError: if the state is not finite, or two plain runs of a block that calls the host are not equal.
 
     Example:
       >>> import jax.numpy as jnp, optax
