@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 from collections.abc import Generator
 from importlib.metadata import version
 from typing import Any
@@ -30,8 +29,7 @@ def add_xla_flag(name: str, value: object) -> None:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 add_xla_flag("xla_force_host_platform_device_count", NUM_DEVICES)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-_IS_JAX_0_10 = version("jaxlib").startswith("0.10.")
-if _IS_JAX_0_10:
+if version("jaxlib").startswith("0.10."):
     # A third of the time to compile. JAX 0.12 does not know this flag, and ends with an error for an unknown flag.
     add_xla_flag("xla_cpu_use_fusion_emitters", "false")
     # Two thirds of the rest: each program in one piece, not in parts beside each other. Workers fill the cores already.
@@ -59,25 +57,6 @@ def all_devices(default_axes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 _RULE: list[Any] = []
 
 
-def _reuse_contexts_of_lowering() -> None:
-    """Let JAX 0.10 lower ten programs in one MLIR context, as JAX 0.12 does itself: a tenth of a test is making them.
-
-    This is the one place beside `_compat.py` that touches a private part of JAX: nothing but time depends on it.
-    """
-    from jax._src.interpreters import mlir
-
-    make, of_thread = mlir.make_ir_context, threading.local()
-
-    def reused() -> Any:
-        context, uses = getattr(of_thread, "last", (None, 0))
-        if uses % 10 == 0:
-            context = make()
-        of_thread.last = context, uses + 1
-        return context
-
-    mlir.make_ir_context = reused
-
-
 def pytest_configure() -> None:
     """Without `mesh=`, a trainer of a test takes one device for each rank, unless the test asks for `all_devices`.
 
@@ -85,8 +64,6 @@ def pytest_configure() -> None:
     """
     from jaxpp_flax.trainers.stages import scheduling
 
-    if _IS_JAX_0_10:
-        _reuse_contexts_of_lowering()
     _RULE.append(scheduling.default_axes)
     scheduling.default_axes = lambda num_ranks: {}
 
