@@ -53,11 +53,8 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
 
     Raises:
       BatchError: if the batch cannot be cut into microbatches.
-<<<<<<< HEAD
-      VerifyError: if the state is not finite, two plain runs of a block are not equal, or the model needs a mesh.
-=======
-      VerifyError: if the state is not finite, or two plain runs of a block that calls the host are not equal.
->>>>>>> v11
+      VerifyError: if the state is not finite, the model needs a mesh, or two plain runs of a block that calls the host
+        are not equal.
 
     Example:
       >>> import jax.numpy as jnp, optax
