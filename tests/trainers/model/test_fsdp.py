@@ -32,10 +32,9 @@ def test_a_train_step_gathers_once(case):
     for _ in range(2):
         losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
         np.testing.assert_allclose(*losses, rtol=1e-5)
-    # Adam divides by the gradients' size: a rounding in a small one weighs more than its own 6e-8.
-    tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)), rtol=1e-4)
+    tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)))
     kernels = [leaf for leaf in jax.tree.leaves(piped.state) if leaf.shape == (WIDTH, 4 * WIDTH)]
-    assert [kernel.spec for kernel in kernels] == [spec] * (STAGES * 3), "parameters and two moments stay sharded"
+    assert [kernel.spec for kernel in kernels] == [spec] * (STAGES * 2), "parameters and momentum stay sharded"
     (compiled,) = piped._core.executables.compiled.values()
     leaves = Counter(leaf.spec == P() for leaf in jax.tree.leaves(piped.state.params))[False]
     after = executed(compiled, in_loop=False)
