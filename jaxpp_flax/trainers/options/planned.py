@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ def take_plan(plan: Plan | str | os.PathLike[str] | None, given: Planned) -> Pla
     Raises:
       AssignmentError, FileNotFoundError: for a file that holds no plan.
       TypeError: without a plan, if the number of stages or of microbatches is missing; for a value that is no plan.
-      MeshError: for a plan for more devices than there are.
+      MeshError: for a plan for another number of devices; axes in `mesh=` that are the plan's allow fewer.
       ValueError: if an argument differs from the plan; it names the field and both values.
     """
     if plan is None:
@@ -99,8 +100,20 @@ def _mesh(given: MeshOptions, plan: Plan) -> MeshOptions:
             f"the plan's layout {dict(plan.layout)} needs {needed} devices, but there are {available}. Start the job "
             f"with as many, or make a plan for {available}."
         )
+    if needed < available and given.axes is None:  # without a plan the trainer would take all of them
+        raise MeshError(
+            f"the plan's layout {dict(plan.layout)} is for {needed} devices, but there are {available}: the others "
+            f"would be idle. Make a plan for {available} devices; or allow it, by mesh={_divided(axes)}."
+        )
+    if given.axes is not None:
+        _same("the mesh's axes", _divided(given.axes), _divided(axes))
     return replace(
         given,
-        axes=_same("the mesh's axes", None if given.axes is None else dict(given.axes), axes),
+        axes=axes,
         num_ranks=_same("num_ranks", given.num_ranks, num_ranks),
     )
+
+
+def _divided(axes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes that divide something: one of size 1 is there for the names in annotations."""
+    return {name: size for name, size in axes.items() if size != 1}

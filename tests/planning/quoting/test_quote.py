@@ -101,7 +101,7 @@ def test_the_bytes_are_those_of_the_planned_program(quoter: Quoter, axis: str):
         plan = Quote(quoter=quoter, ranking=rank(quoter, 4, 1e12, 1, wanted), device=quoter.device).plan(
             quoter.quoted(layout)
         )
-        trainer, batch = make(plan=plan)
+        trainer, batch = make(plan=plan, mesh={axis: 2})
         compiled = trainer.compile(batch)
         held = [of.held_bytes for of in compiled.memory_analysis()]
         assert plan.peak_bytes == pytest.approx(held, rel=0.1), layout
