@@ -18,7 +18,8 @@ def load_nnx(
     """Put the weights of a trainer's checkpoint into a plain NNX module, on the module's devices; return the module.
 
     Args:
-      module: a module with any weights; its variables are set in place. The keys and counters of random numbers do not change.
+      module: a module with any weights; its variables are set in place. The keys and counters of random numbers do
+        not change.
       path: a checkpoint that a trainer wrote.
       rename: maps prefixes of the module's paths to prefixes of the checkpoint's parameters.
 

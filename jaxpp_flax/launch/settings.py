@@ -18,7 +18,7 @@ _VARIABLE = "JAXPP_FLAX_LAUNCH"
 
 @documented("JPF506")
 class LaunchError(RuntimeError):
-    """The processes cannot be started as requested, or do not find each other."""
+    """The processes cannot be started as requested, cannot connect to one another, or one of them failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class LaunchSettings:
             raise LaunchError(f"num_processes={self.num_processes}: at least one process is needed.")
         if not 0 <= self.process_id < self.num_processes:
             raise LaunchError(
-                f"process_id={self.process_id}: of {self.num_processes} processes, it is 0 to {self.num_processes - 1}."
+                f"process_id={self.process_id}: in a run of {self.num_processes} processes, it must be 0 to "
+                f"{self.num_processes - 1}."
             )
         if not self.failure_timeout > 0:
             raise LaunchError(f"failure_timeout={self.failure_timeout}: it must be a number of seconds above 0.")
