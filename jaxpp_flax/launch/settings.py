@@ -99,7 +99,7 @@ def device_environment(environment: Mapping[str, str], devices_per_process: int)
 
     A number of devices in the launcher's own `XLA_FLAGS` would count for each process. XLA takes the number of its
     threads from `NPROC`, else from the cores. A collective holds a thread for each device until all of them arrive:
-    with too few threads, and other work in between, a run stands still.
+    with too few threads, and other work in between, the run hangs.
 
       >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 1)
       {'JAX_NUM_CPU_DEVICES': '1', 'XLA_FLAGS': ''}

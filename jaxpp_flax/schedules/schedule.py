@@ -81,8 +81,8 @@ class Schedule(abc.ABC):
             lower = self.num_stages - self.num_stages % self.num_ranks
             fits = [str(n) for n in (lower, lower + self.num_ranks) if n]
             raise ScheduleError(
-                f"{type(self).__name__}: num_stages={self.num_stages} cannot be dealt out evenly "
-                f"to num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
+                f"{type(self).__name__}: num_stages={self.num_stages} cannot be divided evenly "
+                f"among num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
                 "ranks that divides the stages"
             )
 

@@ -101,9 +101,7 @@ def test_compiler_options(lowered, compiled):
 def test_arrays_on_another_mesh_are_refused(meshes, lowered, compiled):
     ws, x = weights(BLOCKS), batches(1)[0]
     wrong = jax.device_put(ws, NamedSharding(meshes["m0"], P()))
-    message = (
-        r"argument\[0\]\[1\] of model is on mesh 'm0', but the program reads it on mesh 'm1'. Place .*input_spec"
-    )
+    message = r"argument\[0\]\[1\] of model is on mesh 'm0', but the program reads it on mesh 'm1'. Place .*input_spec"
     with pytest.raises(ValueError, match=message):
         compiled(wrong, x)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Schedules with several stages on each rank, dealt out in turn (stage ``s`` on rank ``s % p``)."""
+"""Schedules with several stages on each rank: stage ``s`` is on rank ``s % p``."""
 
 from __future__ import annotations
 

@@ -157,6 +157,7 @@ class Link:
             )
 
     def time(self, size: float) -> float:
+        """Return the time of a transfer of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
 
@@ -175,6 +176,7 @@ class Transfer:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def time(self, source: int, target: int, size: float) -> float:
+        """Return the time of a transfer of ``size`` bytes from rank ``source`` to rank ``target``."""
         return self.links.get((source, target), self.default).time(size)
 
     @classmethod
