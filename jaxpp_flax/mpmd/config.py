@@ -93,8 +93,8 @@ def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:
         ]
         if other:
             raise ValueError(
-                f"topology[{name!r}] has axes that are not Auto ({', '.join(other)}): their shardings are part of the "
-                "arrays' types, which do not change from mesh to mesh. Build the mesh with Auto axes."
+                f"topology[{name!r}] has axes that are not Auto ({', '.join(other)}): shardings over such axes are "
+                "part of an array's type, so the array could not move to another mesh. Build the mesh with Auto axes."
             )
     return Topology(tuple(meshes), tuple(meshes.values()))
 

@@ -63,7 +63,7 @@ class MpmdJitShardingInfo:
       named_shardings: trees of `NamedSharding`s, `input_specs` and `output_specs`.
       io_mesh_assignment: the names of the meshes of arguments and results.
       topology: the named meshes.
-      name_to_mesh_map: the mesh of each name, or its mesh and stage.
+      name_to_mesh_map: the mesh of each name, or a pair of its mesh and its stage.
 
     Example:
       >>> import jax, numpy as np, jax.numpy as jnp

@@ -196,7 +196,7 @@ class TransferFuture(Generic[T]):
         """Return the values on the receiving rank; a task that reads them waits for their arrival.
 
         Raises:
-          RuntimeError: at a second call.
+          RuntimeError: if it is called a second time.
         """
         if self._number not in self._found.waiting:
             raise RuntimeError(

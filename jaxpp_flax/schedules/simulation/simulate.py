@@ -181,7 +181,7 @@ def simulate(
         residuals: what each stage does with its residuals; by default it keeps them on the devices.
         host_link: the link between each rank's devices and its host, for offloaded residuals; by default instant. Each
             direction carries one copy at a time, while tasks run. An offload starts when its forward ends. A fetch
-            starts before the task that :attr:`ResidualPlan.fetch_ahead` gives, and the backward waits for its end.
+            starts before the task that ``ResidualPlan.fetch_ahead`` gives, and the backward waits for its end.
         gathers: the parameters that stages gather (FSDP), and how often; by default nothing is gathered.
 
     Raises:
