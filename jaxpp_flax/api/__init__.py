@@ -1,7 +1,8 @@
-"""The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: change that import in a program of theirs.
+"""This package's engine under the names of NVIDIA's and ROCm's `jaxpp.api`.
 
-`docs/reference/jaxpp_names.md` lists the names of each version and their differences. A name that is refused raises an
-`AttributeError` that names its replacement.
+In a program written for JaxPP, import `jaxpp_flax.api` instead of `jaxpp.api`. `docs/reference/jaxpp_names.md` lists
+the names of each version of JaxPP and the differences. For a name of JaxPP that this package lacks, the
+`AttributeError` names the replacement.
 
 Example:
   >>> import jaxpp_flax.api as jaxpp

@@ -18,8 +18,8 @@ __all__ = ["cross_mpmd_all_reduce", "cross_mpmd_stack"]
 def cross_mpmd_all_reduce(*args: Any) -> jax.Array:
     """Add arrays that live on different ranks, in the given order.
 
-    Scalars are sent to every rank that reads the sum, and added there. A larger sum is made on one rank and sent to the
-    ranks that read it. Plain `+` gives the same result; with this function, no warning says that ranks are mixed.
+    Scalars are sent to every rank that reads the sum, and added there. Larger arrays are added on one rank; the sum is
+    sent to the ranks that read it. Plain `+` gives the same result, but may warn that it mixes ranks.
 
     Args:
       *args: arrays of one dtype and one shape, each from any rank.
@@ -49,7 +49,7 @@ def cross_mpmd_stack(arrays: Sequence[Any], axis: int = 0) -> jax.Array:
       axis: the position of the new axis in the result.
 
     Returns:
-      The stack, made on every rank that reads it; a large stack is made on one rank.
+      The stack. It is made on every rank that reads it; a large stack is made on one rank, and sent.
 
     Raises:
       ValueError: if there are no arrays.

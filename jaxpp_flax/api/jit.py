@@ -32,9 +32,9 @@ def mpmd_jit_with_loop(
 ) -> StepFunction:
     """Compile a train step with a `treduce` loop into one SPMD program per stage.
 
-    Args: as in `jaxpp_flax.mpmd_jit_with_loop`; `in_specs` and `out_specs` are other names of `in_shardings` and
-      `out_shardings`, whose specs may name the ranks' own axis (it is dropped). `abstracted_axes` must be None;
-      `use_pgle` has no effect, and says so once.
+    Args: as in `jaxpp_flax.mpmd_jit_with_loop`. `in_specs` and `out_specs` are other names of `in_shardings` and
+      `out_shardings`. A spec may name the axis that counts the ranks: this axis is ignored. `abstracted_axes` must be
+      None. `use_pgle` has no effect; a warning says so once.
 
     Returns:
       A function with `compile(*args)`, whose result has `closed_jaxpr` and `in_shardings` (a tree like
@@ -42,7 +42,7 @@ def mpmd_jit_with_loop(
 
     Raises:
       NotImplementedError: if `abstracted_axes` is given.
-      ValueError: if both names of one parameter are given; and as `jaxpp_flax.engine.jit.mpmd_jit_with_loop`.
+      ValueError: if both names of one parameter are given, and where `jaxpp_flax.mpmd_jit_with_loop` raises it.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, numpy as np
@@ -92,7 +92,7 @@ def mpmd_jit_by_yield(
     compiler_options: Mapping[str, Any] | None = None,
     use_pgle: bool = False,
 ) -> StepFunction:
-    """Compile a marked function without a loop into one SPMD program per stage: a forward pass, or one gradient.
+    """Compile a marked function without a loop into one SPMD program per stage: inference, or one gradient.
 
     Args:
       fun: the function, with marked stages.

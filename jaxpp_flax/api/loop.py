@@ -24,7 +24,9 @@ def treduce(
     operation: Any = _STACK_AND_ADD,
     **carry: Any,
 ) -> Any:
-    """Reduce `fun(xs[i])` over the microbatches `i`: `jaxpp_flax.treduce`, with a schedule of JaxPP's classes or ours.
+    """Reduce `fun(xs[i])` over the microbatches `i`, as `jaxpp_flax.treduce` does.
+
+    The schedule may be one of JaxPP's classes or one of `jaxpp_flax.schedules`.
 
     Raises:
       ScheduleError: if the schedule's tasks are not legal.
@@ -48,7 +50,9 @@ def treduce_i(
     axis: int = 0,
     **carry: Any,
 ) -> Any:
-    """Reduce `fun(i)` over `i` in `range(length)`: `jaxpp_flax.treduce_i`, with a schedule of JaxPP's classes or ours.
+    """Reduce `fun(i)` over `i` in `range(length)`, as `jaxpp_flax.treduce_i` does.
+
+    The schedule may be one of JaxPP's classes or one of `jaxpp_flax.schedules`.
 
     Raises:
       ScheduleError: if the schedule's tasks are not legal.

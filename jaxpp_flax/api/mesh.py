@@ -15,7 +15,7 @@ __all__ = ["MpmdMesh"]
 
 
 class MpmdMesh(engine.MpmdMesh):
-    """The engine's `MpmdMesh`, and equal to it; see there for the arguments.
+    """`jaxpp_flax.MpmdMesh` with further names of JaxPP's; the arguments are the same, and equal meshes compare equal.
 
     Example:
       >>> import jax, numpy as np
@@ -39,26 +39,26 @@ class MpmdMesh(engine.MpmdMesh):
 
     @property
     def as_mpmd_mesh(self) -> MpmdMesh:
-        """The mesh itself: of a mesh of Ray workers, JaxPP's older versions gave an ordinary one."""
+        """This mesh itself. In JaxPP's older versions, a mesh of Ray workers gives an ordinary `MpmdMesh` here."""
         return self
 
     @property
     def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
-        """The position of each device in the mesh; the first one if a device stands at several ranks."""
+        """The position of each device in the mesh; the first position if a device belongs to several ranks."""
         return {device: place for place, device in reversed(list(np.ndenumerate(self.jax_mesh.devices)))}
 
     @property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """The rank of each submesh of `unstack`; the first one if ranks share their devices."""
+        """The rank of each submesh of `unstack`; the first rank if several ranks have the same devices."""
         return {mesh: rank for rank, mesh in reversed(list(enumerate(self.unstack)))}
 
     @property
     def device_mpmd_idx(self) -> Mapping[Any, int]:
-        """The rank of each device; the first one if a device stands at several ranks."""
+        """The rank of each device; the first rank if a device belongs to several ranks."""
         return {device: rank for rank in reversed(range(self.mpmd_dim)) for device in self.rank_devices(rank)}
 
     def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
-        """Return the ranks, ascending, whose devices make up `mesh`; None if there are no such ranks."""
+        """Return the ranks whose devices make up `mesh`, in ascending order; None if there are no such ranks."""
         devices = set(mesh.devices.flat)
         ranks = [rank for rank in range(self.mpmd_dim) if devices.issuperset(self.rank_devices(rank))]
         covered = {device for rank in ranks for device in self.rank_devices(rank)}
@@ -80,5 +80,5 @@ class MpmdMesh(engine.MpmdMesh):
 
     @property
     def my_mpmd_group_mesh(self) -> Mesh:
-        """The submesh of this process's only rank; raises as `my_mpmd_axis_index` does."""
+        """The submesh of this process's only rank; raises the same error as `my_mpmd_axis_index`."""
         return self.unstack[self.my_mpmd_axis_index]

@@ -15,7 +15,7 @@ REMEDIES: Mapping[str, str] = {
     "pipelined": "`mpmd_jit_with_loop` has taken its place: `@partial(mpmd_jit_with_loop, mpmd_mesh=mesh)`",
     "InterleavedZeroBubble": "JaxPP has dropped it too. Use `DualPipeV` for two stages a rank with a split backward, "
     "`ZeroBubble` for one, or `Interleaved1F1B`",
-    "run_replicated_dced": "work after the loop is placed on the ranks that need it without being told: write it as "
+    "run_replicated_dced": "work after the loop is placed on the ranks that need it automatically: write it as "
     "ordinary code",
     "add_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_all_reduce(*arrays)`",
     "gather_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_stack(arrays, axis)`",

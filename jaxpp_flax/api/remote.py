@@ -1,4 +1,4 @@
-"""The types of JaxPP's versions with Ray workers, for programs that ask for an instance of them. None can be made."""
+"""The types of JaxPP's versions with Ray workers, for programs that call `isinstance`. They have no instances."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class _NeverMade:
 
 
 class RemoteMpmdMesh(_NeverMade):
-    """A mesh of Ray workers. No object is one.
+    """A mesh of Ray workers in JaxPP: a type for `isinstance`, without instances.
 
     Raises:
-      NotImplementedError: always, with what to use.
+      NotImplementedError: always; the message names the replacement.
 
     Example:
       >>> isinstance(3, RemoteMpmdMesh)
@@ -33,10 +33,10 @@ class RemoteMpmdMesh(_NeverMade):
 
 
 class ArrayRef(_NeverMade):
-    """An array of a Ray worker. No object is one.
+    """An array of a Ray worker in JaxPP: a type for `isinstance`, without instances.
 
     Raises:
-      NotImplementedError: always, with what to use.
+      NotImplementedError: always; the message names the replacement.
     """
 
     instead = "it names an array of a Ray worker. A step returns `MpmdArray`s, which can be read in this process"

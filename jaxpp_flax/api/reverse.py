@@ -1,4 +1,4 @@
-"""`mpmd_jit_rev`: compute each result on the ranks that are to hold it."""
+"""`mpmd_jit_rev`: compute each result on the ranks that hold it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def mpmd_jit_rev(
     compiler_options: Mapping[str, Any] | None = None,
     use_pgle: bool = False,
 ) -> Callable[..., Any]:
-    """Compile a function whose results are made on given ranks: initial parameters on the ranks of their stages.
+    """Compile a function whose results are computed on given ranks, such as initial parameters on their stages' ranks.
 
-    Each rank computes its own results alone, so no device ever holds the others'.
+    Each rank computes only its own results, so no device ever holds the results of another rank.
 
     Args:
       fun: a function of arrays.
       mpmd_mesh: the ranks.
-      out_refs: a prefix tree of the results: the sets of ranks that hold them, as `mesh_ids` of a compiled step's
-        `in_shardings`. A result of no rank goes to rank 0.
+      out_refs: a prefix tree of the results, with the set of ranks that hold each result, such as the `mesh_ids` of a
+        compiled step's `in_shardings`. For an empty set, rank 0 holds the result.
       in_shardings, out_shardings: prefix trees of `PartitionSpec`s or shardings, for the positional arguments and for
         the results; default: replicated.
       static_argnums, static_argnames, donate_argnums, donate_argnames, abstracted_axes: not supported; must be None.
@@ -52,12 +52,12 @@ def mpmd_jit_rev(
       use_pgle: has no effect.
 
     Returns:
-      A function with the results as `MpmdArray`s.
+      A function that returns `MpmdArray`s.
 
     Raises:
       NotImplementedError: if an argument that is not supported is given.
       TypeError: if `out_refs` holds anything but sets.
-      ValueError: if `out_refs` or `out_shardings` does not fit to the results, or `in_shardings` to the arguments.
+      ValueError: if `out_refs` or `out_shardings` does not fit the results, or `in_shardings` the arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np

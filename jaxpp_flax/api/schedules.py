@@ -1,7 +1,7 @@
-"""JaxPP's schedules: the same classes, tasks and printed forms, over this package's schedules.
+"""JaxPP's schedules: the same classes, tasks and printed forms, built on this package's schedules.
 
-A schedule class written for JaxPP works as it stands: a frozen dataclass over `BaseSchedule` with `tasks(n_mubatches)`
-and, if stages are not dealt out one to a rank, `get_mpmd_idx(stage_id)`.
+A schedule class written for JaxPP works unchanged: a frozen dataclass derived from `BaseSchedule`, with
+`tasks(n_mubatches)` and, if a rank runs several stages, `get_mpmd_idx(stage_id)`.
 
 Example:
   >>> import dataclasses
@@ -51,7 +51,7 @@ _TYPE = {kind: type_ for type_, kind in OWN_KIND.items()}
 
 @dataclass(frozen=True)
 class BaseSchedule(abc.ABC):
-    """The order of each rank's tasks; to be subclassed with `tasks`.
+    """The order of each rank's tasks. A subclass defines `tasks`.
 
     Args:
       num_stages: number of stages of the model.
@@ -82,14 +82,14 @@ class BaseSchedule(abc.ABC):
 
 @dataclass(frozen=True)
 class InterleavedBaseSchedule(BaseSchedule):
-    """A schedule of several stages on each rank, dealt out in turn; to be subclassed with `tasks`.
+    """A schedule with several stages on each rank: stage `s` is on rank `s % mpmd_dim`. A subclass defines `tasks`.
 
     Args:
       num_stages: number of stages of the model, a multiple of `mpmd_dim`.
       mpmd_dim: number of ranks.
 
     Raises:
-      ScheduleError: if one of the numbers is below 1, or the stages cannot be dealt out evenly.
+      ScheduleError: if one of the numbers is below 1, or `num_stages` is not a multiple of `mpmd_dim`.
     """
 
     mpmd_dim: int
@@ -171,8 +171,8 @@ class Interleaved1F1B(_SeveralStagesEach):
 
     Args:
       num_stages, mpmd_dim: the numbers of stages and of ranks.
-      fuse_steady_state: lists each forward with the backward after it as one task. They run directly after one
-        another in any case.
+      fuse_steady_state: True lists each forward and the backward that directly follows it as one task. The order of
+        the work is the same.
     """
 
     fuse_steady_state: bool = False
@@ -184,7 +184,7 @@ class Interleaved1F1B(_SeveralStagesEach):
 
 
 class KimiK2(Interleaved1F1B):
-    """`jaxpp_flax.schedules.KimiK2`, with JaxPP's tasks: the last stage runs a forward with the backward before it."""
+    """`jaxpp_flax.schedules.KimiK2`, with JaxPP's tasks; the last stage fuses a forward and the backward after it."""
 
     made_by = schedules.KimiK2
 
@@ -199,7 +199,8 @@ class DualPipeV(_SeveralStagesEach):
     """`jaxpp_flax.schedules.DualPipeV`, with JaxPP's tasks.
 
     Raises:
-      ScheduleError: if there are not two stages for each rank; by `tasks`, if there are fewer microbatches than stages.
+      ScheduleError: if there are not two stages for each rank. `tasks` raises it if there are fewer microbatches than
+        stages.
     """
 
     made_by = schedules.DualPipeV

@@ -45,11 +45,11 @@ _OF_ITS_KIND = cast(int, None)
 
 @dataclass(frozen=True)
 class Task:
-    """One pass of a stage over a microbatch. The latency is no part of its identity, and changes no step.
+    """One pass of a stage over a microbatch. The latency does not count in comparisons, and does not change a step.
 
     Args:
       stage_id, mubatch_idx, fwd_or_bwd: the stage, the microbatch and the kind.
-      latency: by default that of the kind; JaxPP's versions up to August 2025 have no such parameter.
+      latency: by default the kind's `default_latency`; JaxPP's versions up to August 2025 have no such parameter.
 
     Example:
       >>> print(Task.make(2, 0, TaskType.BWD_I))

@@ -1,4 +1,4 @@
-"""Checkpoints that fit any layout: trees of `MpmdArray`s in ordinary Orbax checkpoints, keyed by logical paths."""
+"""Checkpoints that any layout can restore: ordinary Orbax checkpoints of trees with `MpmdArray`s, by logical paths."""
 
 from jaxpp_flax.checkpoint.errors import (
     CheckpointError,

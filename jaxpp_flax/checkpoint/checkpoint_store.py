@@ -141,7 +141,7 @@ class CheckpointStore:
         if step == "latest" and not steps:
             raise CheckpointNotFoundError(
                 f"{self.directory} holds no complete checkpoint yet. Save one first (`trainer.save()`, or "
-                "`every=`), or look whether the directory is the one that the run wrote to."
+                "`every=`), or check that this is the directory that the run wrote to."
             )
         wanted = steps[-1] if step == "latest" else step
         if wanted not in steps:

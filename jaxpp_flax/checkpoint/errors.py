@@ -1,4 +1,4 @@
-"""The errors of checkpoints: each names the checkpoint, the fault in it, and the remedy."""
+"""The errors of checkpoints: each names the checkpoint, what is wrong with it, and what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 @documented("JPF402")
 class UnfinishedCheckpointError(CheckpointError, FileNotFoundError):
-    """The path holds the remains of a save that never ended."""
+    """The path holds only the remains of a save that was interrupted."""
 
 
 @documented("JPF403")

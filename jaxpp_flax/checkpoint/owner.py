@@ -126,9 +126,9 @@ class Ownership:
             self._write(replace(self._own, renewed=time.time()), found)
         elif found.owner is not None and not found.owner.is_same_process(self._own):
             raise DirectoryInUseError(
-                f"{self._directory} belongs to another job by now ({found}), which has taken it while this one "
-                f"({self._own}) did no step for {STALE_SECONDS:.0f} s. This one saves nothing there any more: end it, "
-                "or give it a directory of its own."
+                f"{self._directory} belongs to another job now ({found}). That job took it while this one "
+                f"({self._own}) did no step for {STALE_SECONDS:.0f} s. This job no longer saves there: end it, "
+                "or give it another directory."
             )
 
     def release(self) -> None:
@@ -144,8 +144,8 @@ class Ownership:
         lives = False if found.owner is None else found.owner.lives()
         if lives or (lives is None and self._is_renewed(found, tell)):
             raise DirectoryInUseError(
-                f"{self._directory} belongs to another job that is running: {found}. Two of them would write the same "
-                "steps over each other's. Use another directory, or end that job first; it gives the directory "
+                f"{self._directory} belongs to another job that is running: {found}. Both would write the same "
+                "steps. Use another directory, or end that job first; it gives the directory "
                 f"back by itself when it ends (if it has ended, remove {self._path})."
             )
 

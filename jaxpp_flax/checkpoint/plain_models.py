@@ -18,12 +18,13 @@ def load_nnx(
     """Put the weights of a trainer's checkpoint into a plain NNX module, on the module's devices; return the module.
 
     Args:
-      module: a module with any weights; its variables are set in place. Random keys and counters do not change.
+      module: a module with any weights; its variables are set in place. The keys and counters of random numbers do
+        not change.
       path: a checkpoint that a trainer wrote.
-      rename: prefixes of paths, from the module to the checkpoint's parameters.
+      rename: maps prefixes of the module's paths to prefixes of the checkpoint's parameters.
 
     Raises:
-      CheckpointMismatchError: listing the leaves that do not fit.
+      CheckpointMismatchError: if leaves do not fit; the message lists them.
 
     Example:
       >>> import tempfile, jax
@@ -49,15 +50,15 @@ def load_nnx(
 def load_linen(
     variables: Mapping[str, Any], path: str | os.PathLike[str], *, rename: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Load the variables of a Linen model from a trainer's checkpoint, in the form that `module.apply` takes.
+    """Read the variables of a Linen model from a trainer's checkpoint; `module.apply` takes the result.
 
     Args:
       variables: the result of `module.init`, or its shapes by `jax.eval_shape`.
       path: a checkpoint that a trainer wrote.
-      rename: prefixes of paths, from `variables` to the checkpoint.
+      rename: maps prefixes of paths in `variables` to prefixes in the checkpoint.
 
     Raises:
-      CheckpointMismatchError: listing the leaves that do not fit.
+      CheckpointMismatchError: if leaves do not fit; the message lists them.
 
     Example:
       >>> import tempfile, jax.numpy as jnp

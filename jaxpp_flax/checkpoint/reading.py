@@ -32,7 +32,7 @@ from jaxpp_flax.processes.group import process_group
 
 
 def abstract_state(tree: Any) -> Any:
-    """Return the tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without memory.
+    """Return the tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,7 +58,7 @@ def leaves_of(path: str | os.PathLike[str]) -> dict[str, StoredLeaf]:
       path: any Orbax checkpoint of a tree, or a step's directory of a `CheckpointManager`.
 
     Raises:
-      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -90,16 +90,17 @@ def restore(
         shapes, dtypes and shardings. The target does not change.
       only: the leaves of the target to restore: a glob such as `"params/*"`, several globs, or a function of the path.
         The other leaves keep the target's value.
-      rename: prefixes of paths, from the target to the disk. `{"params": ""}` reads the parameters of a target from a
-        checkpoint that holds nothing else.
-      missing: "keep" keeps the target's value of a leaf that the checkpoint lacks (base weights into a model with
-        adapters).
-      extra: "ignore" ignores leaves of the checkpoint that the target lacks. Leaves outside of `only` are always
-        ignored.
+      rename: maps prefixes of the target's paths to prefixes in the checkpoint. `{"params": ""}` reads the parameters
+        of the target from a checkpoint that holds only parameters.
+      missing: "keep" keeps the target's value of a leaf that the checkpoint lacks, for example to read base weights
+        into a model with adapters; "error" raises an error.
+      extra: "ignore" ignores leaves of the checkpoint that the target lacks; "error" raises an error. Leaves outside
+        of `only` are always ignored.
 
     Raises:
-      CheckpointMismatchError: the message lists every leaf whose path, shape, dtype or sharding does not fit.
+      CheckpointMismatchError: if leaves do not fit; the message lists each with its path, shape, dtype or sharding.
       CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
+      ValueError: if `missing` or `extra` has another value, or Orbax cannot read such a URL.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, numpy as np

@@ -37,8 +37,8 @@ def to_tree(tree: Any) -> dict[str, Any]:
 def save(path: str | os.PathLike[str], tree: Any) -> Path:
     """Write `tree` to `path` as an Orbax checkpoint, wait for the end of the save, and return the absolute path.
 
-    Stock Orbax reads the checkpoint as nested dictionaries of arrays; random keys are written as their data. The
-    directory gets its name when it is complete.
+    Orbax alone reads the checkpoint as nested dictionaries of arrays; random keys are written as their data. The
+    directory `path` appears when the checkpoint is complete.
 
     Args:
       path: a directory that does not exist yet.
@@ -46,6 +46,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
 
     Raises:
       CheckpointSaveError: if the path exists, or cannot be written.
+      ValueError: if the tree has no leaves, or two leaves have one path; if Orbax cannot write to such a URL.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp

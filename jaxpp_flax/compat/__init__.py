@@ -1,6 +1,6 @@
 """Stand-ins under the names of other packages, for programs whose imports cannot be changed.
 
-`install()` makes `import jaxpp` and its submodules give `jaxpp_flax.compat.jaxpp`. Nothing does so by itself.
+After `install()`, `import jaxpp` imports `jaxpp_flax.compat.jaxpp`. Without this call, nothing changes.
 
 Example:
   >>> import jaxpp_flax.compat
@@ -26,7 +26,8 @@ def install() -> None:
     """Make `import jaxpp` import the stand-in, with its submodules, in this process. A second call changes nothing.
 
     Raises:
-      RuntimeError: if another `jaxpp` is imported already: names taken from it would not fit to the stand-in's.
+      RuntimeError: if another `jaxpp` is imported already: names that a program took from it would not match the
+        stand-in's.
     """
     package = import_module(_STAND_IN)
     present = sys.modules.get("jaxpp")

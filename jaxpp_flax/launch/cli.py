@@ -57,25 +57,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", "--num-processes", type=int, help="how many processes to start on this machine")
     parser.add_argument(
-        "--cluster", action="store_true", help="be one process of a run that SLURM, Open MPI or Kubernetes started"
+        "--cluster", action="store_true", help="run as one process of a run that SLURM, Open MPI or Kubernetes started"
     )
     parser.add_argument(
         "--devices-per-process", type=int, default=1, help="virtual devices on CPU, else accelerators (default: 1)"
     )
     parser.add_argument(
-        "--address", help="what sockets listen on (default: 127.0.0.1; on a cluster, what reaches the coordinator)"
+        "--address",
+        help="the address that sockets listen on (default: 127.0.0.1; with --cluster, the one that reaches the "
+        "coordinator)",
     )
     parser.add_argument(
         "--failure-timeout",
         type=float,
         default=DEFAULT_FAILURE_TIMEOUT,
-        help="seconds within which a failure of one process has ended all (default: 30)",
+        help="seconds within which the failure of one process ends all of them (default: 30)",
     )
     parser.add_argument(
         "--grace",
         type=float,
         default=60.0,
-        help="seconds to end in after Ctrl-C, SIGTERM or the program's end (default: 60)",
+        help="seconds that a process has to end after Ctrl-C, SIGTERM or the program's end (default: 60)",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")

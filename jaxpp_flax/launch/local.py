@@ -299,14 +299,14 @@ class _Job:
             why = "an object's `__del__`, a thread or an exit handler may hold it"
             if is_stopped(process.popen.pid):
                 why = "it was stopped (SIGSTOP)"
-            text = f"process {process.index} of {self._job.num_processes} has ended its program, but lives on"
+            text = f"process {process.index} of {self._job.num_processes} has ended its program, but is still running"
             if waited > grace:
                 process.is_overdue = True
                 self._say(f"{text}: {why}. After {grace:g} s (--grace) it is killed.")
                 process.signal(signal.SIGKILL)
             elif waited > _SECONDS_IN_SILENCE and not process.is_told:
                 process.is_told = True
-                self._say(f"{text}: {why}. It is waited for up to {grace:g} s (--grace).")
+                self._say(f"{text}: {why}. The launcher waits for it for up to {grace:g} s (--grace).")
 
     def __exit__(self, *_: object) -> None:
         """Leave nothing behind."""

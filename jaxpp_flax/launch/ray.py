@@ -41,20 +41,20 @@ def run(
     """Run a function as one process on each of several hosts of a Ray cluster (`ray.init`), connected by `initialize`.
 
     Args:
-      function, arguments: called with these in every process.
-      num_processes: how many.
-      cpus, gpus: what each process asks Ray for, and gets.
-      strategy: of Ray's placement group; by default every process is on another host.
+      function, arguments: every process calls `function(*arguments)`.
+      num_processes: the number of processes.
+      cpus, gpus: the resources that each process requests from Ray.
+      strategy: the strategy of Ray's placement group; by default each process is on a host of its own.
       environment: more environment variables for the processes.
-      failure_timeout_s: seconds within which a failure of one process has ended all.
+      failure_timeout_s: seconds within which the failure of one process ends all of them.
       initialization_timeout_s: seconds for Ray to find the resources, and for all processes to connect.
 
     Returns:
-      The results of the function, by process; arrays as NumPy's.
+      A list with the result of each process, in the order of their indices; arrays are NumPy arrays.
 
     Raises:
-      LaunchError: if Ray is missing or lacks the resources, or if a process fails: its `__cause__` is that error.
-      SystemExit: with status 75, if the processes were asked to end by SIGTERM, and have saved.
+      LaunchError: if Ray is missing or lacks the resources, or if a process fails; then `__cause__` is its error.
+      SystemExit: with status 75, if SIGTERM has ended the processes, and all have saved.
     """
     try:
         ray = importlib.import_module("ray")

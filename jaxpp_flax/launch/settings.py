@@ -18,7 +18,7 @@ _VARIABLE = "JAXPP_FLAX_LAUNCH"
 
 @documented("JPF506")
 class LaunchError(RuntimeError):
-    """The processes cannot be started as requested, or do not find each other."""
+    """The processes cannot be started as requested, cannot connect to one another, or one of them failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class LaunchSettings:
             raise LaunchError(f"num_processes={self.num_processes}: at least one process is needed.")
         if not 0 <= self.process_id < self.num_processes:
             raise LaunchError(
-                f"process_id={self.process_id}: of {self.num_processes} processes, it is 0 to {self.num_processes - 1}."
+                f"process_id={self.process_id}: in a run of {self.num_processes} processes, it must be 0 to "
+                f"{self.num_processes - 1}."
             )
         if not self.failure_timeout > 0:
             raise LaunchError(f"failure_timeout={self.failure_timeout}: it must be a number of seconds above 0.")
@@ -98,7 +99,7 @@ def device_environment(environment: Mapping[str, str], devices_per_process: int)
 
     A number of devices in the launcher's own `XLA_FLAGS` would count for each process. XLA takes the number of its
     threads from `NPROC`, else from the cores. A collective holds a thread for each device until all of them arrive:
-    with too few threads, and other work in between, a run stands still.
+    with too few threads, and other work in between, the run hangs.
 
       >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 1)
       {'JAX_NUM_CPU_DEVICES': '1', 'XLA_FLAGS': ''}

@@ -1,4 +1,4 @@
-"""The layers for a model's author: marks on blocks, recomputation of blocks, scanned stacks of blocks, adapters."""
+"""For the author of a model: marks on blocks, recomputation of blocks, scanned stacks of layers, and adapters."""
 
 from pathlib import Path
 

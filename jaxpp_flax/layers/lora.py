@@ -44,23 +44,23 @@ def add_lora(
     """Add an adapter to layers of `model`, in place, and return the model.
 
     The result of an adapted layer is `layer(x) + alpha / rank * (x @ lora_a @ lora_b)`, in the dtype of `layer(x)`.
-    `lora_b` begins as zeros, so the model's results are at first those without adapters. Paths of other parameters,
-    pipeline stages and the classes that `isinstance` finds do not change. Train the adapters alone by
-    `PipelineTrainer(..., training=Training(wrt=nnx.LoRAParam))`.
+    `lora_b` is initialised with zeros, so at first the model's results are those without adapters. The paths of other
+    parameters and the pipeline stages do not change, and an adapted layer is still an instance of its old class. To
+    train only the adapters, use `PipelineTrainer(..., training=Training(wrt=nnx.LoRAParam))`.
 
     Args:
-      model: a module with `nnx.Linear` and `nnx.LinearGeneral` layers (those of `nnx.MultiHeadAttention` are such).
+      model: a module with `nnx.Linear` and `nnx.LinearGeneral` layers, such as those of `nnx.MultiHeadAttention`.
       rank: the inner dimension: `lora_a` has shape (inputs, rank), `lora_b` has shape (rank, outputs). Several input
         or output axes of a layer count as one.
-      alpha: the scale times `rank`. None: `rank`, a scale of 1.
+      alpha: the adapter's term is scaled by `alpha / rank`. None stands for `rank`: a scale of 1.
       layers: which layers get an adapter: globs on their paths ("blocks/*/attention/*"), or a function of the path.
-      param_dtype: the dtype of the factors.
+      param_dtype: the dtype of `lora_a` and `lora_b`.
       rngs: its stream `params` gives the keys for `lora_a`.
 
     Raises:
       TypeError: if `model` is no NNX module.
-      ValueError: if a number does not fit, a glob matches no layer, or a layer has an adapter already or a kernel of
-        another shape. The model has not changed then.
+      ValueError: if `rank` or `alpha` is no number above 0; if a glob matches no layer; if a layer has an adapter
+        already, other axes than the last ones of its input, or a kernel of another shape. The model is not changed.
 
     Example:
       >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
@@ -96,7 +96,8 @@ def merge_lora(model: M) -> M:
 
     Raises:
       TypeError: if `model` is no NNX module.
-      ValueError: if no layer has an adapter; if an `nnx.LoRA` stands elsewhere, around a module for example.
+      ValueError: if no layer has an adapter; if an `nnx.LoRA` belongs to no linear layer, such as one that wraps a
+        module; if two layers with adapters share a kernel.
 
     Example:
       >>> import jax.numpy as jnp
@@ -241,7 +242,7 @@ def _chosen(model: nnx.Module, layers: NameFilter) -> dict[str, Any]:
     if unused or not chosen:
         wrong = f"layers: no layer matches {unused[0]!r}" if unused else f"layers={layers!r} chooses no layer"
         names = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
-        raise ValueError(f"{wrong}. nnx.Linear and nnx.LinearGeneral get adapters; these are {names or 'none here'}.")
+        raise ValueError(f"{wrong}. nnx.Linear and nnx.LinearGeneral get adapters; the model has {names or 'none'}.")
     return chosen
 
 

@@ -30,18 +30,20 @@ class PipelineStage(nnx.Module, metaclass=StageMeta):
     Wrap a module, `PipelineStage(Block(...), name="block_0")`, or write a subclass, `class Block(PipelineStage)`.
     Wrapping returns the same module with a changed class: a subclass of both its old class and `PipelineStage`. So the
     paths of parameters, the tree of states and checkpoints are the same as in the unmarked model. Outside a pipeline,
-    the module has the same results as the unmarked module: its jaxpr has markers, which do nothing there, and `remat`
-    recomputes there too. Another model that shares the module has it marked as well: it is the same object.
+    the results are the same too: the marks in the jaxpr do nothing, and `remat` recomputes as well. If another model
+    shares the module, the module is marked there as well, because it is the same object.
 
     Args:
       module: the NNX module to mark; it is changed in place, and returned.
       name: the name of the block, for assignments by name and for messages (also settable as the attribute
         `stage_name`). Default: the name of the class, numbered in order of execution if it occurs several times.
-      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
-        selects more values to keep (also settable as the attribute `stage_remat`, of a subclass too).
+      remat: "full" recomputes the block in the backward pass, so that only the block's input is kept; a
+        `jax.checkpoint` policy selects more values to keep. Default: None, which keeps all values (also settable as
+        the attribute `stage_remat`, of the instance or of a subclass).
 
     Raises:
-      TypeError: if `module` is a class, a Linen module, or not a module; if `remat` is another value.
+      TypeError: if `module` is a class, a Linen module, not a module, or has no `__call__`; if `remat` is another
+        value.
 
     Example:
       >>> from flax import nnx

@@ -14,7 +14,7 @@ __all__ = ["check_remat", "policy_of", "rematerialized"]
 
 
 def check_remat(remat: Any, where: str) -> None:
-    """Refuse a value that is not a choice of rematerialisation.
+    """Refuse a value that `remat=` does not accept.
 
     Raises:
       TypeError: the message begins with `where`, the place of the argument.

@@ -27,20 +27,22 @@ def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None,
     """Divide `flax.linen.scan` into parts with a mark after each part, so that the stack may be cut into stages.
 
     Args:
-      target: the layer's class, also a class from `nn.remat`; `layer(carry, *inputs) -> (carry, output)`.
+      target: the layer's class, or `nn.remat` of it; a layer is called as `layer(carry, *inputs) -> (carry, output)`.
       stages: the number of parts, or the number of layers in each part. Cuts are possible between the parts: the
         pipeline may have fewer stages.
       length: the number of layers.
       options: the other arguments of `nn.scan`.
 
     Returns:
-      A function to use like the layer's class, as with `nn.scan`. Variables of part i are below `stage_<i>`.
+      A function to use like the layer's class, as with `nn.scan`. The variables of part i are below `stage_<i>`.
       `split_scanned` and `join_scanned` convert checkpoints from and to the model with `nn.scan`. Initial values and
-      dropout masks depend on the paths: for equal values, initialise the model with `nn.scan`, and split.
+      dropout masks depend on the paths, so they differ from those of `nn.scan`. For equal initial values, initialise
+      the model with `nn.scan`, and convert its variables with `split_scanned`.
 
     Raises:
-      TypeError: if `target` is not a Module class.
-      ValueError: if the parts do not add up to the layers, an option ties all layers together, or `target` is marked.
+      TypeError: if `target` is not a Linen Module class.
+      ValueError: if `length` is missing, the parts do not sum up to the number of layers, the variables of an option
+        belong to all layers, the option is `reverse=True`, an output axis is no number, or `target` is marked.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -151,9 +153,9 @@ def _lengths(stages: int | Sequence[int], layers: int) -> tuple[int, ...]:
 def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> list[Any]:
     """Divide stacked layers: an NNX module made under `nnx.vmap`, or any tree of stacked arrays.
 
-    Each part has its own leaves, so a stage holds only its own layers: parameters, gradients and optimizer state. A
-    model may also slice one stacked leaf in its stages. Then results are correct, but each stage holds the whole stack
-    and sums gradients of the stack's size, mostly zeros.
+    Each part has its own leaves, so a stage holds the parameters, gradients and optimizer state of only its own layers.
+    If the stages slice one stacked leaf instead, the results are correct, but each stage holds the whole stack, and
+    sums gradients of the size of the whole stack, which are mostly zeros.
 
     Args:
       stack: a tree; each array has the layers along `axis`.
@@ -161,7 +163,8 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
       axis: the axis of the layers.
 
     Raises:
-      ValueError: if an array lacks the axis or has another number of layers, or the parts do not add up.
+      ValueError: if there is no array; if an array lacks the axis or has another number of layers; if the parts do not
+        sum up to the number of layers.
 
     Example:
       >>> import numpy as np
@@ -184,7 +187,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
     other = next(((where, size) for where, size in sizes if size != sizes[0][1]), None)
     if other is not None:
         raise ValueError(
-            f"{sizes[0][0]} holds {sizes[0][1]} layers along axis {axis}, but {other[0]} {other[1]}. Stack all "
+            f"{sizes[0][0]} holds {sizes[0][1]} layers along axis {axis}, but {other[0]} holds {other[1]}. Stack all "
             "arrays along one axis, and keep what all layers share out of the stack."
         )
     lengths = _lengths(stages, sizes[0][1])
@@ -228,8 +231,8 @@ def split_scanned(tree: Any, name: str, stages: int | Sequence[int], *, axis: in
     """Convert a tree of the model with one scan to a tree of the model divided into stages.
 
     Args:
-      tree: holds the stack under `name`, once or several times: variables, gradients, an optimizer's state, an
-        `nnx.State`. The other parts of the tree do not change.
+      tree: variables, gradients, an optimizer's state, or an `nnx.State`; it holds the stack under `name`, once or
+        several times. The other parts of the tree do not change.
       name: the name of the scanned submodule.
       stages: as in `scan`.
       axis: the axis of the layers, as in `variable_axes`.

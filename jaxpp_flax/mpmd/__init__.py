@@ -1,4 +1,4 @@
-"""Named computations assigned to named meshes: programs written for Shardy:MPMD, on plain JAX.
+"""Named computations, each assigned to a named mesh: runs programs written for Shardy:MPMD on plain JAX.
 
 >>> import jax, numpy as np, jax.numpy as jnp
 >>> from jaxpp_flax import mpmd

@@ -93,8 +93,8 @@ def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:
         ]
         if other:
             raise ValueError(
-                f"topology[{name!r}] has axes that are not Auto ({', '.join(other)}): their shardings are part of the "
-                "arrays' types, which do not change from mesh to mesh. Build the mesh with Auto axes."
+                f"topology[{name!r}] has axes that are not Auto ({', '.join(other)}): shardings over such axes are "
+                "part of an array's type, so the array could not move to another mesh. Build the mesh with Auto axes."
             )
     return Topology(tuple(meshes), tuple(meshes.values()))
 
@@ -114,7 +114,7 @@ class MpmdConfig:
 
     @property
     def sharding_mesh(self) -> AbstractMesh:
-        """The first mesh without its devices: in a sharding, it stands for the mesh of each array."""
+        """The first mesh without its devices; in a sharding, it stands for the mesh that an array is assigned to."""
         return next(iter(self.topology.values())).abstract_mesh
 
     @cached_property
@@ -133,7 +133,7 @@ class MpmdConfig:
 
     @property
     def schedule(self) -> str | Schedule | None:
-        """The schedule: `pipeline_schedule`, or else the one that the options name."""
+        """The schedule: `pipeline_schedule`, or, if this is None, the schedule that the options name."""
         return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
 
     def rank_of(self, name: str) -> int:
@@ -156,20 +156,23 @@ def make_config(
 
     Args:
       topology: named meshes, of equal or different shapes, with Auto axes; a device may belong to several.
-      name_to_mesh_assignment: for each name in the program (`named_computation`, `named_tensor`) the name of a mesh.
+      name_to_mesh_assignment: for each name in the program (`named_computation`, `named_tensor`), the name of a mesh.
         Work without a name is placed where few bytes are transferred.
-      name_to_stage_assignment: stages of computations, numbers from 0. Without numbers, neighbours of one mesh form one
-        stage; with numbers, computations of one mesh and one number do.
-      input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes; None:
-        the mesh is inferred. `"m0#pinned_host"` is the host memory of mesh `"m0"`, `"m0#device"` its device memory.
+      name_to_stage_assignment: the stage of each computation, a number from 0. Computations with the same mesh and the
+        same number form a stage. Without numbers, neighbouring computations on one mesh form a stage.
+      input_mesh_assignment, output_mesh_assignment: prefix trees of the arguments and of the results, with the name of
+        a mesh for each; for None, the mesh is inferred. `"m0#pinned_host"` is the host memory of mesh `"m0"`,
+        `"m0#device"` its device memory.
       partitioning_options: see `PartitioningOptions`; they can name the schedule.
-      read_input_output_mesh_from_shardings: use the meshes of `in_shardings` and `out_shardings` as these assignments.
+      read_input_output_mesh_from_shardings: True takes the meshes of arguments and results from the `in_shardings` and
+        `out_shardings` of `mpmd.jit`.
       pipeline_schedule: a schedule's name, or a schedule of `jaxpp_flax.schedules`; it replaces the options' schedule.
 
     Raises:
-      TypeError: if a name, mesh or stage has a wrong type.
-      ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, or an
-        option is unknown.
+      TypeError: if a mapping, a mesh, the name of a mesh, or the schedule has a wrong type.
+      ValueError: if the topology is empty or a mesh has axes that are not Auto; if a name is assigned to an unknown
+        mesh, to several meshes, or to a stage but no mesh; if a stage is no number from 0; if an option or a schedule
+        is unknown; if the meshes of arguments or results are given in both ways.
       NotImplementedError: if a name is assigned to a mesh's host memory.
 
     Example:

@@ -117,7 +117,7 @@ class MpmdWrapped:
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function; compile it first if the arguments' structure, types or specs, or JAX's settings are new."""
+        """Run the function. A new structure, type or spec of an argument, or new settings of JAX, compile it again."""
         call = self.parameters.split(self._fun, args, {})
         key = call.tree, tuple(zip(_structs(call), map(spec_of, call.leaves), strict=True)), trace_settings()
         compiled = self._compiled.get(key)
@@ -126,7 +126,7 @@ class MpmdWrapped:
         return compiled.run(call.leaves)
 
     def asked_of_results(self, results: Any) -> list[Asked]:
-        """Return what is asked of each result."""
+        """Return the mesh, partition and memory that are requested for each result."""
         config = self.mpmd_config
         return asked_of(results, self._out_shardings, config.output_mesh_assignment, config, "out")
 
@@ -135,7 +135,7 @@ class MpmdWrapped:
 
         Raises:
           TypeError: if an argument is not an array.
-          ValueError: if an argument lies on a mesh with other axes than the topology's meshes.
+          ValueError: if an argument is on a mesh whose axes differ from those of the topology's meshes.
           RuntimeError: under `jax.disable_jit`.
         """
         refuse_disabled_jit("a function under mpmd.jit")
@@ -200,21 +200,21 @@ def jit(
     """Partition a function over the meshes of a topology, by the names in it.
 
     Args:
-      func: any JAX function of arrays, with `named_computation`, `named_tensor`, `call` in it; it takes positional
-        arguments. Differentiate inside of it.
+      func: a JAX function with positional arguments, in which `named_computation`, `named_tensor` and `call` are used.
+        Differentiate inside this function.
       mpmd_config: from `make_config`.
       in_shardings, out_shardings: prefix trees of `NamedSharding`s, of `PartitionSpec`s or of None, as in `jax.jit`.
         Their specs apply on the mesh of each array; in a `NamedSharding`, write `config.sharding_mesh` for that mesh.
       donate_argnums: as in `jax.jit`.
-      keep_unused: as in `jax.jit`: False leaves an argument that the function does not read where it is; True copies
-        it to its mesh.
-      override_func_name: the program's name in text and messages.
+      keep_unused: for an argument that the function does not read: False leaves it where it is, True copies it to its
+        mesh.
+      override_func_name: the program's name in text and messages; by default the function's name.
 
     Returns:
-      A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` the compiled program. It returns
-      `jax.Array`s, each on its mesh. An array that was placed on another mesh than its own is refused. With several
-      processes, all of them call it: each runs the fragments of its own meshes, and a result on a mesh of other
-      processes has no addressable shards.
+      A function that returns `jax.Array`s, each on its mesh. `.lower(*args)` gives the partitioned program,
+      `.lower(*args).compile()` the compiled one. A call raises a `ValueError` if an argument was placed on another mesh
+      than the one on which the program reads it. With several processes, all of them call the function. Each process
+      runs the fragments of its own meshes; a result on a mesh of other processes has no addressable shards.
 
     Raises (when it is lowered):
       TypeError: if an argument is not an array.

@@ -142,15 +142,16 @@ class MpmdLowered:
         Args:
           compiler_options: XLA's options, as in `jax.jit`: one mapping for all meshes, or a mapping from names of
             meshes to options. Meshes that are not named get the default options.
-          ifrt_ir_compile_options: refused: no IFRT program is made here.
-          device_assignment: refused: a topology of other devices is one of `make_config`.
+          ifrt_ir_compile_options: not supported, because this package makes no IFRT program; must be None.
+          device_assignment: not supported; must be None. Give the devices in the topology of `make_config`.
 
         Raises:
           TypeError: if some values of `compiler_options` are mappings and others are not.
-          ValueError: if `compiler_options` names a mesh that the topology lacks.
+          ValueError: if `compiler_options` names a mesh that the topology lacks; with several processes, if no mesh has
+            a device of this process.
           NotImplementedError: for `ifrt_ir_compile_options` and `device_assignment`.
-          ProgramMismatchError: with several processes, if their programs, meshes or settings differ; ValueError, if no
-            mesh has a device of this process; ValuesMismatchError, if the arrays that the function closes over differ.
+          ProgramMismatchError: if the processes have different programs, meshes or settings.
+          ValuesMismatchError: if the arrays that the function closes over differ between the processes.
         """
         if ifrt_ir_compile_options:
             raise NotImplementedError(
@@ -235,7 +236,7 @@ class MpmdCompiled:
         return dict(zip(self._lowered.topology, analyse_memory(self._lowered.executables), strict=True))
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program; host arrays, and arrays that JAX may move (not committed), are copied to their mesh.
+        """Run the program. Host arrays and uncommitted arrays are copied to the mesh on which the program reads them.
 
         Raises:
           TypeError: if an argument differs in structure or type from the lowered program.

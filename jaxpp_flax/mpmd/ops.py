@@ -4,7 +4,8 @@ Under plain `jax.jit`, and outside any `jit`, an annotation changes no result.
 
 A named computation is a `jax.jit` under a scope with its name in JAX's name stack, which every transformation of JAX
 preserves; its transpose is a `jit` under that scope inside `transpose(...)`. So JAX applies all its rules of `jax.jit`
-(differentiation, batching, rematerialisation, dead code). A label can only misplace work, never change a number.
+(differentiation, batching, rematerialisation, dead code). A wrong name can move work to another mesh, but it changes no
+result.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def named_computation(
 def call(fn: F, *, call_counter: int | None = None) -> F:
     """Mark a call of `fn` as the work of one microbatch.
 
-    A schedule orders the named computations of different microbatches, forward and backward, by this counter. Calls
-    of one function with arguments of one type are traced once.
+    A schedule orders the named computations of different microbatches, forward and backward, by `call_counter`. A
+    function is traced once for all its calls with arguments of equal types.
 
     Args:
       fn: a function of arrays (or trees of them).
@@ -178,6 +179,10 @@ def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
     Returns:
       The array, unchanged.
 
+    Raises:
+      TypeError: if `name` is not a string.
+      ValueError: if `name` is empty or reserved.
+
     Example:
       >>> import jax.numpy as jnp
       >>> named_tensor(jnp.ones(2), "hidden")
@@ -188,17 +193,17 @@ def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
 
 
 def fori_loop(num_iterations: int, body_fun: Callable[[Any, T], T], init_val: T) -> T:
-    """Run `jax.lax.fori_loop` from 0 with microbatches as iterations: each is a `call` with its own counter.
+    """Run `jax.lax.fori_loop` from 0; each iteration is a microbatch, a `call` with its own counter.
 
-    The loop is unrolled, and its body traced once.
+    The loop is unrolled, and its body is traced once.
 
     Args:
       num_iterations: the number of times that `body_fun` runs.
       body_fun: takes the index (a `uint32` scalar) and the value, and returns the next value.
-      init_val: the first value: any tree of arrays. Its structure, shapes and dtypes must stay.
+      init_val: the first value, any tree of arrays. `body_fun` must keep its structure, shapes and dtypes.
 
     Raises:
-      TypeError: if `body_fun` returns another structure, shape or dtype, as from `jax.lax.fori_loop`.
+      TypeError: if `body_fun` returns another structure, shape or dtype, as in `jax.lax.fori_loop`.
 
     Example:
       >>> import jax.numpy as jnp

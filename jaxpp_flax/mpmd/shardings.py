@@ -127,7 +127,7 @@ def check_home(leaf: Any, path: str, function: str, topology: Topology, ranks: C
     lies, home = (" and ".join(repr(topology.names[rank]) for rank in of) for of in (there, ranks))
     where = f"mesh {lies}" if there else f"devices {sorted(device.id for device in devices)}"
     raise ValueError(
-        f"argument{path} of {function} lies on {where}, but the program reads it on mesh {home}. Place the "
+        f"argument{path} of {function} is on {where}, but the program reads it on mesh {home}. Place the "
         "arguments first: `args = jax.device_put(args, lowered.function_named_shardings.input_specs)`. Arrays that "
         "were placed nowhere yet (host arrays, results of `jnp.ones`) are copied by the call."
     )

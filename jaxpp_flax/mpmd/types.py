@@ -57,13 +57,13 @@ class FunctionNamedShardings:
 
 @dataclass(frozen=True)
 class MpmdJitShardingInfo:
-    """Where a lowered function takes its arguments and leaves its results: enough to make its first state.
+    """The meshes and shardings of a lowered function's arguments and results.
 
     Attributes:
       named_shardings: trees of `NamedSharding`s, `input_specs` and `output_specs`.
       io_mesh_assignment: the names of the meshes of arguments and results.
       topology: the named meshes.
-      name_to_mesh_map: the mesh of each name, or its mesh and stage.
+      name_to_mesh_map: the mesh of each name, or a pair of its mesh and its stage.
 
     Example:
       >>> import jax, numpy as np, jax.numpy as jnp
@@ -81,7 +81,7 @@ class MpmdJitShardingInfo:
 
 
 def mesh_names(pytree: Any, topology: Mapping[str, Mesh]) -> Any:
-    """Return the name of each leaf's mesh; None for a leaf without a mesh of devices.
+    """Return the tree with the name of each leaf's mesh; None for a leaf without a mesh of devices.
 
     Args:
       pytree: a tree of arrays, `jax.ShapeDtypeStruct`s, `NamedSharding`s, meshes or None.

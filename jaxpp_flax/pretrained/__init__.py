@@ -1,9 +1,9 @@
-"""Weights of other libraries, in and out: safetensors as Hugging Face writes them, through a map of names.
+"""Load and export weights of other libraries: safetensors as Hugging Face writes them, with a map of names.
 
-The files, from the lowest up: `name_map` (which tensor of the files fills which leaf: data), `slices` (the part of a
-tensor that a part of a leaf needs), `safetensors_file` (one file), `orbax_tensors` (an Orbax checkpoint), `sources`
-(files, shards or a checkpoint behind one face), `loading` (check everything, then read each process's parts),
-`exporting` (write shards, each process its own parts).
+The modules, from the lowest up: `name_map` (which tensor of the files fills which leaf), `slices` (the part of a tensor
+that a part of a leaf needs), `safetensors_file` (one file), `orbax_tensors` (an Orbax checkpoint), `sources` (one
+interface to files, shards and checkpoints), `loading` (check everything, then read each process's parts), `exporting`
+(each process writes its own parts of the shards).
 """
 
 from jaxpp_flax.pretrained.exporting import export_pretrained

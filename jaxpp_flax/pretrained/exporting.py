@@ -44,26 +44,27 @@ def export_pretrained(
 ) -> Path:
     """Write weights to a new directory as Hugging Face does: safetensors, with an index if there are several files.
 
-    Each process writes the slices that it holds, directly to their place: the host holds one slice at a time. With
-    several processes, all of them make this call, and share the directory. The directory gets its name when it is
-    complete.
+    Each process writes the slices that it holds directly to their place in the files: the host holds one slice at a
+    time. With several processes, all of them make this call, with a directory that they share. The directory appears
+    when it is complete.
 
     Args:
-      tree: a pytree of arrays, such as `trainer.state.params`, or of `Leaf`s, whose parts are made when it is their
-        turn; or the path of weights on disk (an Orbax checkpoint, or safetensors), whose leaves are written one at a
+      tree: a pytree of arrays, such as `trainer.state.params`; or of `exporting.Leaf`s, whose parts are computed one at
+        a time; or the path of weights on disk (an Orbax checkpoint, or safetensors), whose leaves are read one at a
         time.
-      directory: it must not exist.
-      map: the names and arrangement in the files, as in `load_pretrained`.
-      only: globs of the leaves to write; None writes all.
-      config: the content of a `config.json` beside the weights, which `transformers` needs to make the model.
-      max_shard_bytes: the largest size of a file; a larger tensor has a file of its own.
+      directory: the directory to write, on a disk; it must not exist.
+      map: the names and arrangement of tensors in the files, as in `load_pretrained`.
+      only: the leaves to write: globs, or a function of the path; None writes all leaves.
+      config: the content of the file `config.json`, which `transformers` needs to make the model.
+      max_shard_bytes: the largest size of a file in bytes; a larger tensor gets a file of its own.
 
     Returns:
       The absolute path of the directory.
 
     Raises:
-      CheckpointMismatchError: if the map does not fit; the message lists all leaves.
-      CheckpointSaveError: if the directory exists, or cannot be written. Nothing is left then.
+      CheckpointMismatchError: if leaves do not fit the map; the message lists them.
+      CheckpointSaveError: if the directory exists, or cannot be written; no files are left.
+      ValueError: if the directory is in a bucket, or `max_shard_bytes` is no whole number of at least 1.
 
     Example:
       >>> import tempfile, jax.numpy as jnp

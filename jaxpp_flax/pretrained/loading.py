@@ -35,25 +35,27 @@ def load_pretrained(
     untie: bool = False,
     keep: PathFilter = (),
 ) -> Any:
-    """Read weights into a new tree like `target`; each process reads only what its devices hold.
+    """Read weights into a new tree like `target`; each process reads only the parts that its devices hold.
 
-    Everything is checked before a value is read. Then one leaf after another goes to its devices, in slices: the host
-    holds one slice at a time. With several processes, all of them make this call.
+    Everything is checked before a value is read. Then the leaves are read one after another, in slices: the host holds
+    one slice at a time. With several processes, all of them make this call.
 
     Args:
       source: a safetensors file, an index of shards, a directory with either (as Hugging Face writes it), an Orbax
         checkpoint, or "organization/name" of the Hugging Face Hub.
-      target: a tree of arrays or `jax.ShapeDtypeStruct`s: shapes, dtypes and shardings (without one: the default
-        device), such as `nnx.state(model, nnx.Param)`. NumPy arrays stand for NumPy arrays. `target` does not change.
-      map: which tensor fills which leaf.
-      cast: convert floating numbers to the target's dtype, such as a bfloat16 file to float32 parameters.
-      untie: fill leaves that the files tie to another tensor with a copy of that tensor.
-      keep: globs of leaves that keep the target's value, such as adapters.
+      target: a tree of arrays or `jax.ShapeDtypeStruct`s, such as `nnx.state(model, nnx.Param)`. It gives the shapes,
+        dtypes and shardings; a leaf without a sharding goes to the default device, and a NumPy array becomes a NumPy
+        array. `target` does not change.
+      map: which tensor fills which leaf; by default, each leaf has a tensor of the same name, with "." for "/".
+      cast: True converts floating-point values to the target's dtype, such as a bfloat16 file to float32 parameters.
+      untie: True fills a leaf that the files tie to another tensor with a copy of that tensor.
+      keep: globs of leaves that keep the target's value, such as adapters, or a function of the path.
 
     Raises:
-      CheckpointMismatchError: the message lists the leaves that do not fit, and tensors that no leaf takes.
-      CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, cut off, or no weights.
+      CheckpointMismatchError: if leaves do not fit, or tensors remain that no leaf takes; the message lists them.
+      CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, cut off, or holds no weights.
       ModuleNotFoundError: for safetensors without the extra `huggingface`.
+      ValueError: for safetensors in a bucket.
 
     Example:
       >>> import tempfile

@@ -17,22 +17,23 @@ _LAYER = "#"  # stands for the number of a layer in the name of a stacked rule's
 class Rule:
     """Leaves of the model, and the tensors that fill them.
 
-    From a tensor to a leaf: the tensor's dimensions are split (`merge`), then permuted (`transpose`); then the tensors
-    of several layers are stacked (`stack`). From a leaf to tensors, the same backwards.
+    To fill a leaf, a tensor's dimensions are split (`merge`), then permuted (`transpose`); then the tensors of several
+    layers are stacked (`stack`). To write tensors, the inverse steps run in reverse order.
 
     Args:
       leaf: the path of a leaf, such as `layers/*/query/kernel`. Each `*` stands for any text.
       tensor: the name of its tensor, such as `model.layers.*.self_attn.q_proj.weight`. Each `*` stands for the text of
         the leaf's `*`, with "." for "/".
       transpose: the permutation from the tensor's dimensions to the leaf's, as in `numpy.transpose`.
-      merge: how many of the leaf's dimensions, before `transpose`, are one dimension of the tensor: `(2, 1)` for a
-        leaf of (heads, head size, width) and a tensor of (heads * head size, width). 0 is a dimension of size 1 that
-        only the tensor has.
+      merge: for each dimension of the tensor, the number of the leaf's dimensions that it holds, before `transpose`:
+        `(2, 1)` for a leaf of (heads, head size, width) and a tensor of (heads * head size, width). 0 stands for a
+        dimension of size 1 that only the tensor has.
       stack: the dimension of the leaf that counts layers (`nnx.scan`, `nn.scan`). The tensor's name has "#" for the
         layer's number. If several leaves match, each has a part of the layers, in the order of their paths.
 
     Raises:
-      ValueError: if the parts of the rule do not fit.
+      ValueError: if the numbers of "*" differ, `transpose` is no permutation, `merge` has other dimensions than
+        `transpose`, or only one of `stack` and "#" is given.
 
     Example:
       >>> rule = Rule("layers/*/query/kernel", "model.layers.*.self_attn.q_proj.weight", transpose=(1, 0))
@@ -62,14 +63,16 @@ class Rule:
             raise ValueError(f"Rule({self.leaf!r}): transpose={self.transpose} is no permutation of the dimensions.")
         dims = len(self.transpose) if self.transpose is not None else None
         if self.merge is not None and dims is not None and sum(self.merge) != dims:
-            raise ValueError(f"Rule({self.leaf!r}): merge={self.merge} is not for the {dims} dimensions of transpose.")
+            raise ValueError(
+                f"Rule({self.leaf!r}): merge={self.merge} does not sum up to the {dims} dimensions of transpose."
+            )
 
     def __str__(self) -> str:
         steps = [f"{name} {of}" for name in ("merge", "transpose", "stack") if (of := getattr(self, name)) is not None]
         return ", ".join([f"{self.leaf} <- {self.tensor}", *steps])
 
     def fits(self, ndim: int) -> bool:
-        """Return True if the rule is for leaves of so many dimensions.
+        """Return True if the rule is for leaves with `ndim` dimensions.
 
         Example:
           >>> Rule("kernel", "weight", transpose=(1, 0)).fits(3)
@@ -119,14 +122,14 @@ class Fill:
 
 @dataclass(frozen=True)
 class NameMap:
-    """The rules that fill a model from files of another library, and write such files again.
+    """The rules by which files of another library fill a model, and by which a model is written to such files.
 
     Args:
-      rules: every leaf of the model matches exactly one rule.
-      prefix: a beginning that the names in a file may have, or lack: `transformer.` for GPT-2. An export writes it.
-      ignore: globs of tensors in a file that no leaf needs, such as masks that are no weights.
-      ties: tensors that a file leaves out if they are tied to another one: `{"lm_head.weight":
-        "model.embed_tokens.weight"}`.
+      rules: the rules; every leaf of the model must match exactly one of them.
+      prefix: a prefix that the names in a file may have or lack, such as `transformer.` for GPT-2. An export writes it.
+      ignore: globs of tensors in a file that no leaf needs, such as masks.
+      ties: tensors that a file leaves out if they are tied to another tensor, with the name of that tensor:
+        `{"lm_head.weight": "model.embed_tokens.weight"}`.
 
     Example:
       >>> names = NameMap((Rule("embed/embedding", "wte.weight"), Rule("blocks/*/scale", "h.*.ln.weight")))
@@ -160,7 +163,10 @@ class NameMap:
         return matches_any(self.ignore)(tensor)
 
     def resolve(self, shapes: Mapping[str, Sequence[int]]) -> tuple[list[Fill], list[str]]:
-        """Return the tensors of each leaf, and one line for each leaf that has no rule, several, or one for others.
+        """Return the tensors of each leaf, and a line for each fault.
+
+        Faults are a leaf without a rule, with several rules, or with a rule for another number of dimensions, and a
+        tensor that fills several leaves.
 
         Args:
           shapes: the shapes of the model's leaves by path.
@@ -172,14 +178,16 @@ class NameMap:
             if len(found) != 1:
                 texts = " and ".join(f"({rule})" for rule, _ in found)
                 faults.append(
-                    f"{leaf}: filled twice, by {texts}. Keep one, or make the '*' of one fit less"
+                    f"{leaf}: filled twice, by {texts}. Keep one, or let the '*' of one match less"
                     if found
                     else f"{leaf}: no rule of the map fills it. Add a Rule for it, or name it in keep="
                 )
                 continue
             ((rule, stars),) = found
             if not rule.fits(len(shape)):
-                faults.append(f"{leaf}: has shape {tuple(shape)}, and its rule is for other dimensions: {rule}")
+                faults.append(
+                    f"{leaf}: has shape {tuple(shape)}, and its rule is for another number of dimensions: {rule}"
+                )
                 continue
             fills.append(Fill(leaf, rule, _tensors(rule, stars, layers.get(leaf, range(0)))))
         return fills, faults + _shared(fills)

@@ -1,4 +1,4 @@
-"""Where weights come from: one safetensors file, shards with an index, or an Orbax checkpoint, behind one face."""
+"""Where weights come from: one safetensors file, shards with an index, or an Orbax checkpoint."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""How the processes of a run find, compare, await and end one another.
+"""The processes of a run: barriers, exchanged values, the report of failures, and the comparison of programs.
 
-The files, from the lowest up: `waits` (the waits of a process, in words), `store` (the key-value store), `barriers`
-(barriers, exchanges and shared values in the store), `beats` (what a process tells of itself), `failures` (errors that
-another process's failure causes), `verdicts` (who is lost or stands still), `watch` (which tells and hears it),
-`group` (`ProcessGroup`, which puts these together), `comparison` (programs and values that must be equal).
+The modules, from the lowest up: `waits` (the waits of a process, in words), `store` (the key-value store), `barriers`
+(barriers, exchanges and shared values in the store), `beats` (the heartbeat of a process), `failures` (errors that
+another process's failure causes), `verdicts` (which process is lost or hangs), `watch` (it writes and reads the
+heartbeats), `group` (`ProcessGroup`, the interface to these), `comparison` (programs and values that must be equal).
 
-The names exported here suffice for code that computes. Transports, checkpoints, the training loop and the launcher
-import the files.
+The names exported here are enough for code that computes. Transports, checkpoints, the training loop and the launcher
+import the modules.
 """
 
 from jaxpp_flax.processes.comparison import compare_hashes, exchange_values, value_hash, value_text

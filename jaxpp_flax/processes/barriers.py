@@ -54,9 +54,9 @@ class Barriers:
         title: str | None = None,
         idle_reason: str | None = None,
     ) -> list[bytes]:
-        """Wait until every process has come; returns their values. No process may give a value if one gives None.
+        """Wait until every process has come to the barrier, and return their values.
 
-        The arguments are those of `ProcessGroup.barrier`.
+        Either every process gives a value, or all give None. The other arguments are those of `ProcessGroup.barrier`.
         """
         if self._store is None:
             return [b"" if value is None else value]
@@ -123,12 +123,12 @@ class Barriers:
         return BarrierTimeoutError(
             f"{name_processes(missing)} of {self._count} did not come to {title!r} within {timeout_s:g} s; "
             f"process {self._index} waited. Look at the missing processes' logs: they are slower than that, "
-            "stand still, or run another program. Raise the timeout if they only need longer."
+            "hang, or run another program. Raise the timeout if they only need longer."
         )
 
 
 class SharedValues:
-    """Values that one process gives and others read, without a wait for all.
+    """Values that one process gives and others read, without a barrier.
 
     Example:
       >>> values = SharedValues(None, 0, Waits(), lambda: None)
@@ -144,7 +144,7 @@ class SharedValues:
         self._announced: dict[str, bytes] = {}
 
     def publish(self, key: str, value: bytes) -> None:
-        """Leave a small value for the processes that call `fetch`, under a path that is used once in the run."""
+        """Write a small value for the processes that call `fetch`. Each key may be used once in a run."""
         if self._store is not None:
             self._store.set(f"{ROOT}/published/{key}", value)
 
@@ -156,7 +156,7 @@ class SharedValues:
           ProcessFailedError: if a process has failed.
         """
         if self._store is None:
-            raise CoordinationError(f"{what} is awaited from process {on}, but there is one process alone.")
+            raise CoordinationError(f"{what} is awaited from process {on}, but this run has only one process.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._waits.waiting(what, on=on):
             while (value := self._store.get(f"{ROOT}/published/{key}", _POLL_SECONDS)) is None:
@@ -164,12 +164,12 @@ class SharedValues:
                 if deadline is not None and time.monotonic() > deadline:
                     raise BarrierTimeoutError(
                         f"process {on} did not give {what} within {timeout_s:g} s; process {self._index} "
-                        "waited. Look at its log: it is slower than that, stands still, or runs another program."
+                        "waited. Look at its log: it is slower than that, hangs, or runs another program."
                     )
         return value
 
     def announce(self, name: str, value: bytes) -> None:
-        """Tell every process a value without waiting; only the first announcement of a name counts."""
+        """Give every process a value, without waiting. Only the first announcement of a name counts."""
         if self._store is None:
             self._announced.setdefault(name, value)
         elif self._store.add(f"{ROOT}/announcements/{name}/count") == 1:
@@ -182,7 +182,9 @@ class SharedValues:
         return self._store.list(f"{ROOT}/announcements/{name}/value").get("0")
 
     def numbered_name(self, name: str) -> str:
-        """`name` and how often it was numbered: equal in all processes that make these calls in the same order.
+        """Return `name` with the number of calls for it so far.
+
+        Processes that make these calls in the same order get the same names.
 
         Example:
           >>> values = SharedValues(None, 0, Waits(), lambda: None)

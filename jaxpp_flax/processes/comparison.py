@@ -119,17 +119,18 @@ def compare_hashes(
     idle_reason: str | None = None,
     among: str = "",
 ) -> None:
-    """Make sure that each value is equal in all processes that have it.
+    """Make sure that each value is equal in all processes that have it; all processes call this.
 
     Args:
       group, idle_reason: as in `exchange_values`.
-      name: the values together, such as "the initial state", for errors.
-      hashes: by the values' names, their hashes or texts (`value_text`); None for a value that this process lacks.
-      remedy: the advice that ends the error.
-      among: the part of the values that is compared this time, such as "steps 3 to 4", for errors.
+      name: a name for all the values, such as "the initial state", for errors.
+      hashes: the hash or text (`value_text`) of each value by its name; None for a value that this process lacks.
+      remedy: the advice at the end of the error's message.
+      among: the part of the values that this call compares, such as "steps 3 to 4", for errors.
 
     Raises:
-      ValuesMismatchError: naming the first value that differs, and in which processes.
+      ValuesMismatchError: if values differ. The message names the first one, and the processes.
+      ProcessFailedError: if a process fails meanwhile.
     """
     everyones = exchange_values(group, f"the hashes of {name}", dict(hashes), timeout_s=None, idle_reason=idle_reason)
     wrong = _find_differences(everyones)
@@ -138,7 +139,7 @@ def compare_hashes(
     path, versions = next(iter(wrong.items()))
     more = "" if len(wrong) == 1 else f" It is one of {len(wrong)} that differ."
     raise ValuesMismatchError(
-        f"the processes of this run have different values of {name}{among and f', {among}'}, where all are to have the "
+        f"the processes of this run have different values of {name}{among and f', {among}'}, where all must have the "
         f"same: {path}.{more}\n"
         f"{_list_versions(versions)}\n{remedy}"
     )
@@ -162,9 +163,9 @@ def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, di
 
 
 def value_hash(value: Any, max_elements: int | None = None) -> str | None:
-    """Sixteen digits for a value's bits; None if this process has only a part of the value, or only its shape.
+    """Return a hash of a value's bits, 16 digits; None if this process has only a part of the value, or its shape.
 
-    Of an array with more than `max_elements`, about so many evenly spread ones are hashed.
+    If an array has more than `max_elements`, only about `max_elements` evenly spaced elements are hashed.
 
     >>> value_hash(np.arange(3)) == value_hash(jnp.arange(3)), value_hash(np.arange(3)) == value_hash(np.arange(1, 4))
     (False, False)
@@ -188,7 +189,7 @@ def value_hash(value: Any, max_elements: int | None = None) -> str | None:
 
 
 def value_text(value: Any) -> str | None:
-    """The text for a value in a message: a single number as such, other values by `value_hash`.
+    """Return the text for a value in a message: the number if it is a single one, else the `value_hash`.
 
     >>> value_text(jnp.float32(0.25)), value_text(np.array([7])), value_text(jnp.arange(3)) == value_hash(jnp.arange(3))
     ('0.25', '7', True)
@@ -228,11 +229,11 @@ def exchange_values(
     timeout_s: float | None = _EXCHANGE_TIMEOUT,
     idle_reason: str | None = None,
 ) -> list[Any]:
-    """Give every process's value to every process, as JSON.
+    """Give every process the values of all processes, as JSON.
 
     Args:
-      group: the processes; each calls this at the same point of its program.
-      name: the values in words, for errors.
+      group: the processes; each of them calls this at the same point of its program.
+      name: a name for the values, for errors.
       value: a value that JSON can write.
       timeout_s, idle_reason: as in `ProcessGroup.barrier`.
 
@@ -240,7 +241,8 @@ def exchange_values(
       The values in the order of the processes, as JSON reads them.
 
     Raises:
-      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+      BarrierTimeoutError: if a process does not call this in time.
+      ProcessFailedError: if a process fails meanwhile.
 
     Example:
       >>> exchange_values(ProcessGroup(None, 0, 1), "the position", {"batches": 3})

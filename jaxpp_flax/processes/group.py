@@ -59,28 +59,29 @@ class ProcessGroup:
     Barriers and exchanges have names. Every process must use the same names in the same order. A name may be used any
     number of times, and a process may be at several barriers at once, from several threads.
 
-    `watch` starts the heartbeats. From then on, a failure makes every wait here raise `ProcessFailedError`. Code that
-    waits for another process by other means does so inside `waiting`, which names the awaited value, and calls `check`.
+    `watch` starts the heartbeats. After that, if a process fails, every wait here raises `ProcessFailedError`. Code
+    that waits for another process in another way must do so inside `waiting`, which names the awaited value, and call
+    `check` while it waits.
 
     Args:
       store: the store that all processes share, or None for a single process.
       process_index: this process's index, 0 to `process_count` - 1.
-      process_count: how many processes there are.
+      process_count: the number of processes.
 
     Attributes:
       values: small values that one process gives and others read, without a barrier.
       barriers: the barriers and exchanges of this process.
       waits: the present waits of the threads of this process.
-      failure: the first failure that this process knows of; None while all goes well.
-      failed: set once a failure is known.
+      failure: the first failure that this process knows of; None if it knows of none.
+      failed: an event that is set once a failure is known.
       service: the coordination service in words, for errors.
-      serves: whether the coordination service runs inside this process, and ends with it.
+      serves: True if the coordination service runs inside this process, and ends with it.
       identity: a text that names this process, and no other.
-      runs: how many runs of programs across processes this process has begun.
-      begun: gives what this process last began in words, such as a task; None if it has begun nothing.
-      begun_step: the step in which it did so.
+      runs: the number of runs of programs across processes that this process has begun.
+      begun: a function that names what this process began last, such as a task; None if it has begun nothing.
+      begun_step: the step in which it began that.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
-      place: the line of the user's code where the main thread was when an error ended its program; None before.
+      place: the line of the user's code where an error ended the program of this process; None before.
 
     Example:
       >>> group = ProcessGroup(None, 0, 1)
@@ -131,14 +132,15 @@ class ProcessGroup:
         """Wait until every process has come to this barrier.
 
         Args:
-          name: of the barrier; the store keeps each name for as long as the run.
-          timeout_s: seconds to wait, or None to wait until a process fails.
-          title: the text for errors, where it differs from use to use; None: the name.
+          name: the barrier's name; the store keeps each name until the end of the run.
+          timeout_s: seconds to wait, or None to wait without a limit (but a failure of a process ends the wait).
+          title: the text for errors, if it changes from use to use; None: the name.
           idle_reason: why this process sends nothing to the others until all have come, such as "its data ended after
-            step 7": a process that waits for a value of this one then fails with it. None: other threads may send.
+            step 7". If another process waits for a value of this one, the run fails with this reason. None: other
+            threads of this process may still send.
 
         Raises:
-          BarrierTimeoutError: if some processes have not come in time; it names them.
+          BarrierTimeoutError: if some processes have not come in time; the message names them.
           ProcessFailedError: if one of them has failed.
         """
         self.barriers.wait(name, None, timeout_s, title=title, idle_reason=idle_reason)
@@ -146,14 +148,15 @@ class ProcessGroup:
     def exchange(
         self, name: str, value: bytes, timeout_s: float | None = None, *, idle_reason: str | None = None
     ) -> list[bytes]:
-        """Give every process's value to every process.
+        """Give every process the values of all processes.
 
-        Values go through the coordination service (about 25 MB/s): meant for hashes and addresses, not for arrays.
+        Values go through the coordination service, at about 25 MB/s: use it for hashes and addresses, not for arrays.
+        It raises the errors of `barrier`.
 
         Args:
-          name: the values in words, for the error.
+          name: a name for the values, for errors.
           value: this process's value; sizes may differ.
-          timeout_s, idle_reason: as in `barrier`, whose errors this raises too.
+          timeout_s, idle_reason: as in `barrier`.
 
         Returns:
           The values in the order of the processes.
@@ -163,15 +166,15 @@ class ProcessGroup:
     # -- failures
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise `ProcessFailedError` if a process of the run has failed, which has caused the error `cause` here.
+        """Raise `ProcessFailedError` if a process of the run has failed; `cause` is the error that this caused here.
 
-        Call it while you wait: it costs one attribute's lookup.
+        Call it repeatedly during a wait: a call takes the time of one attribute lookup.
         """
         if self.failure is not None:
             raise ProcessFailedError(self.describe(self.failure)) from cause
 
     def describe(self, failure: Failure) -> str:
-        """The failure and the waits of this process, in a sentence or two."""
+        """Return a text with the failure and with what this process was waiting for."""
         # A wait may have been given up since the failure became known.
         waits = self.waits.texts() or self._waits_at_failure
         if waits:
@@ -179,11 +182,11 @@ class ProcessGroup:
         return f"{failure}\nProcess {self.process_index} was at {self.place or main_thread_location()}."
 
     def report_failure(self, message: str) -> None:
-        """Tell every process that this one cannot go on, and why. Only the first report of a run is kept."""
+        """Tell every process that this one cannot continue, and why. Only the first report of a run is kept."""
         self.observe(Failure(self.process_index, message), tell=True)
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None:
-        """Record a failure that was found here, and `tell` the other processes of it. The first one counts."""
+        """Record a failure that was found here; with `tell`, report it to the others. Only the first one counts."""
         with self._observing:
             if self.failure is not None:
                 return
@@ -200,7 +203,7 @@ class ProcessGroup:
         call_with_limit(lambda: store.set(f"{ROOT}/news/{FAILURES}/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
-        """Record the end of a process, which the launcher saw; the process's own report, if any, takes its place."""
+        """Record the end of a process that the launcher saw. If the process has reported an error, record that one."""
         reports: list[bytes | None] = []
         if self._store is not None:
             get, key = self._store.get, f"{ROOT}/news/{FAILURES}/{failure.process}"
@@ -218,16 +221,16 @@ class ProcessGroup:
         run: int | None = None,
         number: int | None = None,
     ) -> AbstractContextManager[None]:
-        """Record what this thread waits for inside the block: errors name it, and so does stderr after a minute.
+        """Record what this thread waits for inside the block. Errors name it; after a minute, it is printed on stderr.
 
-        Nested waits are told together: "the save of step 40: where the data stands". A wait costs about 2 µs.
+        Nested waits are reported together: "the save of step 40: where the data stands". A wait takes about 2 µs.
 
         Args:
-          what: the awaited thing, such as "stage 2's activations of microbatch 3"; a function is called on demand.
-          on: the process that sends it: if that process ends its program meanwhile, the run fails.
-          run: the number of the run that sends it, as `runs` counts runs: if process `on` goes no further after an
-            earlier run, the run fails too.
-          number: the place of the value's transfer in the order of that run, which all processes follow.
+          what: the awaited value, such as "stage 2's activations of microbatch 3"; or a function that returns the text.
+          on: the process that sends the value. If it ends its program meanwhile, the run fails.
+          run: the number of the run that sends the value, as `runs` counts runs. If process `on` stops after an earlier
+            run, the run fails too.
+          number: the position of the value's transfer in the order of that run, which all processes follow.
         """
         if self._store is None and self._reporter is None:
             self._report_waits("this process")  # with several processes `watch` does
@@ -240,12 +243,12 @@ class ProcessGroup:
     # -- the watch
 
     def was_heard(self, process: int, within_s: float) -> bool:
-        """Whether a sign of life of another process has come within the last seconds."""
+        """Return True if a heartbeat of another process has come within the last `within_s` seconds."""
         return self._watch is not None and self._watch.was_heard(process, within_s)
 
     @property
     def is_watched(self) -> bool:
-        """Whether `watch` has begun, and `close` has not ended it."""
+        """True between the calls of `watch` and of `close`."""
         return self._watch is not None
 
     def watch(
@@ -253,16 +256,17 @@ class ProcessGroup:
         failure_timeout_s: float = DEFAULT_FAILURE_TIMEOUT,
         on_failure: Callable[[Failure], None] | None = None,
     ) -> None:
-        """Write heartbeats and hear of the others' failures, in two background threads.
+        """Write heartbeats and learn of the others' failures, in two background threads.
 
-        Does nothing in a single process, or if the watch runs already. A process that lives, but that others wait for,
-        is named after a minute (`JAXPP_FLAX_REPORT_AFTER`); with `JAXPP_FLAX_STUCK_TIMEOUT`, the run ends by it.
+        It does nothing in a single process, or if the watch runs already. If all wait for a process that is alive, a
+        message names it after a minute (`JAXPP_FLAX_REPORT_AFTER`); the run ends after `JAXPP_FLAX_STUCK_TIMEOUT`
+        seconds, if this variable is set.
 
         Args:
-          failure_timeout_s: seconds within which a failure anywhere has ended every process. A process counts as
-            lost after 60 % of it without a heartbeat. A heartbeat needs Python's lock for a moment: a call that holds
-            the lock longer than that (few do) needs a higher value.
-          on_failure: called once, 10 % of the timeout after a failure became known, if the process still lives then. It
+          failure_timeout_s: seconds within which the failure of one process ends all of them. A process counts as lost
+            after 60 % of this time without a heartbeat. A heartbeat needs Python's global lock for a moment. If a call
+            holds that lock for longer than the 60 %, which is rare, use a higher value.
+          on_failure: called once, 10 % of the timeout after a failure became known, if this process is still alive. It
             should end the process, since the main thread may be in a call that never returns. None: `end_process`.
 
         Raises:
@@ -287,9 +291,9 @@ class ProcessGroup:
         self._report_waits(f"process {self.process_index}")
 
     def end_process(self, failure: Failure | str) -> NoReturn:
-        """Print the failure and the waits of this process on stderr, and end it, whatever its threads are doing.
+        """Print the failure and the waits of this process on stderr, and end the process without waiting for threads.
 
-        A text is the whole message: it names the waits already.
+        If `failure` is a text, it is the whole message.
         """
         with self._ending:
             text = failure if isinstance(failure, str) else self.describe(failure)
@@ -306,7 +310,7 @@ class ProcessGroup:
         self._closing.append(function)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every process has ended its program, as `barrier` does, and stop the watch; called once."""
+        """Wait until every process has ended its program, as `barrier` does, and stop the watch. Call it once."""
         if self._watch is not None:
             self._watch.finish()
         self.barrier("the end of the program", timeout_s)
@@ -325,11 +329,13 @@ def _report_after() -> float:
 
 @cache
 def process_group() -> ProcessGroup:
-    """This process's view of the run, as `jax.distributed` was set up before the first call.
+    """Return the group of this run's processes. All calls return one object, which the first call makes.
+
+    Call `jax.distributed.initialize` or `jaxpp_flax.launch.initialize` before the first call.
 
     Raises:
-      CoordinationError: if there are several processes and their key-value store, which has no public name, is not
-        where it was in the JAX versions known.
+      CoordinationError: if there are several processes, and this version of JAX does not have their key-value store (it
+        has no public name) in the place where the known versions have it.
 
     Example:
       >>> process_group().process_count
@@ -349,10 +355,10 @@ def process_group() -> ProcessGroup:
 
 @contextmanager
 def errors_naming_failed_process() -> Generator[None]:
-    """Where values are fetched: replace an error of JAX that another process's failure has caused by its name.
+    """A context for code that fetches values: if an error of JAX comes from a failed process, name that process.
 
     Raises:
-      ProcessFailedError: in place of such an error.
+      ProcessFailedError: in place of an error of JAX that the failure of another process caused.
     """
     try:
         yield

@@ -27,12 +27,12 @@ ROOT = "jaxpp_flax"
 
 @documented("JPF500")
 class CoordinationError(RuntimeError):
-    """The processes of a run cannot be coordinated, or do not agree."""
+    """The processes of a run cannot be coordinated, or have different programs or values."""
 
 
 @documented("JPF501")
 class BarrierTimeoutError(CoordinationError, TimeoutError):
-    """Some processes did not come to a barrier in time; the message names them."""
+    """Some processes did not come to a barrier, or give a value, in time; the message names them."""
 
 
 @documented("JPF502")

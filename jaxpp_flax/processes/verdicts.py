@@ -1,4 +1,4 @@
-"""What the heartbeats of all processes say together: who is lost, who is awaited in vain, and who stands still.
+"""What the heartbeats of all processes say together: which process is lost, awaited in vain, or hangs.
 
 One process alone judges (see `watch`), so one rule holds for all. Nothing here looks at a clock or talks to the store.
 """
@@ -66,7 +66,7 @@ class Judge:
                 self._beats[index] = (beat, now)
 
     def forgive(self, now: float) -> None:
-        """Forget all silences: this process itself stood still, so they say nothing about the others."""
+        """Forget all silences: this process itself was stopped, so they say nothing about the others."""
         self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
 
     def failure(self, now: float) -> Failure | None:

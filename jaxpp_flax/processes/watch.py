@@ -1,7 +1,7 @@
 """The watch of one process: it tells its heartbeat, hears the news of the run, and judges all if it is the watcher.
 
 Each process writes one entry a second, its heartbeat, and reads one folder, the news: who watches, which failures were
-reported, who stands still. One process alone, the watcher, reads all heartbeats. So the load on the store grows with
+reported, which process hangs. One process, the watcher, reads all heartbeats. So the load on the store grows with
 the number of processes, and not with its square. The watcher tells in the news that it watches. If that stops, it is
 the one that failed; the first process that notices takes over. Process 0 is the first watcher.
 """
@@ -182,7 +182,7 @@ class Watch:
             self._name(None)
 
     def _name(self, told: bytes | None) -> None:
-        """Tell the user who stands still: once, and again each time that its silence has doubled."""
+        """Tell the user which process hangs: once, and again each time that its silence has doubled."""
         if told is None:
             self._told = 0.0
             return

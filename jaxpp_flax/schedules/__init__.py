@@ -2,10 +2,11 @@
 
 Pure Python over small task objects. Nothing here needs JAX.
 
-In the formulas of the docstrings ``p`` is the number of ranks, ``m`` of microbatches, ``v`` of stages
-on each rank, and ``f``, ``b``, ``i``, ``w`` are a stage's times of forward, whole backward, input
-gradient and weight gradient. In the drawings a letter and a microbatch name each pass, a small letter
-is a rank's second stage, and dots are idle time.
+A rank is a group of devices that runs one or more stages. In the formulas of the docstrings, ``p`` is
+the number of ranks, ``m`` the number of microbatches, and ``v`` the number of stages on each rank. The
+times of a stage are ``f`` for a forward, ``b`` for a whole backward, ``i`` for an input gradient and
+``w`` for a weight gradient. In the drawings, a letter and the number of a microbatch name each pass; a
+small letter is a rank's second stage, and dots are idle time.
 
 >>> from jaxpp_flax import schedules
 >>> schedules.by_name("1f1b", 2).tasks(2)[0]

@@ -5,4 +5,4 @@ from jaxpp_flax.error_codes import documented
 
 @documented("JPF301")
 class ScheduleError(ValueError):
-    """A schedule does not fit its counts, or a list of tasks is not a legal schedule."""
+    """A schedule does not fit its numbers of stages, ranks or microbatches, or its tasks are not a legal schedule."""

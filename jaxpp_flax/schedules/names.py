@@ -37,7 +37,9 @@ _AT_ONE_STAGE_A_RANK = {"interleaved_1f1b": "eager_1f1b", "interleaved_gpipe": "
 
 
 def names(num_stages: int | None = None, num_ranks: int | None = None) -> list[str]:
-    """Return the name of every order, or of those that fit the given counts; :func:`by_name` knows more names.
+    """Return the names of the schedules that can run these counts; without counts, of all schedules.
+
+    Each order of tasks is listed once. :func:`by_name` accepts further names for some of them.
 
     >>> "1f1b" in names()
     True
@@ -68,11 +70,15 @@ def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options:
     """Return the schedule called ``name``; case, dashes and underscores do not matter.
 
     Args:
-        name: one of :func:`names`, the name of a class, or another name of an order, such as
-            ``latency_hiding_1f1b`` for ``eager_1f1b``, or ``circular`` for ``gpipe`` at one stage on each rank.
+        name: one of :func:`names`, the name of a class, or another name of a schedule: ``latency_hiding_1f1b`` is
+            ``eager_1f1b``, and with one stage on each rank, ``circular`` is ``gpipe``.
         num_stages: number of stages of the model.
-        num_ranks: number of ranks; by default one for each stage, or one for two stages in a V.
+        num_ranks: number of ranks; by default one for each stage, or for a V-shaped schedule one for two stages.
         options: further arguments of the class, such as ``latency``.
+
+    Raises:
+        ValueError: if the name is unknown; the message suggests similar names.
+        ScheduleError: if the schedule cannot run these counts, or has no such option.
 
     >>> by_name("interleaved-1F1B", num_stages=8, num_ranks=4)
     Interleaved1F1B(num_stages=8, num_ranks=4)

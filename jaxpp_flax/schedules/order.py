@@ -11,8 +11,8 @@ def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
     """Return all tasks with their ranks, in one order without deadlock.
 
     The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start
-    times in a simulation (a forward takes 1, a whole backward 2), ties by rank. So a runtime that dispatches
-    in this order keeps no rank waiting for the dispatch of another rank. The order is deterministic.
+    times in a simulation (a forward takes 1, a whole backward 2); equal times are sorted by rank. If a runtime
+    dispatches in this order, no rank waits for the dispatch of another rank. The order is deterministic.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> [task for rank, task in merge_order(Std1F1B(2).tasks(2))]

@@ -17,13 +17,13 @@ class StageResiduals:
     """The residuals of one stage: the values of its forward that its backward reads.
 
     Args:
-      recompute: True: the backward computes the residuals again from the stage's inputs, and these are kept instead.
-        What a policy of `jax.checkpoint` in the model saves stays saved.
+      recompute: True keeps the stage's inputs in place of the residuals; the backward computes the residuals again.
+        Values that a `jax.checkpoint` policy in the model saves are still kept.
       offload: the share of microbatches, from 0 to 1, whose kept values move to host memory after the forward and
         come back before the backward. The microbatches are spread evenly.
 
     Raises:
-      ScheduleError: for a share outside its bounds, and for `recompute` that is neither True nor False.
+      ScheduleError: if `offload` is not from 0 to 1, or `recompute` is neither True nor False.
 
     Example:
       >>> half = StageResiduals(offload=0.5)
@@ -65,15 +65,15 @@ class ResidualPlan:
 
     Args:
       stages: an entry for each stage.
-      fetch_ahead: the number of tasks of the rank between the start of a fetch and the backward that reads the
-        values. More tasks hide a longer copy, and hold the values on the devices for longer.
-      offload_within: the number of tasks of the rank, after a forward, that may run before its offload has ended; the
-        next task waits. This bounds the values that leave at one time, whatever the speed of the link. None: no task
+      fetch_ahead: a fetch starts this number of the rank's tasks before the backward that reads the values. A larger
+        number hides a longer copy, but keeps the values on the devices for longer.
+      offload_within: after a forward, this number of the rank's tasks may run before its offload has ended; the next
+        task waits for the end. This limits the number of offloads at one time, also on a slow link. None: no task
         waits.
 
     Raises:
-      ScheduleError: without stages, for an entry that is no `StageResiduals`, and for `fetch_ahead` or
-        `offload_within` that is no whole number of at least 1.
+      ScheduleError: if there are no stages, an entry is no `StageResiduals`, or `fetch_ahead` or `offload_within` is no
+        whole number of at least 1.
 
     Example:
       >>> plan = ResidualPlan((StageResiduals(offload=1.0), StageResiduals(recompute=True), KEEP))

@@ -41,7 +41,7 @@ class Schedule(abc.ABC):
 
     Args:
         num_stages: number of stages of the model.
-        num_ranks: number of ranks (groups of devices) that run the stages; default: one stage on each rank.
+        num_ranks: number of ranks (groups of devices) that run the stages; by default one for each stage.
 
     >>> from jaxpp_flax.schedules import Schedule, task
     >>> class OneAtATime(Schedule):  # every microbatch alone: legal, and mostly idle
@@ -81,8 +81,8 @@ class Schedule(abc.ABC):
             lower = self.num_stages - self.num_stages % self.num_ranks
             fits = [str(n) for n in (lower, lower + self.num_ranks) if n]
             raise ScheduleError(
-                f"{type(self).__name__}: num_stages={self.num_stages} cannot be dealt out evenly "
-                f"to num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
+                f"{type(self).__name__}: num_stages={self.num_stages} cannot be divided evenly "
+                f"among num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
                 "ranks that divides the stages"
             )
 
@@ -91,7 +91,7 @@ class Schedule(abc.ABC):
         return self.num_stages // self.num_ranks
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank of ``stage``: stages are dealt out in turn, unless a subclass overrides this."""
+        """Return the rank of ``stage``: ``stage % num_ranks``, unless a subclass overrides this."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> list[int]:

@@ -22,13 +22,15 @@ def validate(
     """Raise :class:`ScheduleError` if the schedule is not legal; the error draws a deadlock as a grid.
 
     In a legal schedule, every stage runs one forward and one backward (whole, or split in two) for
-    each microbatch. Each stage is on one rank. Stage 0 is not split, and either all other stages
-    are split or none. Either all tasks of the last stage are fused or none. No rank waits for ever.
+    each microbatch. Each stage is on one rank. The backward of stage 0 is whole; those of the other
+    stages are all split or all whole. The tasks of the last stage are all fused or none of them is.
+    No rank waits for ever.
 
     Args:
         schedule: a :class:`Schedule`, or each rank's tasks.
         num_microbatches: the required number of microbatches.
-        num_stages: the number of stages; default, for lists: the highest stage in the lists plus 1.
+        num_stages: the number of stages; by default that of the :class:`Schedule`, or the highest stage of the lists
+            plus 1.
 
     The time is linear in the number of tasks.
 

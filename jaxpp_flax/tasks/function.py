@@ -44,7 +44,7 @@ class MpmdFunction:
         self._compiled: dict[Hashable, CompiledMpmdFun] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function on its ranks; compile it first for new types. Under a trace of JAX, trace it."""
+        """Run the function on its ranks. For new types, compile it first; inside a trace of JAX, trace it instead."""
         call = self._split(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             results, _, tree = self._record(call, call.leaves, self._places(call))
@@ -158,28 +158,29 @@ def mpmd(
     donate_argnums: int | Sequence[int] | None = None,
     infer_donation: bool = False,
 ) -> Callable[[Callable[..., Any]], MpmdFunction]:
-    """Decorate a function that consists of `task` and `transfer` calls: each rank runs its tasks, in this order.
+    """Decorate a function that consists of `task` and `transfer` calls: each rank runs its tasks in the order of calls.
 
-    The function may rearrange containers and call tasks in loops, but computes nothing itself. Its order is the order
-    of each rank, so that no program can deadlock. With several processes, each calls the function, compiles the tasks
-    of its own ranks, and gets the results of these; results of other ranks are arrays without a part in this process.
+    The function may rearrange containers and call tasks in loops, but it computes nothing itself. All ranks follow the
+    one order of the calls, so a program cannot deadlock. With several processes, each process calls the function,
+    compiles the tasks of its own ranks, and gets their results; results of other ranks have no addressable shards.
 
     Args:
-      mpmd_mesh: the ranks.
-      in_shardings: a prefix tree of the arguments' tuple: the `NamedSharding` of each, over the submesh of its rank.
+      mpmd_mesh: the mesh of all ranks. A rank is a group of devices, one submesh of `mpmd_mesh.unstack`.
+      in_shardings: a prefix tree of the tuple of arguments, with the `NamedSharding` of each argument over the submesh
+        of its rank.
       donate_argnums: arguments whose memory the function may reuse.
-      infer_donation: let each task reuse the memory of values that nothing reads afterwards; without it, tasks reuse
-        only what their `donate_argnums` say. Sent values are never reused.
+      infer_donation: True lets each task reuse the memory of values that nothing reads afterwards; False lets it reuse
+        only its own `donate_argnums`. The memory of sent values is never reused.
 
     Returns:
       A decorator, which gives an `MpmdFunction`: call it, or `.lower(*shapes).compile()`.
 
     Raises (when the function is lowered, before anything runs):
       TypeError: if `mpmd_mesh` is no `MpmdMesh`, a sharding no `NamedSharding`, or an argument no array.
-      ValueError: if JAX operations stand outside of tasks; a sharding is over a mesh that is no rank's; a task's
-        shardings name several ranks; a transfer repartitions or is never done; a donated value is read again or was
-        sent.
-      RuntimeError: if a future is done twice.
+      ValueError: if the function computes outside of tasks; a sharding is over a mesh that is no rank's; a task's
+        shardings name several ranks; a transfer would change a partition, or its `done()` is never called; a donated
+        value is read again or was sent.
+      RuntimeError: if `done()` of a future is called twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np

@@ -105,24 +105,25 @@ def task(
 ) -> Any:
     """Make a function a task: one SPMD program that one rank runs, at this point of its order.
 
-    The rank is that of the meshes in `mesh`, `in_shardings` and `out_shardings`; if these name none, that of the
-    arguments. An argument of another rank is transferred first, as it is partitioned there. As under `jax.jit`, one
-    function is traced once for arguments of equal types.
+    The task runs on the rank whose submesh `mesh`, `in_shardings` or `out_shardings` name; if they name none, on the
+    rank of its arguments. An argument on another rank is transferred first, and keeps its partition. As under
+    `jax.jit`, a function is traced once for arguments of equal types.
 
     Args:
       fun: any function of arrays. Without it, `task(out_shardings=...)` is a decorator.
       out_shardings: a prefix tree of `NamedSharding`s over a rank's submesh, or of `PartitionSpec`s, for the results.
-        Their kinds of memory are kept (`pinned_host`), and so are `unreduced` and `reduced` axes of Explicit meshes. On
-        an Explicit mesh, None keeps the partition in a result's type.
-      name: of the task, in text, profiles and messages; by default the function's name.
+        Results get their kinds of memory (`pinned_host`), and their `unreduced` and `reduced` axes on Explicit meshes.
+        On an Explicit mesh, None keeps the partition in a result's type.
+      name: the task's name in text, profiles and messages; by default the function's name.
       in_shardings: the shardings that the arguments must have; by default any.
       mesh: the submesh of the rank.
       donate_argnums: positional arguments whose memory the task may reuse.
 
     Raises (when the mpmd function is lowered):
       RuntimeError: outside of an mpmd function, or inside another task.
-      ValueError: if shardings name several ranks, or a mesh that is no rank's; if no rank is named; if an argument lies
-        otherwise than `in_shardings` say; if a donated value is read later or has been sent.
+      ValueError: if shardings name several ranks, or a mesh that is no rank's; if neither shardings nor arguments tell
+        the rank; if an argument's partition differs from `in_shardings`; if a donated value is read later or has been
+        sent.
       TypeError: if an argument is no array.
 
     Example:
@@ -186,7 +187,7 @@ def moved(found: Recording, value: Any, target: int) -> Any:
 
 
 class TransferFuture(Generic[T]):
-    """A transfer on its way, for tracing; `done()` gives the values on the receiving rank."""
+    """A transfer that has started, while a function is traced; `done()` gives the values on the receiving rank."""
 
     def __init__(self, found: Recording, number: int, values: T) -> None:
         self._found, self._number, self._values = found, number, values
@@ -195,7 +196,7 @@ class TransferFuture(Generic[T]):
         """Return the values on the receiving rank; a task that reads them waits for their arrival.
 
         Raises:
-          RuntimeError: at a second call.
+          RuntimeError: if it is called a second time.
         """
         if self._number not in self._found.waiting:
             raise RuntimeError(
@@ -206,20 +207,20 @@ class TransferFuture(Generic[T]):
 
 
 def transfer(arrays: T, *, out_shardings: Any) -> TransferFuture[T]:
-    """Start to send values to another rank; the ranks work on until a task reads what arrives.
+    """Start to send values to another rank; the ranks do other work until a task reads the values that arrive.
 
     Args:
       arrays: a pytree of values of one rank or of several.
-      out_shardings: a prefix tree of `NamedSharding`s over submeshes of other ranks; each must partition its value as
-        the value is partitioned now, in the same kind of memory. Change the partition in a task before or after.
+      out_shardings: a prefix tree of `NamedSharding`s over submeshes of other ranks. Each must have the same partition
+        and kind of memory as its value; to change them, use a task before or after the transfer.
 
     Returns:
-      A future, whose `done()` gives the values once.
+      A future. Its `done()`, which may be called once, gives the values.
 
     Raises (when the mpmd function is lowered):
       RuntimeError: outside of an mpmd function.
       TypeError: if a leaf is no value of the mpmd function.
-      ValueError: if there is no leaf; if a value would stay on its rank; if a sharding is not equivalent.
+      ValueError: if there is no leaf; if a value would stay on its rank; if a sharding changes the partition or memory.
 
     Example:
       >>> import jax, numpy as np
@@ -259,8 +260,8 @@ def _route(found: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int
     known = found.of(leaf)
     if known is None:
         raise TypeError(
-            f"`transfer` got {leaf!r} for {where}, which no task and no argument gave: it has no rank to come from. "
-            "Make the value in a task."
+            f"`transfer` got {leaf!r} for {where}, which is neither an argument nor the result of a task: "
+            "it has no rank. Make the value in a task."
         )
     target, sharding = on_rank(found.mesh, node, where)
     what = f"{jax.typeof(leaf).str_short()} on rank {known.rank}"
@@ -272,7 +273,7 @@ def _route(found: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int
     there = NamedSharding(sharding.mesh, known.sharding.spec, memory_kind=known.sharding.memory_kind)
     if there != sharding and not _equivalent(there, sharding, leaf.ndim):
         raise ValueError(
-            f"`transfer` of {what}: {where} is {_says(sharding)}, but the value lies as {_says(there)}. A transfer "
+            f"`transfer` of {what}: {where} is {_says(sharding)}, but the value has {_says(there)}. A transfer "
             "does not repartition: do it in a task on the sending or on the receiving rank, and give the transfer "
             "the same spec and memory kind as the value has."
         )

@@ -121,7 +121,7 @@ def _rank_of(
         ranks = {known.rank: "arguments" for leaf in leaves if (known := found.of(leaf)) is not None}
     if len(ranks) == 1:
         return next(iter(ranks))
-    lie = f"its arguments lie on the ranks {sorted(ranks)}" if ranks else "no argument has a rank"
+    lie = f"its arguments are on the ranks {sorted(ranks)}" if ranks else "no argument has a rank"
     raise ValueError(
         f"task {name!r} names no mesh, and {lie}. Tell the rank: `mesh=mpmd_mesh.unstack[rank]`, or a `NamedSharding` "
         "in out_shardings."
@@ -138,9 +138,9 @@ def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[An
         if wanted == known.sharding or wanted.is_equivalent_to(known.sharding, leaf.ndim):
             continue
         raise ValueError(
-            f"argument leaf {position} of task {name!r}, {jax.typeof(leaf).str_short()}, lies as "
-            f"{known.sharding.spec}, but in_shardings say {spec}. Leave in_shardings out and call `jax.reshard` (or "
-            "`jax.lax.with_sharding_constraint`) in the task."
+            f"argument leaf {position} of task {name!r}, {jax.typeof(leaf).str_short()}, has the "
+            f"partition {known.sharding.spec}, but in_shardings say {spec}. Leave in_shardings out and call "
+            "`jax.reshard` (or `jax.lax.with_sharding_constraint`) in the task."
         )
 
 

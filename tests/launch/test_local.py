@@ -376,7 +376,7 @@ builtins.hangs = Hangs()  # deleted when the interpreter ends
     )
     with launched(tmp_path, source, "-n", "2", "--grace", "2") as run:
         assert run.finish() == 0, run.stderr
-        says = r"process {} of 2 has ended its program, but lives on: {}.* After 2 s \(--grace\) it is killed"
+        says = r"process {} of 2 has ended its program, but is still running: {}.* After 2 s \(--grace\) it is killed"
         assert re.search(says.format(0, r"it was stopped \(SIGSTOP\)"), run.stderr), run.stderr
         assert re.search(says.format(1, "an object's `__del__`"), run.stderr), run.stderr
         run.check_nothing_is_left()

@@ -120,7 +120,7 @@ def stack():
 REFUSED = {
     "glob": (lambda: m.Layers(2), {"layers": ["layers/0", "blocks"]}, r"no layer matches 'blocks'.*layers/0, layers/1"),
     "function": (lambda: m.Layers(2), {"layers": lambda path: False}, "chooses no layer"),
-    "no layer": (lambda: nnx.Embed(3, 2, rngs=nnx.Rngs(0)), {}, r"no layer matches '\*'.*these are none here"),
+    "no layer": (lambda: nnx.Embed(3, 2, rngs=nnx.Rngs(0)), {}, r"no layer matches '\*'.*the model has none"),
     "rank": (linear, {"rank": 0}, "rank=0: it must be a whole number above 0"),
     "alpha": (linear, {"alpha": -1}, "alpha=-1: it must be a number above 0"),
     "stack": (lambda: m.Chain([stack()]), {}, r"layer 'blocks/0' has a kernel of shape \(2, 8, 8\).*nnx\.vmap maps"),

@@ -101,14 +101,12 @@ def test_compiler_options(lowered, compiled):
 def test_arrays_on_another_mesh_are_refused(meshes, lowered, compiled):
     ws, x = weights(BLOCKS), batches(1)[0]
     wrong = jax.device_put(ws, NamedSharding(meshes["m0"], P()))
-    message = (
-        r"argument\[0\]\[1\] of model lies on mesh 'm0', but the program reads it on mesh 'm1'. Place .*input_spec"
-    )
+    message = r"argument\[0\]\[1\] of model is on mesh 'm0', but the program reads it on mesh 'm1'. Place .*input_spec"
     with pytest.raises(ValueError, match=message):
         compiled(wrong, x)
     with pytest.raises(ValueError, match=message):
         mpmd.jit(model, config(meshes, in_runs(BLOCKS, 2)))(wrong, x)
-    with pytest.raises(ValueError, match=r"argument\[1\] of model lies on devices \[7\], but .* on mesh 'm0'"):
+    with pytest.raises(ValueError, match=r"argument\[1\] of model is on devices \[7\], but .* on mesh 'm0'"):
         compiled(ws, jax.device_put(x, jax.devices()[7]))
     # On its mesh an array may be partitioned in any way; host arrays and arrays that JAX may move are copied.
     halves = jax.device_put(x, NamedSharding(meshes["m0"], P("data")))
@@ -133,7 +131,7 @@ def test_arguments_that_are_not_read_stay_where_they_are(meshes):
     assert dropped.function_mesh_assignment.input_meshes == ("m1", "m0")
     assert ["%arg1" in lowered.as_text() for lowered in (dropped, kept)] == [False, True]
     tree_allclose(dropped.compile()(x, elsewhere), jnp.sin(x))
-    with pytest.raises(ValueError, match=r"argument\[1\] of reads_one lies on devices \[7\].* on mesh 'm0'"):
+    with pytest.raises(ValueError, match=r"argument\[1\] of reads_one is on devices \[7\].* on mesh 'm0'"):
         kept.compile()(x, elsewhere)
     memory = [lowered.compile().memory_analysis()["m0"].argument_bytes for lowered in (dropped, kept)]
     assert memory == [0, 5 * 4]

@@ -16,9 +16,9 @@ def faults(names: NameMap, **shapes: tuple[int, ...]) -> list[str]:
 def test_a_leaf_without_a_rule_with_two_and_with_one_for_other_dimensions():
     names = NameMap((Rule("a/*", "a.*"), Rule("*/kernel", "b.*"), Rule("c", "c", transpose=(1, 0))))
     assert faults(names, a__kernel=(2,), d=(2,), c=(2,)) == [
-        "a/kernel: filled twice, by (a/* <- a.*) and (*/kernel <- b.*). Keep one, or make the '*' of one fit less",
+        "a/kernel: filled twice, by (a/* <- a.*) and (*/kernel <- b.*). Keep one, or let the '*' of one match less",
         "d: no rule of the map fills it. Add a Rule for it, or name it in keep=",
-        "c: has shape (2,), and its rule is for other dimensions: c <- c, transpose (1, 0)",
+        "c: has shape (2,), and its rule is for another number of dimensions: c <- c, transpose (1, 0)",
     ]
 
 
@@ -46,7 +46,7 @@ def test_a_stack_has_its_layers_in_the_order_of_its_parts():
         ({"leaf": "a", "tensor": "h.w", "stack": 0}, "belong together"),
         ({"leaf": "a/*", "tensor": "h.w"}, r"the tensor's name needs 1 '\*', as many as the leaf's path"),
         ({"leaf": "a", "tensor": "b", "transpose": (0, 2)}, r"transpose=\(0, 2\) is no permutation"),
-        ({"leaf": "a", "tensor": "b", "transpose": (1, 0), "merge": (2, 1)}, r"merge=\(2, 1\) is not for the 2"),
+        ({"leaf": "a", "tensor": "b", "transpose": (1, 0), "merge": (2, 1)}, r"merge=\(2, 1\) does not sum up to"),
     ],
 )
 def test_a_rule_that_cannot_be_meant(arguments: dict, message: str):

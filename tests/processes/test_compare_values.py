@@ -10,17 +10,17 @@ pytestmark = pytest.mark.processes
 
 # What each case says: "ran", or the values that differ.
 EXPECTED = {
-    "weights": "the initial state, where all are to have the same: params/layers/0/kernel",
-    "first batch": "the batches for training, batches 1 to 1, where all are to have the same: batch['y']",
-    "third batch": "the batches for training, steps 3 to 4, where all are to have the same: batch['y']",
-    "last batch": "the batches for training, steps 5 to 7, where all are to have the same: batch['x']",
-    "before a save": "the batches for training, steps 3 to 3, where all are to have the same: batch['y']",
+    "weights": "the initial state, where all must have the same: params/layers/0/kernel",
+    "first batch": "the batches for training, batches 1 to 1, where all must have the same: batch['y']",
+    "third batch": "the batches for training, steps 3 to 4, where all must have the same: batch['y']",
+    "last batch": "the batches for training, steps 5 to 7, where all must have the same: batch['x']",
+    "before a save": "the batches for training, steps 3 to 3, where all must have the same: batch['y']",
     "equal": "ran",
     "left out": "ran",
-    "evaluation": "the batches for evaluation, batches 2 to 3, where all are to have the same: batch['y']",
-    "prediction": "the batches for prediction, batches 1 to 1, where all are to have the same: batch['y']",
-    "argument": "where all are to have the same: argument[1]. |   process 0: 1.0 |   process 1: 2.0 | ",
-    "constant": "where all are to have the same: constant 0, float32[4]",
+    "evaluation": "the batches for evaluation, batches 2 to 3, where all must have the same: batch['y']",
+    "prediction": "the batches for prediction, batches 1 to 1, where all must have the same: batch['y']",
+    "argument": "where all must have the same: argument[1]. |   process 0: 1.0 |   process 1: 2.0 | ",
+    "constant": "where all must have the same: constant 0, float32[4]",
     "equal arguments": "ran",
 }
 
@@ -57,7 +57,7 @@ def test_every_case_is_expected(outputs: list[str]):
 DIFFERING = {
     "setting": "process 0: the setting jax_threefry_partitionable is True |   process 1: the setting",
     "hyperparameter": "/learning_rate. It is one of 2 that differ. |   process 0: 0.1 |   process 1: 0.2",
-    "noise": "of the initial state, where all are to have the same: what the optimizer begins with",
+    "noise": "of the initial state, where all must have the same: what the optimizer begins with",
     "equal": "ran",
     "steps": "the arguments of fit. The first difference: |   process 0: steps=2, ",
     "eval_data": "process 0: with eval_data |   process 1: no eval_data",

@@ -14,7 +14,7 @@ __all__ = ["MpmdArray", "as_jaxpp", "mpmd_to_spmd_reshard", "spmd_to_mpmd_reshar
 
 
 class MpmdArray(mpmd_array.MpmdArray):
-    """The engine's `MpmdArray`, except that it is equal to itself alone, as JaxPP's is; see there for the arguments.
+    """The engine's `MpmdArray` with JaxPP's equality: an array is equal only to itself. The arguments are the same.
 
     So arrays may be keys of a dict and members of a set. `jnp.equal(x, y)` compares elements.
 
@@ -49,9 +49,9 @@ def as_jaxpp(leaf: Any) -> Any:
 def spmd_to_mpmd_reshard(
     mpmd_mesh: Any, spmd_arrays: Any, mpmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
 ) -> Any:
-    """Move a tree of arrays onto the ranks that their shardings name: `jaxpp_flax.spmd_to_mpmd_reshard`.
+    """Move a tree of arrays onto the ranks that their shardings name, as `jaxpp_flax.spmd_to_mpmd_reshard` does.
 
-    Leaves are moved one after the other, which keeps within any `threshold` that a leaf alone keeps within.
+    `threshold` is ignored: leaves are moved one after another, so one leaf at a time is in flight.
 
     Example:
       >>> import jax, numpy as np
@@ -68,7 +68,9 @@ def spmd_to_mpmd_reshard(
 def mpmd_to_spmd_reshard(
     mpmd_mesh: Any, mpmd_arrays: Any, spmd_shardings: Any, threshold: int | None = None, *, donate: bool = True
 ) -> Any:
-    """Move a tree of `MpmdArray`s to ordinary arrays: `jaxpp_flax.mpmd_to_spmd_reshard`; `threshold` as above.
+    """Move a tree of `MpmdArray`s to ordinary arrays, as `jaxpp_flax.mpmd_to_spmd_reshard` does.
+
+    `threshold` is ignored, as in `spmd_to_mpmd_reshard`.
 
     Example:
       >>> import jax, numpy as np

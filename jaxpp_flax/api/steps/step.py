@@ -1,4 +1,4 @@
-"""The functions that this front returns: a step that compiles itself, and the step before its tasks are compiled."""
+"""The functions that `jaxpp_flax.api` returns: a step, and the step before its tasks are compiled."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class CompiledStep(Compiled):
 
 
 class StepFunction(engine.MpmdFunction):
-    """The engine's `MpmdFunction` with JaxPP's arrays, its place of idle values and its `trace_and_place`.
+    """The engine's `MpmdFunction` with JaxPP's arrays, JaxPP's placement of idle results, and `trace_and_place`.
 
-    A result is idle if no stage reads it and every rank can compute it without a transfer: the count of steps, a key.
-    JaxPP has it on all ranks, the engine on rank 0 alone.
+    A result is idle if no stage reads it and every rank can compute it without a transfer, such as the count of steps
+    or a key. JaxPP keeps an idle result on all ranks; the engine keeps it on rank 0 alone.
     """
 
     _idle_everywhere: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class StepFunction(engine.MpmdFunction):
     def trace_and_place(self, *args: Any, **kwargs: Any) -> PlacedStep:
         """Trace the step and place it on ranks, without compiling anything.
 
-        The devices of the mesh need not exist: those of a `jax.experimental.topologies` description will do.
+        The devices of the mesh need not exist: they may come from a `jax.experimental.topologies` description.
 
         Args:
           *args, **kwargs: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -53,7 +53,7 @@ class StepFunction(engine.MpmdFunction):
 
 
 class PlacedStep:
-    """A step whose work is on ranks, and whose tasks are not compiled. `StepFunction.trace_and_place` makes it.
+    """A step whose work is assigned to ranks, before its tasks are compiled; made by `StepFunction.trace_and_place`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, numpy as np
@@ -78,7 +78,7 @@ class PlacedStep:
 
     @property
     def in_shardings(self) -> Any:
-        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; without ranks if nothing reads it."""
+        """The `MpmdSharding` of each argument, as a tree like `(args, kwargs)`; an unread argument has no ranks."""
         return self._plan.in_shardings
 
     @property
@@ -87,7 +87,7 @@ class PlacedStep:
         return self._plan.built.program.as_text()
 
     def infer_intermediate_shardings(self) -> PlacedStep:
-        """Return the same step: the partitions of values between tasks are found when the tasks are compiled."""
+        """Return this step. The partitions of values between tasks are inferred later, by `mpmdify`."""
         return self
 
     def mpmdify(self) -> CompiledStep:

@@ -21,12 +21,13 @@ _NEVER_WRITTEN = 1 << 30
 
 
 class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Orbax's handler of arrays, which also writes `MpmdArray`s. A leaf with an `MpmdSharding` is restored as one.
+    """Orbax's handler of arrays, which also saves and restores `MpmdArray`s.
 
-    On disk an `MpmdArray` is an ordinary array. The handler does not change the treatment of other arrays.
+    On disk, an `MpmdArray` is an ordinary array. A leaf of the target with an `MpmdSharding` is restored as an
+    `MpmdArray`. Other arrays are handled as Orbax handles them.
 
     Args:
-      stock: the handler to take the settings from. Only one handler may keep Orbax's metadata of arrays.
+      stock: the handler whose settings this one takes. Only one handler may keep Orbax's metadata of arrays.
     """
 
     def __init__(self, stock: ocp.type_handlers.ArrayHandler | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The package `jaxpp` over `jaxpp_flax.api`: `jaxpp_flax.compat.install()` puts it in that package's place."""
+"""The package `jaxpp` with the names of `jaxpp_flax.api`; `jaxpp_flax.compat.install()` makes it importable."""
 
 from jaxpp_flax import __version__ as __version__
 from jaxpp_flax import api as api

@@ -58,27 +58,29 @@ def initialize(
 ) -> ProcessGroup:
     """Connect this process to the others of its run. Call it once, before the first use of a device.
 
-    Needs no arguments under `python -m jaxpp_flax.launch` (which calls it before the script), and on SLURM, Open MPI,
-    Kubernetes and TPU pods, which JAX detects. From then on, an uncaught exception ends every process, and the others
-    tell its type and message; a process that is killed or stopped is named by the others, which end too; and the end of
-    the program waits for all of them.
+    It needs no arguments under `python -m jaxpp_flax.launch` (which calls it before the script), and on SLURM, Open
+    MPI, Kubernetes and TPU pods, which JAX detects. After this call, an uncaught exception in one process ends all of
+    them, and each prints its type and message. If a process is killed or stopped, the others name it, and end too. At
+    the end of its program, each process waits for all others.
 
     Args:
       coordinator_address: host and port of process 0, the same in every process.
-      num_processes: how many processes there are.
+      num_processes: the number of processes.
       process_id: the index of this process, from 0.
       local_device_ids: the accelerators of this host that this process uses; None: all, or the cluster's choice.
       bind_address: the address that this process's own sockets listen on; None: the address by which it reaches the
         coordinator. With "0.0.0.0", the coordination service (in process 0) listens on all addresses, and the other
-        sockets listen as with None: the peers need one address.
-      failure_timeout_s: seconds within which a failure anywhere has ended every process; None: 30.
-      initialization_timeout_s: seconds to wait for all processes.
+        sockets listen as with None, because the other processes need one address.
+      failure_timeout_s: seconds within which the failure of one process ends all of them; None: 30.
+      initialization_timeout_s: seconds to wait until all processes have connected.
 
     Returns:
       The processes of the run.
 
     Raises:
-      LaunchError: if the address, the number and the index are neither given nor found.
+      LaunchError: if the address, the number and the index are neither given nor found; if the coordinator's address
+        cannot be resolved, or this host cannot listen on `bind_address`; if another process of this host has the same
+        index or port.
 
     Example:
       >>> initialize(coordinator_address="127.0.0.1:4321", num_processes=1, process_id=0).process_count
@@ -148,7 +150,7 @@ def _ask_cluster(options: ConnectionOptions) -> _compat.ClusterPlace:
     except Exception as error:
         raise LaunchError(
             "JAX could not find this process's place among those that the cluster started: "
-            f"{type(error).__name__}: {error}. Mend that, or give coordinator_address, num_processes and process_id."
+            f"{type(error).__name__}: {error}. Fix that, or give coordinator_address, num_processes and process_id."
         ) from error
     if place is None:
         names = ("coordinator_address", "num_processes", "process_id")
@@ -257,7 +259,7 @@ def _check_own(bind_address: str) -> None:
     except OSError as error:
         raise LaunchError(
             f"bind_address={bind_address!r}: this host cannot listen there: {error}. Give one of its own addresses, or "
-            "none: then it is the one by which it reaches the coordinator."
+            "leave bind_address out: then sockets listen on the address by which it reaches the coordinator."
         ) from error
 
 
@@ -277,15 +279,16 @@ def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socke
         text = ""
         if listen_at is not None and coordinator.is_taken(int(listen_at.rpartition(":")[2])):
             text = (
-                f"the coordination service cannot listen on {listen_at}: the port is taken, by another run or by what "
-                "is left of one (it goes within the failure timeout), or by another process with process_id=0. Wait "
-                "for that to end, or give another port."
+                f"the coordination service cannot listen on {listen_at}: the port is taken by another run, by the "
+                "remains of one (they end within the failure timeout), or by another process with process_id=0. Wait "
+                "until it is free, or give another port."
             )
         elif not _binds(place, name):
             text = (
                 f"another process of this host is process {settings.process_id} of the run at "
                 f"{settings.coordinator_address}. Give each process a process_id of its own, from 0 to "
-                f"{settings.num_processes - 1}; or wait until that one, which may be left of an earlier run, has ended."
+                f"{settings.num_processes - 1}; or wait until that process, which may belong to an earlier run, has "
+                "ended."
             )
         if not text:
             return place
@@ -316,9 +319,9 @@ def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
 def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:
     print_notice(
         f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
-        f"{settings.coordinator_address} within {timeout_s:g} s. Do all of them run, with the same address, and each "
-        "with a process_id of its own? Is it the address of process 0, and does a firewall let it through? If they "
-        "start slowly, raise initialization_timeout_s."
+        f"{settings.coordinator_address} within {timeout_s:g} s. Check that all of them run, with the same address, "
+        "and each with a process_id of its own; that the address is that of process 0; and that no firewall blocks it. "
+        "If they start slowly, raise initialization_timeout_s."
     )
     end_at_once(1)
 

@@ -9,9 +9,9 @@ from jaxpp_flax.schedules.families.interleaved import InterleavedGPipe
 class Circular(InterleavedGPipe):
     """All forwards, then all backwards; rounds of ``p`` microbatches go through all stages in turn.
 
-    Where :class:`InterleavedGPipe` takes every microbatch through a rank's first stage before its
-    second, here ``p`` of them go round the ranks ``v`` times, then the next ``p``. A round is as
-    long as the way round the ranks, so no rank waits.
+    In :class:`InterleavedGPipe`, all microbatches pass a rank's first stage before its second. Here,
+    ``p`` microbatches pass all ranks ``v`` times, then the next ``p``. A round has as many
+    microbatches as there are ranks, so no rank waits for a microbatch to come back.
 
     With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b``, and ``m`` a multiple of ``p``: idle
     ``(p - 1)(f + b)`` on each rank, ``m v`` microbatch-stages held.
@@ -35,9 +35,9 @@ class Circular(InterleavedGPipe):
 class CircularReversed(Circular):
     """:class:`Circular` with the backwards in exactly the reverse order of the forwards.
 
-    The last microbatch's activations, the newest, are used first; each rank's order is its own
-    mirror image, so the bubble is the same. It is a natural order for what is stacked (scans, saved
-    activations), and every microbatch's memory is freed last-in first-out.
+    The activations of the last microbatch, the newest, are used first. The order of each rank is
+    symmetric in time, so the bubble is the same. Memory is freed last-in first-out, which suits
+    stacked values (scans, saved activations).
 
     The reversed-backward form of circular pipelining in Shardy:MPMD.
 
@@ -53,10 +53,10 @@ class CircularReversed(Circular):
 
 
 class GPipe1F1BLast(GPipe):
-    """:class:`GPipe`, except that the last rank runs each backward straight after its forward.
+    """:class:`GPipe`, except that the last rank runs each backward directly after its forward.
 
     The last stage, often the one with the largest activations (the logits), then holds one
-    microbatch instead of all. Makespan as GPipe's; the others hold ``m``.
+    microbatch instead of all. The makespan is that of GPipe; every other stage holds ``m``.
 
     The schedule is Shardy:MPMD's "GPipe but 1F1B for the last mesh"; Huang et al., "GPipe", 2019,
     https://arxiv.org/abs/1811.06965.

@@ -15,9 +15,10 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 def normalize(task_lists: Sequence[Sequence[AnyTask | None]]) -> list[list[AnyTask]]:
     """Return the same schedule in the form that :func:`validate` and the engine need.
 
-    Idle steps (None) go; stage 0's ``I`` becomes its whole ``B`` and its ``W`` goes; where any
-    stage is split, every other stage's ``B`` becomes ``I`` and ``W``; the last stage's tasks are
-    fused where every forward is directly followed by its whole backward, and otherwise none are.
+    Idle steps (None) are removed. For stage 0, ``I`` becomes the whole ``B``, and ``W`` is removed. If
+    the backward of any stage is split, the ``B`` of every other stage becomes ``I`` and ``W``. If each
+    forward of the last stage is directly followed by its whole backward, the last stage's tasks are
+    fused; otherwise none of them is.
 
     >>> from jaxpp_flax.schedules.task import forward, backward
     >>> normalize([[forward(0, 0), None, backward(0, 0)]])
@@ -64,6 +65,10 @@ class CustomSchedule(Schedule):
 
     Args:
         task_lists: each rank's tasks in order; None stands for an idle step and is left out.
+
+    Raises:
+        ScheduleError: if there are no tasks, or they are not a legal schedule (see :func:`validate`); by ``tasks``, for
+            another number of microbatches.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> mine = CustomSchedule(Std1F1B(2).tasks(3))

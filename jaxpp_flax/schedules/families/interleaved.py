@@ -1,4 +1,4 @@
-"""Schedules with several stages on each rank, dealt out in turn (stage ``s`` on rank ``s % p``)."""
+"""Schedules with several stages on each rank: stage ``s`` is on rank ``s % p``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Interleaved1F1B(StreamedSchedule):
     idle ``(p - 1)(f + b)`` on each rank while the work is ``m v (f + b)``; rank ``r`` holds
     ``min(m v, (v - 1) p + 2 (p - 1 - r) + 1)`` microbatch-stages.
 
-    Any number of microbatches will do; where they do not divide into equal rounds, the last round
-    is short, and each microbatch that it lacks leaves its slots idle.
+    Any number of microbatches is legal. If they do not divide into equal rounds, the last round is
+    shorter, and the rank is idle in the place of each missing microbatch.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", 2021, https://arxiv.org/abs/2104.04473.
@@ -88,7 +88,7 @@ class KimiK2(Interleaved1F1B):
 
     The added forward gives each rank something to run while an expert layer's all-to-all or a
     transfer is under way. Without such waits its makespan is that of :class:`Interleaved1F1B`, and
-    rank ``r`` holds one microbatch-stage more. The last stage is not fused: it is one forward ahead.
+    rank ``r`` holds one microbatch-stage more. The last stage runs one forward ahead, so it is not fused.
 
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, https://arxiv.org/abs/2507.20534.
 
@@ -109,8 +109,8 @@ class KimiK2(Interleaved1F1B):
 class InterleavedGPipe(StreamedSchedule):
     """All forwards, then all backwards, over several stages per rank, breadth first.
 
-    Every microbatch passes through a rank's first stage before any enters its second, so a stage's
-    weights are gathered, and its gradients reduced, once per step.
+    All microbatches pass through a rank's first stage before the first one enters its second stage.
+    So the weights of a stage are gathered, and its gradients reduced, once per step.
 
     With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b``, and ``m >= p``: idle
     ``(p - 1)(f + b)`` on each rank, ``m v`` microbatch-stages held.

@@ -85,17 +85,17 @@ class _Writer:
 
 
 class ZBV(VShaped):
-    """ZB-V: no idle time inside a rank's own span, in the memory of 1F1B.
+    """ZB-V: no idle time between a rank's first task and its last, with the memory of 1F1B.
 
-    A microbatch goes down the ranks and up again, so the rank that made it first gets its gradient
-    first. With ``a`` for the first stage of a rank and ``b`` for its second, rank ``r``
-    runs ``2(p - r) - 1`` forwards of ``a``; ``r`` pairs of ``b``, ``a``; ``p - r`` triples of
-    ``F``, ``I``, ``W`` of ``b``; then in turn ``F I W`` of ``a`` and of ``b``; last, input
-    gradients and the weight gradients that were kept back for the end.
+    A microbatch passes through the ranks from the first to the last and back, so rank 0 also starts
+    its backward. Let ``a`` be the first stage of a rank and ``b`` its second. Rank ``r`` runs
+    ``2(p - r) - 1`` forwards of ``a``; then ``r`` pairs of a forward of ``b`` and one of ``a``; then
+    ``p - r`` triples ``F``, ``I``, ``W`` of ``b``; then ``F``, ``I``, ``W`` of ``a`` and of ``b`` in
+    turn; last, the remaining input gradients and weight gradients.
 
     With ``p`` ranks, stage costs ``f = i = w`` and ``m >= 2p``: makespan ``6 m f + (p - 1) f``,
-    each rank's span ``6 m f``; every rank holds at most ``2p`` microbatch-stages, the memory of
-    ``p`` microbatches of 1F1B, whose stages are twice as long.
+    of which each rank takes ``6 m f`` from its first task to its last. Every rank holds at most
+    ``2p`` microbatch-stages: the memory of ``p`` microbatches in 1F1B, whose stages are twice as long.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241, and
     "Pipeline Parallelism with Controllable Memory", 2024, https://arxiv.org/abs/2405.15362.
@@ -134,15 +134,15 @@ class ZBV(VShaped):
 
 
 class DualPipeV(VShaped):
-    """DualPipe cut in half: forwards and backwards of a rank's two stages in turn.
+    """One half of DualPipe: each rank runs forwards and backwards of its two stages in turn.
 
-    In the main part each rank alternates between a forward of one of its stages and a backward of
-    the other, so that, where the two run side by side, the communication of one (an expert layer's
-    all-to-all) hides behind the computation of the other.
+    In the main part, each rank alternates between a forward of one of its stages and a backward of
+    the other. If the two run at the same time, the computation of one hides the communication of
+    the other, such as the all-to-all of an expert layer.
 
-    With ``p`` ranks, stage costs ``f = i = w``, ``m >= 2p``, and nothing run side by side: makespan
-    ``6 m f + max(0, ceil(3p / 2) - 2) f``; every rank holds at most ``2p + 1`` microbatch-stages. Any
-    number of microbatches will do; ``2p`` or more fill the pipeline.
+    With ``p`` ranks, stage costs ``f = i = w`` and ``m >= 2p``, if no two tasks run at the same time:
+    makespan ``6 m f + max(0, ceil(3p / 2) - 2) f``; every rank holds at most ``2p + 1``
+    microbatch-stages. Any number of microbatches is legal; ``2p`` or more fill the pipeline.
 
     DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, https://arxiv.org/abs/2412.19437; the V
     shape is that of Qi et al., "Pipeline Parallelism with Controllable Memory", 2024,

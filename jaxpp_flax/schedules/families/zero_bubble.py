@@ -8,9 +8,9 @@ from jaxpp_flax.schedules.families.basic import WarmedUp, WarmedUpForLatency
 
 
 class ZeroBubble(WarmedUp):
-    """ZB-H1: 1F1B whose weight gradients fill a part of the bubble, in the memory of 1F1B.
+    """ZB-H1: 1F1B in which weight gradients fill a part of the bubble, with the memory of 1F1B.
 
-    With ``p`` stages of costs ``f``, ``i``, ``w`` (equal, or nearly), and ``m >= p``: makespan
+    With ``p`` stages, (nearly) equal costs ``f``, ``i``, ``w``, and ``m >= p``: makespan
     ``m (f + i + w) + (p - 1)(f + i - w)``; every stage holds at most ``min(m, p)`` microbatches.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
@@ -35,19 +35,19 @@ class ZeroBubble(WarmedUp):
 
 
 class ZeroBubbleH2(WarmedUpForLatency):
-    """ZB-H2: twice the warm-up, and from its first task to its last a rank never idles.
+    """ZB-H2: twice the warm-up of 1F1B; no rank is idle between its first task and its last.
 
-    The step has the shape of a parallelogram: rank ``r`` starts and ends ``r`` forwards after rank
-    0. Steps that follow each other without a barrier have no bubble at all (see
-    :attr:`Timeline.period`); with a barrier the makespan is that of :class:`ZeroBubble`.
+    Rank ``r`` starts and ends ``r`` forwards after rank 0. So steps that follow one another without
+    a barrier have no bubble (see :attr:`Timeline.period`); with a barrier, the makespan is that of
+    :class:`ZeroBubble`.
 
     With ``p`` stages of equal costs and ``m >= 2p - 1``: makespan ``m (f + i + w) + (p - 1) f``,
     period ``m (f + i + w)``; every stage holds at most ``min(m, 2p - 1)`` microbatches.
 
-    With ``latency``, the time of a transfer as a fraction of a forward, stages run as many more
-    forwards ahead as hide the transfers of the first microbatch's round trip:
-    ``floor(2(p - s) - 1 + 2(p - s - 1) latency)`` in all. The period then still has no bubble, and
-    the makespan is ``m (f + i + w) + (p - 1)(1 + latency) f``.
+    With ``latency``, the time of a transfer as a fraction of a forward, the warm-up is longer, so that
+    it hides the transfers of the first microbatch's round trip: stage ``s`` runs
+    ``floor(2(p - s) - 1 + 2(p - s - 1) latency)`` forwards. The period still has no bubble, and the
+    makespan is ``m (f + i + w) + (p - 1)(1 + latency) f``.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 

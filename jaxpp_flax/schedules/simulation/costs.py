@@ -21,25 +21,26 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 class Costs:
     """The time of each kind of task on each stage, and the memory and bytes sent.
 
-    Units are the caller's: seconds and bytes, or fractions of a forward and of an activation.
+    Each is one number for all stages, or one number for each stage. Use any units: seconds and bytes, or fractions of a
+    forward and of an activation.
 
     Args:
         forward: time of ``F``.
         backward_input: time of ``I``.
         backward_weight: time of ``W``.
         backward: time of the whole ``B``; by default ``I + W``.
-        activation: memory held for each microbatch from the start of ``F`` to the end of ``B``,
-            or of ``I``, where the backward is split.
+        activation: memory held for each microbatch from the start of ``F`` to the end of ``B``, or, if the backward is
+            split, to the end of ``I``.
         weight_activation: the part of the activation that is held from the end of ``I`` to the end of ``W``;
             by default all of it.
-        sent: bytes that a stage's forward sends to the next stage, and gets back as gradient.
-        passing: the part of what it sends that is no part of the activation; a stage that recomputes keeps nothing of
-            what it sends.
-        recomputation: time that ``B`` or ``I`` takes longer in a stage that recomputes its residuals; by default
-            the time of ``F``.
+        sent: bytes that a stage's forward sends to the next stage; the gradient that comes back has as many bytes.
+        passing: the part of the sent bytes that ``activation`` does not count. A stage that recomputes its residuals
+            keeps nothing of what it sends.
+        recomputation: additional time of ``B`` or ``I`` in a stage that recomputes its residuals; by default the time
+            of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
             stage that recomputes its residuals.
-        region: memory of what the user's `jax.checkpoint` makes again, while ``B`` or ``I`` runs.
+        region: memory of the values that `jax.checkpoint` in the model recomputes while ``B`` or ``I`` runs.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> costs.table(3).times[TaskKind.BACKWARD]
@@ -139,7 +140,7 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way from rank to rank: ``latency + bytes / bandwidth``.
+    """A link from one rank to another: a transfer takes ``latency + bytes / bandwidth``.
 
     >>> Link(latency=1e-5, bandwidth=50e9).time(1e9)
     0.02001
@@ -156,12 +157,13 @@ class Link:
             )
 
     def time(self, size: float) -> float:
+        """Return the time of a transfer of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The links between ranks: one for all pairs, and exceptions by ``(source, target)``.
+    """The links between ranks: ``default`` for all pairs, ``links`` for other pairs by ``(source, target)``.
 
     A transfer occupies no rank and, in this model, does not slow another transfer on its link.
 
@@ -174,11 +176,12 @@ class Transfer:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def time(self, source: int, target: int, size: float) -> float:
+        """Return the time of a transfer of ``size`` bytes from rank ``source`` to rank ``target``."""
         return self.links.get((source, target), self.default).time(size)
 
     @classmethod
     def of(cls, transfer: Transfer | Link | float | None) -> Transfer:
-        """From a link for all pairs, a plain latency, or None for instant transfers."""
+        """Make a `Transfer` from a link for all pairs, from a latency, or from None for instant transfers."""
         if isinstance(transfer, Transfer):
             return transfer
         if isinstance(transfer, Link):

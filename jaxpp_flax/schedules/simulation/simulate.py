@@ -34,7 +34,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of a simulated (or measured) step, and the figures that follow from them.
+    """The events of a simulated or measured step, and figures computed from them.
 
     Attributes:
         events: the runs of each rank's tasks, in order of time.
@@ -102,8 +102,8 @@ class Timeline:
     def period(self) -> float:
         """The time of a step in a sequence of steps without barriers between them.
 
-        A rank may start the next step when it has ended this one. So the time from step to step is
-        the longest time between a rank's own first start and last end.
+        A rank starts the next step when it has ended this step. So the period is the longest time from the start of a
+        rank's first task to the end of its last task, over all ranks.
         """
         return max((e - s for s, e in zip(self.first_start, self.last_end, strict=True)), default=0.0)
 
@@ -177,11 +177,11 @@ def simulate(
         schedule: a :class:`Schedule`, or each rank's tasks in order.
         costs: times and memory; by default 1 for ``F``, ``I`` and ``W``, 2 for ``B``.
         transfer: the links, or one latency for all of them; by default instant.
-        num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
+        num_microbatches: the number of microbatches of a :class:`Schedule`; by default its own number, if it has one.
         residuals: what each stage does with its residuals; by default it keeps them on the devices.
         host_link: the link between each rank's devices and its host, for offloaded residuals; by default instant. Each
-            direction carries one copy at a time, beside the tasks. An offload starts when its forward ends, a fetch
-            when the rank comes to it, and the backward waits for the fetch.
+            direction carries one copy at a time, while tasks run. An offload starts when its forward ends. A fetch
+            starts before the task that ``ResidualPlan.fetch_ahead`` gives, and the backward waits for its end.
         gathers: the parameters that stages gather (FSDP), and how often; by default nothing is gathered.
 
     Raises:

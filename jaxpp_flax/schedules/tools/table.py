@@ -46,8 +46,9 @@ def read_csv(path: str | os.PathLike[str]) -> CustomSchedule:
     """Read the schedule in a CSV file, and validate it.
 
     A split backward of stage 0 is made whole. The last stage is fused if its backwards directly
-    follow its forwards: see :func:`normalize`. Cells of the form ``(0F4;3B1)OVERLAP_F_B`` are read
-    as two tasks, one after the other.
+    follow its forwards: see :func:`normalize`. A cell of the form ``(0F4;3B1)OVERLAP_F_B`` is read
+    as two tasks, one after the other. A file with a wrong cell, or without a legal schedule, raises
+    :class:`ScheduleError`.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.csv"
@@ -74,12 +75,12 @@ def write_csv(
     path: str | os.PathLike[str],
     num_microbatches: int | None = None,
 ) -> None:
-    """Write a schedule as CSV; a cell's column is the task's step if every task takes one step.
+    """Write a schedule as CSV. A task's column is the step in which it starts if every task takes one step.
 
     Args:
         schedule: a :class:`Schedule`, or each rank's tasks.
         path: the file, overwritten.
-        num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
+        num_microbatches: the number of microbatches of a :class:`Schedule`; by default its own number, if it has one.
     """
     lists, _ = task_lists(schedule, num_microbatches)
     step = simulate([list(flatten(tasks)) for tasks in lists], Costs(backward=1.0))

@@ -187,7 +187,7 @@ def test_without_a_cluster_it_says_what_to_do():
 
 
 def test_a_place_outside_of_the_run_is_refused():
-    with pytest.raises(LaunchError, match="process_id=2: of 2 processes, it is 0 to 1"):
+    with pytest.raises(LaunchError, match="process_id=2: in a run of 2 processes, it must be 0 to 1"):
         initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=2)
     with pytest.raises(LaunchError, match="coordinator_address='here': it must be 'host:port'"):
         initialize(coordinator_address="here", num_processes=2, process_id=1)

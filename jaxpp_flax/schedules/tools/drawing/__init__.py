@@ -24,18 +24,21 @@ def draw(
     width: int = 120,
     microseconds: float = 1000.0,
 ) -> str:
-    """Draw a simulated or measured step, or several under each other on one scale of time.
+    """Draw a simulated or measured step, or several steps below one another on one scale of time.
 
     Args:
-        timeline: what :func:`simulate` or :func:`replay` returned, or ``(title, timeline)`` pairs.
-        path: where to write; its ending says what: ``.svg``, ``.json`` (Chrome trace, for Perfetto: with each rank's
-            activation memory), ``.txt``. None writes nothing.
-        title: of a single timeline.
-        width: columns of the text grid.
-        microseconds: length of one unit of time in a Chrome trace.
+        timeline: the result of :func:`simulate` or :func:`replay`, or ``(title, timeline)`` pairs.
+        path: the file to write. Its suffix gives the format: ``.svg``, ``.json`` (a Chrome trace for Perfetto, with the
+            activation memory of each rank) or ``.txt``. None writes no file.
+        title: the title of a single timeline.
+        width: the number of columns of the text grid.
+        microseconds: the length of one unit of time in a Chrome trace.
 
     Returns:
         The text grid.
+
+    Raises:
+        ScheduleError: if there is no timeline, or the suffix of ``path`` is another one.
 
     >>> from jaxpp_flax.schedules import Std1F1B, simulate
     >>> print(draw(simulate(Std1F1B(2), num_microbatches=2), title="1F1B"))
