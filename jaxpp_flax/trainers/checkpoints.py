@@ -283,7 +283,7 @@ def _best(store: CheckpointStore) -> int:
     best = exchange_values(process_group(), "the best step", store.best())[0]
     if best is None:
         raise CheckpointNotFoundError(
-            f"{store.directory} holds no checkpoint with the metric of Checkpoints(best=). A checkpoint has the metrics "
-            'of its own step: evaluate at the steps of saves (eval_every=), or restore another one: "latest".'
+            f"{store.directory} holds no checkpoint with the metric of Checkpoints(best=). A checkpoint has metrics "
+            'of its own step: evaluate at the steps of saves (eval_every=), or restore another one, such as "latest".'
         )
     return best

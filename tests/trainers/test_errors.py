@@ -304,7 +304,7 @@ def test_a_first_loss_that_is_infinite_names_the_switch_for_that():
 
 
 def test_predict_of_a_dict():
-    with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', and cannot know"):
+    with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', but not which"):
         trainer().predict(m.make_batch(8))
     with pytest.raises(TypeError, match=r"gather_variables\(\) is for Linen models"):
         _ = trainer().gather_variables()
