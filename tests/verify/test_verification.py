@@ -136,4 +136,4 @@ def test_the_command_prints_and_writes_the_report(tmp_path: Path, capsys: pytest
     assert "has no function 'other'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["nowhere.py:make"])
-    assert "names no file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
