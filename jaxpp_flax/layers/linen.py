@@ -29,17 +29,17 @@ register_metaclass(_StageMeta)
 class PipelineStage(nn.Module, metaclass=_StageMeta):
     """A Linen module with a marked result: the model may be cut into stages after this module.
 
-    Wrap a module, `PipelineStage(Block(...))(x)`, in `setup`, in a compact method or at the top; or write a subclass,
-    `class Block(PipelineStage)`. Wrapping returns the same module with a changed class, a subclass of its old class. So
-    the paths of parameters are the same as in the unmarked model. Wrapping `nn.remat(Block)(...)` or
-    `nn.jit(Block)(...)` marks outside of the transformed block.
+    Wrap a module, `PipelineStage(Block(...))(x)`, in `setup`, in a compact method or outside of any module; or write a
+    subclass, `class Block(PipelineStage)`. Wrapping returns the same module with a changed class, a subclass of its old
+    class. So the paths of parameters are the same as in the unmarked model. If you wrap `nn.remat(Block)(...)` or
+    `nn.jit(Block)(...)`, the mark is outside of the transformed block.
 
     Args:
-      module: the Linen module to mark; it is changed in place, and returned.
+      module: the Linen module to mark; it is changed in place and returned.
       name: the name of the block, for assignments by name and for messages; the module's own `name` does not change.
         Default: the module's path, such as `decoder/block_0`.
-      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
-        selects more values to keep.
+      remat: "full" recomputes the block in the backward pass, so that only the block's input is kept; a
+        `jax.checkpoint` policy selects more values to keep. None recomputes nothing.
 
     Raises:
       TypeError: if `module` is a class, an NNX module, or not a module; if `remat` is another value.

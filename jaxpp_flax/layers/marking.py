@@ -56,8 +56,8 @@ def _makes_a_module(block: str, module: Any) -> str:
     kind = type(module).__name__
     where = "jaxpp_flax.linen.PipelineStage" if isinstance(module, nn.Module) else "PipelineStage"
     return (
-        f"{block!r} is marked as a block, but returns the module {kind}: a mark stands on the arrays that a block "
-        f"computes, so nothing is marked here. Decorate the class {kind}, or mark what is made: `{where}(module)`."
+        f"{block!r} is marked as a block, but returns the module {kind}: a mark needs arrays that a block computes, "
+        f"so nothing is marked here. Decorate the class {kind}, or mark the module: `{where}(module)`."
     )
 
 
@@ -82,8 +82,8 @@ def pipeline_stage(target: None = None, *, name: str | None = None, remat: Any =
 def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = None) -> Any:
     """Mark a function, a method, or a Module class (NNX or Linen) as one block of a pipeline.
 
-    Each call ends with a mark: the model may be cut into stages at a mark. Outside a pipeline results are the same, and
-    `remat` recomputes there too; parameters keep their paths.
+    Each call marks its result; the model may be cut into stages at marks. Outside a pipeline the results are the same
+    as without the mark, and `remat` recomputes there too. Parameters keep their paths.
 
     Args:
       target: a function or method with any arguments and any pytree of arrays as its result; or a class with
@@ -91,15 +91,16 @@ def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = 
       name: the name of the block, for assignments by name and for messages. Default: the instance's `stage_name`, a
         Linen module's path, or the name of the class or function. Names that occur several times are numbered in
         order of execution (`Block_0`, `Block_1`).
-      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
-        selects more values to keep. Default: the instance's `stage_remat`, or None.
+      remat: "full" recomputes the block in the backward pass, so that only the block's input is kept; a
+        `jax.checkpoint` policy selects more values to keep. Default: the instance's `stage_remat`, or None, which
+        recomputes nothing.
 
     Returns:
       The marked function or class; without `target`, a decorator.
 
     Raises:
-      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is another value. When it is
-        called: if its result is a Module.
+      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is another value; and from a
+        call whose result is a Module.
 
     Example:
       >>> import jax, jax.numpy as jnp

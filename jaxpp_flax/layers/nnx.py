@@ -30,15 +30,16 @@ class PipelineStage(nnx.Module, metaclass=StageMeta):
     Wrap a module, `PipelineStage(Block(...), name="block_0")`, or write a subclass, `class Block(PipelineStage)`.
     Wrapping returns the same module with a changed class: a subclass of both its old class and `PipelineStage`. So the
     paths of parameters, the tree of states and checkpoints are the same as in the unmarked model. Outside a pipeline,
-    the module has the same results as the unmarked module: its jaxpr has markers, which do nothing there, and `remat`
-    recomputes there too. Another model that shares the module has it marked as well: it is the same object.
+    the module has the same results as the unmarked module: the markers in its jaxpr do nothing, and `remat` recomputes
+    as in a pipeline. If another model shares the module, the module is marked there too: it is the same object.
 
     Args:
-      module: the NNX module to mark; it is changed in place, and returned.
-      name: the name of the block, for assignments by name and for messages (also settable as the attribute
+      module: the NNX module to mark; it is changed in place and returned.
+      name: the name of the block, for assignments by name and for messages (you can also set the attribute
         `stage_name`). Default: the name of the class, numbered in order of execution if it occurs several times.
-      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
-        selects more values to keep (also settable as the attribute `stage_remat`, of a subclass too).
+      remat: "full" recomputes the block in the backward pass, so that only the block's input is kept; a
+        `jax.checkpoint` policy selects more values to keep (you can also set the attribute `stage_remat`, of the
+        instance or of a subclass). None recomputes nothing.
 
     Raises:
       TypeError: if `module` is a class, a Linen module, or not a module; if `remat` is another value.
@@ -90,7 +91,7 @@ def _wrap(module: Any, name: str | None = None, remat: Any = None) -> Any:
     if not any("__call__" in vars(base) for base in type(module).__mro__):
         raise TypeError(
             f"PipelineStage got a {type(module).__name__}, which has no `__call__` to mark. "
-            "Mark what your model computes with it: `x = mark_stage_end(x)`, or decorate a method with @pipeline_stage."
+            "Mark its results in your model: `x = mark_stage_end(x)`, or decorate a method with @pipeline_stage."
         )
     if not isinstance(module, PipelineStage):
         object.__setattr__(module, "__class__", PipelineStage._stage_class_of(type(module)))

@@ -37,7 +37,7 @@ def check_count(what: str, value: object) -> int:
 
 @dataclass(frozen=True, init=False, eq=False)
 class Schedule(abc.ABC):
-    """The tasks of each rank, in order. For your own schedule, write a subclass with ``tasks``.
+    """The tasks of each rank, in order. For your own schedule, write a subclass with the method ``tasks``.
 
     Args:
         num_stages: number of stages of the model.
@@ -81,7 +81,7 @@ class Schedule(abc.ABC):
             lower = self.num_stages - self.num_stages % self.num_ranks
             fits = [str(n) for n in (lower, lower + self.num_ranks) if n]
             raise ScheduleError(
-                f"{type(self).__name__}: num_stages={self.num_stages} cannot be dealt out evenly "
+                f"{type(self).__name__}: num_stages={self.num_stages} cannot be distributed evenly "
                 f"to num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
                 "ranks that divides the stages"
             )
@@ -91,7 +91,7 @@ class Schedule(abc.ABC):
         return self.num_stages // self.num_ranks
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank of ``stage``: stages are dealt out in turn, unless a subclass overrides this."""
+        """Return the rank of ``stage``: ``stage % num_ranks``, unless a subclass overrides this."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> list[int]:

@@ -145,7 +145,7 @@ def test_stages_in_another_order_than_the_schedule_deals_them():
 
 
 def test_stages_that_cannot_be_dealt_out():
-    with pytest.raises(ScheduleError, match="num_stages=3 cannot be dealt out evenly"):
+    with pytest.raises(ScheduleError, match="num_stages=3 cannot be distributed evenly"):
         lower(config(topology(1, 1), in_turn(3, 2), "CIRCULAR"), args=(weights(3), batches(2)))
 
 

@@ -85,7 +85,7 @@ def test_what_was_predicted_goes_to_a_file_and_back(tmp_path, schedule):
         ({"nam": "1f1b"}, r"schedule has the unknown key 'nam'\. Did you mean 'name'"),
         ({}, r"schedule has neither 'name' nor 'tasks'"),
         ({"tasks": ["0F0 0B0 0X0", "1F0 1B0"]}, r"schedule, rank 0: '0X0' is not a task"),
-        ({"name": "interleaved_1f1b", "num_ranks": 3}, r"num_stages=2 cannot be dealt out evenly"),
+        ({"name": "interleaved_1f1b", "num_ranks": 3}, r"num_stages=2 cannot be distributed evenly"),
     ],
 )
 def test_a_schedule_that_cannot_be_read(tmp_path, schedule, text):

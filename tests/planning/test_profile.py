@@ -174,5 +174,5 @@ def test_changing_the_schedule_changes_no_result():
     assert moving.num_stages == 4
     # Inference is not bound to the schedule's number of microbatches, nor to its backward.
     assert moving.evaluate([m.make_batch(3)])["loss"] == pytest.approx(steady.evaluate([m.make_batch(3)])["loss"])
-    with pytest.raises(ValueError, match=r"num_stages=3 cannot be dealt out evenly"):
+    with pytest.raises(ValueError, match=r"num_stages=3 cannot be distributed evenly"):
         moving.use_schedule("interleaved_1f1b", 3)

@@ -85,7 +85,7 @@ ARGUMENTS = {
     "mesh of another size": (
         {"mesh": build_mesh(4), "schedule": Std1F1B(2)},
         MeshError,
-        r"the mesh has 4 ranks along 'stage', but 2 are asked for\. Make that axis 2 long",
+        r"the mesh has 4 ranks along 'stage', but the arguments need 2\. Make that axis 2 long",
     ),
     "mesh type": ({"mesh": 3}, TypeError, r"mesh must be a jax.sharding.Mesh, an MpmdMesh, .*, got int"),
     "schedule name": (
@@ -210,7 +210,7 @@ LOSSES = {
     "three": (lambda model, batch: (1.0, 2.0, 3.0), r"returned \(a float, a float, a float\)\. Return"),
     "reserved": (
         lambda model, batch: (m.mean_loss(model, batch), {"loss": 1.0}),
-        r"a metric called 'loss', a name of the trainer's",
+        r"a metric called 'loss', a name that is reserved",
     ),
     "metric": (
         lambda model, batch: (m.mean_loss(model, batch), {"a": "x"}),

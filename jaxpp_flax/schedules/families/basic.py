@@ -55,7 +55,7 @@ class WarmedUp(OneStagePerRank):
 
 
 class GPipe(WarmedUp):
-    """All forwards, then all backwards: simple, and every activation is held.
+    """All forwards, then all backwards: simple, but the activations of all microbatches are in memory.
 
     With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
     idle ``(p - 1)(f + b)`` on each rank, ``m`` microbatches held by each stage.
@@ -98,7 +98,7 @@ class WarmedUpForLatency(WarmedUp):
 
 
 class Std1F1B(WarmedUp):
-    """One forward, one backward: the bubble of GPipe, with memory that ``m`` does not enter.
+    """One forward, one backward: the bubble of GPipe, but memory does not grow with ``m``.
 
     With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
     idle ``(p - 1)(f + b)`` on each rank, ``min(m, p - s)`` microbatches held by stage ``s``.
@@ -124,15 +124,15 @@ class Std1F1B(WarmedUp):
 
 
 class Eager1F1B(WarmedUpForLatency):
-    """1F1B with more forwards ahead, so that transfers hide behind them, at more memory.
+    """1F1B with more forwards in the warm-up: transfers run while other microbatches are computed; more memory.
 
-    Two neighbours hold each other up: from a forward of stage ``s`` through ``s + 1`` and back to
-    the next forward that depends on it, a forward and a backward of each pass, and two transfers.
-    That hides behind other microbatches if stage ``s`` is ``1 + ceil(2 latency / 3)`` forwards
-    further ahead than its neighbour, where a backward is two forwards: twice the warm-up of
-    :class:`Std1F1B` for transfers of up to 1.5 forwards. Stage ``s`` of ``p`` holds
-    ``min(m, (p - 1 - s)(1 + ceil(2 latency / 3)) + 1)`` microbatches; with ``m`` large
-    the makespan is ``3 m + (p - 1)(3 + 2 latency)`` forwards.
+    A microbatch goes from stage ``s`` to stage ``s + 1`` and back: this takes a forward and a
+    backward of both stages, and two transfers. Stage ``s`` computes other microbatches during this
+    time if it is ``1 + ceil(2 latency / 3)`` forwards further ahead than stage ``s + 1`` (for
+    backwards that take the time of two forwards). For transfers of up to 1.5 forwards this is twice
+    the warm-up of :class:`Std1F1B`. Stage ``s`` of ``p`` holds
+    ``min(m, (p - 1 - s)(1 + ceil(2 latency / 3)) + 1)`` microbatches; for large ``m`` the makespan
+    is ``3 m + (p - 1)(3 + 2 latency)`` forwards.
 
     Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023,
     https://arxiv.org/abs/2211.05322, with the amount made a parameter.
@@ -140,7 +140,7 @@ class Eager1F1B(WarmedUpForLatency):
     Args:
         num_stages: number of stages.
         num_ranks: number of ranks, the same.
-        latency: the longest time of a transfer that hides, as a fraction of a stage's forward, 0 or more.
+        latency: the longest transfer that delays no task, as a fraction of the time of a stage's forward; 0 or more.
 
     >>> Eager1F1B(3).tasks(4)[1]
     [fwd_1__0, fwd_1__1, fwd_1__2, bwd_1__0, fwd_1__3, bwd_1__1, bwd_1__2, bwd_1__3]

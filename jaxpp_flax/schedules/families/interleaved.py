@@ -12,15 +12,15 @@ from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, backward, forward
 class Interleaved1F1B(StreamedSchedule):
     """1F1B over ``v`` stages per rank: the bubble shrinks by ``v``, memory and transfers grow.
 
-    Microbatches go in rounds of at least ``p``: a round passes through the rank's first stage, then
-    its second, and so on.
+    Microbatches run in rounds of at least ``p``: all of a round pass through the rank's first stage,
+    then through its second, and so on.
 
     With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b`` and ``m`` a multiple of ``p``:
     idle ``(p - 1)(f + b)`` on each rank while the work is ``m v (f + b)``; rank ``r`` holds
     ``min(m v, (v - 1) p + 2 (p - 1 - r) + 1)`` microbatch-stages.
 
-    Any number of microbatches will do; where they do not divide into equal rounds, the last round
-    is short, and each microbatch that it lacks leaves its slots idle.
+    Any number of microbatches is possible. If it does not divide into equal rounds, the last round
+    is shorter, and the slots of each missing microbatch are idle.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", 2021, https://arxiv.org/abs/2104.04473.

@@ -95,7 +95,7 @@ class StepsUnderWay:
         if self._in_a_row == _MAX_SKIPPED:
             raise NonFiniteLossError(
                 f"the last {_MAX_SKIPPED} steps, up to step {step}, were all skipped: none had a finite loss and "
-                "finite gradients, and nothing changes any more. Look at the data, lower the learning rate."
+                "finite gradients, so training makes no progress. Check the data, and lower the learning rate."
             )
         if is_skipped and self._tells and (self.skipped <= 3 or self.skipped & (self.skipped - 1) == 0):
             text = f"step {step} is skipped: its loss or gradients are not finite ({self.skipped} so far)"

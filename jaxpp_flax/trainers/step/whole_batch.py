@@ -202,7 +202,7 @@ def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, count: int, state:
         warn_user(
             f"embed_fn combines the examples of a microbatch. It sees one of {count} microbatches, so the loss and "
             "its gradients are not those of the whole batch. Combine examples in loss_fn, which gets the embeddings of "
-            "the whole batch. If this is meant, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
+            "the whole batch. If you intend this, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
             MicrobatchLossWarning,
         )
     return mixes

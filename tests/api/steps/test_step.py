@@ -134,5 +134,5 @@ class TestDeadMarks:
             jaxpp.mpmd_jit_by_yield(one_mark, MESH)(PARAMS, BATCH[0])
 
     def test_the_number_of_stages_must_fit_to_the_ranks(self):
-        with pytest.raises(ValueError, match="num_stages=4 cannot be dealt out evenly"):
+        with pytest.raises(ValueError, match="num_stages=4 cannot be distributed evenly"):
             jaxpp.mpmd_jit_by_yield(activations, MESH, target_num_stages=4)

@@ -20,5 +20,5 @@ def test_dead_stages_are_left_out_if_enough_marks_are_written(written: int, live
 
 def test_each_rank_runs_its_stages_forward_then_backward():
     assert str(OnePass(4, 2).tasks(1)[1]) == "[fwd_1__0, fwd_3__0, bwd_3__0, bwd_1__0]"
-    with pytest.raises(ScheduleError, match="cannot be dealt out evenly"):
+    with pytest.raises(ScheduleError, match="cannot be distributed evenly"):
         OnePass(5, 4)
