@@ -28,19 +28,21 @@ def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None,
 
     Args:
       target: the layer's class, also a class from `nn.remat`; `layer(carry, *inputs) -> (carry, output)`.
-      stages: the number of parts, or the number of layers in each part. Cuts are possible between the parts: the
-        pipeline may have fewer stages.
+      stages: the number of parts, or the number of layers in each part. The model may be cut between the parts; the
+        pipeline may have fewer stages than parts.
       length: the number of layers.
       options: the other arguments of `nn.scan`.
 
     Returns:
-      A function to use like the layer's class, as with `nn.scan`. Variables of part i are below `stage_<i>`.
+      A function to use like the layer's class, as with `nn.scan`. The variables of part i have paths below `stage_<i>`.
       `split_scanned` and `join_scanned` convert checkpoints from and to the model with `nn.scan`. Initial values and
-      dropout masks depend on the paths: for equal values, initialise the model with `nn.scan`, and split.
+      dropout masks depend on the paths: for equal initial values, initialize the model with `nn.scan`, and convert them
+      with `split_scanned`.
 
     Raises:
       TypeError: if `target` is not a Module class.
-      ValueError: if the parts do not add up to the layers, an option ties all layers together, or `target` is marked.
+      ValueError: if `length` is missing, the parts do not add up to the layers, an option shares variables between all
+        layers, or `target` is marked.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -64,8 +66,8 @@ def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None,
     if is_marked(target.__call__):
         raise ValueError(
             f"scan got {target.__name__}, each of whose layers ends with a mark; a scan cannot be cut between its "
-            "layers. Pass the class without @pipeline_stage or PipelineStage: scan marks the end of each part. For a "
-            "cut after every layer, give stages= as many parts as there are layers."
+            "layers. Pass the class without @pipeline_stage or PipelineStage: scan marks the end of each part. To "
+            f"allow a cut after every layer, use stages={length}."
         )
     lengths = _lengths(stages, length)
     _check_options(options)
@@ -176,7 +178,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
         shape, where = jnp.shape(leaf), jax.tree_util.keystr(path)
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"{where} has shape {shape}, and no axis {axis} of layers. Keep what all layers share out of the stack."
+                f"{where} has shape {shape}, and no axis {axis} of layers. Take arrays that all layers share out of it."
             )
         sizes.append((where, shape[axis]))
     if not sizes:
@@ -185,7 +187,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
     if other is not None:
         raise ValueError(
             f"{sizes[0][0]} holds {sizes[0][1]} layers along axis {axis}, but {other[0]} {other[1]}. Stack all "
-            "arrays along one axis, and keep what all layers share out of the stack."
+            "arrays along one axis, and take arrays that all layers share out of the stack."
         )
     lengths = _lengths(stages, sizes[0][1])
 
@@ -199,7 +201,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
 
 
 def join_layers(parts: Sequence[Any], *, axis: int = 0) -> Any:
-    """Invert `split_layers`. Arrays on a pipeline's ranks are fetched; NumPy arrays stay NumPy arrays.
+    """Invert `split_layers`. Arrays on a pipeline's ranks are copied to the host; NumPy arrays stay NumPy arrays.
 
     Example:
       >>> import numpy as np

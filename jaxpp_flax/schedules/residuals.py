@@ -1,4 +1,4 @@
-"""What a stage does with the values that its forward keeps for its backward: keep, recompute or offload them."""
+"""What a stage does with its residuals, the values that its backward reads: keep, recompute or offload them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StageResiduals:
     """The residuals of one stage: the values of its forward that its backward reads.
 
     Args:
-      recompute: True: the backward computes the residuals again from the stage's inputs, and these are kept instead.
-        What a policy of `jax.checkpoint` in the model saves stays saved.
+      recompute: True keeps only the stage's inputs, and the backward computes the residuals again from these. Values
+        that a `jax.checkpoint` policy in the model saves are kept too.
       offload: the share of microbatches, from 0 to 1, whose kept values move to host memory after the forward and
         come back before the backward. The microbatches are spread evenly.
 
@@ -66,14 +66,14 @@ class ResidualPlan:
     Args:
       stages: an entry for each stage.
       fetch_ahead: the number of tasks of the rank between the start of a fetch and the backward that reads the
-        values. More tasks hide a longer copy, and hold the values on the devices for longer.
-      offload_within: the number of tasks of the rank, after a forward, that may run before its offload has ended; the
-        next task waits. This bounds the values that leave at one time, whatever the speed of the link. None: no task
-        waits.
+        values. More tasks leave more time for the copy, but the values are on the devices for longer.
+      offload_within: the number of tasks of the rank that may run after a forward before its offload has ended; the
+        next task waits for it. This limits the values that are copied to the host at one time, for any speed of the
+        link. None: no task waits.
 
     Raises:
-      ScheduleError: without stages, for an entry that is no `StageResiduals`, and for `fetch_ahead` or
-        `offload_within` that is no whole number of at least 1.
+      ScheduleError: without stages, for an entry that is not a `StageResiduals`, and for `fetch_ahead` or
+        `offload_within` that is not a whole number of at least 1.
 
     Example:
       >>> plan = ResidualPlan((StageResiduals(offload=1.0), StageResiduals(recompute=True), KEEP))
@@ -100,11 +100,13 @@ class ResidualPlan:
                 )
         if not _is_count(self.fetch_ahead):
             raise ScheduleError(
-                f"fetch_ahead={self.fetch_ahead!r}: a fetch starts at least 1 task before its backward."
+                f"fetch_ahead={self.fetch_ahead!r}: it must be a whole number of at least 1, the tasks between a fetch "
+                "and its backward."
             )
         if self.offload_within is not None and not _is_count(self.offload_within):
             raise ScheduleError(
-                f"offload_within={self.offload_within!r}: an offload runs beside at least 1 task after its forward."
+                f"offload_within={self.offload_within!r}: it must be a whole number of at least 1, the tasks that may "
+                "run during an offload, or None."
             )
 
     @classmethod

@@ -27,7 +27,7 @@ class Throughput:
       padding: entries of the leaf with this value are not counted: 0 for masks.
 
     Raises:
-      TypeError, ValueError: naming the value that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> batch = {"tokens": np.array([[5, 7, 0, 0], [1, 0, 0, 0]])}
