@@ -56,8 +56,7 @@ class PretrainedWeights:
         try:  # the old weights are freed before, so that memory never holds both
             self.held.take(Files(plan, names), low_memory=True)
         except CorruptCheckpointError as error:
-            text = f"{error} The old weights are deleted already: load weights before training."
-            raise CorruptCheckpointError(text) from error
+            raise CorruptCheckpointError(f"{error} The old weights are deleted: load some before training.") from error
         self.held.begin_anew()
 
     def export(

@@ -29,14 +29,14 @@ _MAX_AHEAD = 2
 _MAX_SKIPPED = 100
 
 _ADVICE = (
-    "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
-    'latest checkpoint; Training(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
+    "Check the data of that step, lower the learning rate, or clip the gradients. fit(resume=True) goes on from the "
+    'latest checkpoint. Training(on_nonfinite="skip") skips such steps, and "ignore" trains on.'
 )
 
 
 _FIRST = (
     "the loss of step 1 is {loss}. Under `{switch}(True)`, a pipeline names the task and stage that makes the first "
-    "such value, and the loss function alone, on one microbatch, the operation. Check the data and the initial "
+    "such value, and a call of the loss function on one microbatch names the operation. Check the data and the initial "
     "parameters, and operations such as log, division and square root of zero; a lower learning rate does not change "
     "the first loss."
 )
