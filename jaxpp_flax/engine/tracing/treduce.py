@@ -30,8 +30,7 @@ __all__ = ["Add", "Concat", "Last", "Max", "Op", "state_type", "treduce", "tredu
 class Op(Protocol):
     """The interface of operations: each reduces one result of the loop's body over the microbatches.
 
-    For your own reduction, write a class with these two methods. JAX traces both. An operation must be hashable, such
-    as a frozen dataclass.
+    For your own reduction, write a class with these two methods, which JAX traces. It must be hashable.
     """
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
@@ -86,11 +85,7 @@ class MaxOp:
 
 @dataclass(frozen=True)
 class Concat:
-    """Stack the results along a new axis, in the order of the microbatches.
-
-    Args:
-      axis: the position of the new axis.
-    """
+    """Stack the results along a new axis at position `axis`, in the order of the microbatches."""
 
     axis: int = 0
 
@@ -239,8 +234,8 @@ def treduce_i(
       fun: the body of the loop: `fun(index)`; if `init` is given, `fun(carry, index) -> (carry, result)`.
       length: the number of microbatches, at least 1.
       schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
-      operation: the operations for the body's results: a prefix tree of these. The default suits
-        `jax.value_and_grad`: it stacks the values and adds up the gradients.
+      operation: a prefix tree of operations for the body's results. The default is for `jax.value_and_grad`: it stacks
+        the values and adds up the gradients.
       axis: the axis of the microbatches in the results that the default operation stacks. For another operation, give
         the axis to the operation: `Concat(axis)`.
       init: the carry before the first microbatch (running statistics, counters). Its leaves must keep shape and dtype.
@@ -249,8 +244,7 @@ def treduce_i(
       The reduced results; if `init` is given, the pair (last carry, reduced results).
 
     Raises:
-      ValueError: if `length` is below 1, `operation` does not fit the results, or both `axis` and another operation
-        than the default are given.
+      ValueError: if `length` is below 1, `operation` does not fit, or `axis` and `operation` are both given.
       TypeError: if a leaf of the carry changes shape or dtype, or an operation is not an `Op`.
 
     Example:
