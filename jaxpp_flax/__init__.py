@@ -1,9 +1,8 @@
 """Pipeline parallelism for JAX and Flax: mark the layers, choose a schedule, train.
 
-The trainer (`PipelineTrainer`) and the layers (`PipelineStage`) are for Flax models; underneath,
-`mpmd_jit_with_loop` pipelines any JAX function with a `treduce` loop, and `jaxpp_flax.tasks` runs tasks that are placed
-and ordered by hand. More in `jaxpp_flax.linen`, `jaxpp_flax.trainers`, `jaxpp_flax.layers`, `jaxpp_flax.pretrained` and
-`jaxpp_flax.schedules`.
+`PipelineTrainer` and `PipelineStage` are for Flax models. The engine below them, `mpmd_jit_with_loop`, pipelines any
+JAX function with a `treduce` loop; `jaxpp_flax.tasks` runs tasks that you place and order yourself. More names are in
+`jaxpp_flax.linen`, `jaxpp_flax.trainers`, `jaxpp_flax.layers`, `jaxpp_flax.pretrained` and `jaxpp_flax.schedules`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What this installation has, how fast its processes talk, and what is wrong: ``python -m jaxpp_flax.doctor``.
+"""Check this installation, and measure how fast processes exchange arrays: ``python -m jaxpp_flax.doctor``.
 
-By itself it starts two processes on this machine for the measurement. Started as several processes
-(``python -m jaxpp_flax.launch -n 4 -m jaxpp_flax.doctor``, or ``--cluster`` in a job), it measures between those.
+A single process starts two others on this machine for the measurement. With several processes
+(``python -m jaxpp_flax.launch -n 4 -m jaxpp_flax.doctor``, or ``--cluster`` in a job), it measures between these.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Finding:
     """One line of the report.
 
     Args:
-      subject: what was looked at.
-      text: what was found.
-      remedy: what to do about it; empty if all is well.
+      subject: what was checked.
+      text: the result.
+      remedy: what to do; empty if nothing is wrong.
     """
 
     subject: str
@@ -69,18 +69,18 @@ class Finding:
 
     @property
     def wrong(self) -> bool:
-        """Whether something needs doing."""
+        """True if there is something to do."""
         return bool(self.remedy)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How fast arrays travel between two processes.
+    """The time to send an array from one process to another.
 
     Args:
-      source, target: the processes.
-      nbytes: size of the array.
-      seconds: from the offer in one process to the arrival in the other, half of the median of round trips.
+      source, target: the numbers of the processes.
+      nbytes: the size of the array.
+      seconds: the time of one way: half of the median time of several round trips.
     """
 
     source: int
@@ -90,7 +90,7 @@ class Measurement:
 
 
 def versions() -> list[Finding]:
-    """The installed packages, and whether they fit each other."""
+    """Check the installed packages: their versions, and if they fit each other."""
     findings = [Finding("Python", f"{sys.version.split()[0]} (tested: 3.11 and 3.13)")]
     for package in ("jaxpp-flax", *TESTED_VERSIONS):
         try:
@@ -109,8 +109,8 @@ def versions() -> list[Finding]:
         findings.append(
             Finding(
                 "JAX internals",
-                f"this JAX hides {', '.join(hidden)}: slower copies, or no several processes",
-                "install a version of JAX from the range that was tested",
+                f"this JAX lacks {', '.join(hidden)}: copies are slower, or several processes do not work",
+                "install one of the tested versions of JAX",
             )
         )
     return findings
@@ -146,7 +146,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def devices(group: ProcessGroup) -> list[Finding]:
-    """The backend and its devices, and accelerators that JAX does not see."""
+    """Check the backend and its devices, and look for GPUs that JAX does not use."""
     try:
         local, everywhere = jax.local_devices(), jax.devices()
     except RuntimeError as error:
@@ -172,7 +172,7 @@ def devices(group: ProcessGroup) -> list[Finding]:
                 Finding(
                     f"memory of {device}",
                     f"{used / 2**30:.1f} of {limit / 2**30:.1f} GiB are in use",
-                    "end the programs that hold it (nvidia-smi shows them)",
+                    "end the programs that use it (nvidia-smi shows them)",
                 )
             )
     return findings
@@ -183,7 +183,7 @@ def _platforms() -> str:
 
 
 def transports() -> list[Finding]:
-    """The ways in which arrays can go from one process to another."""
+    """Check the transports: the ways to send arrays from one process to another."""
     findings: list[Finding] = []
     if importlib.util.find_spec("jax.experimental.transfer") is None:
         findings.append(Finding("transport: transfer", "missing from this JAX", "install another version of JAX"))
@@ -197,10 +197,10 @@ def transports() -> list[Finding]:
 
 
 def nccl(*, has_gpus: bool) -> list[Finding]:
-    """Whether NCCL loads through CuPy, its version, and whether it can make a communicator.
+    """Check that NCCL loads through CuPy, its version, and that it can make a communicator.
 
     Args:
-      has_gpus: whether JAX computes on GPUs: only then is what is missing wrong.
+      has_gpus: True if JAX computes on GPUs. Otherwise a missing NCCL is not counted as wrong.
     """
     subject = "transport: nccl"
     if importlib.util.find_spec("cupy") is None:
@@ -223,7 +223,7 @@ def nccl(*, has_gpus: bool) -> list[Finding]:
 
 
 def _communicator_problem(cupy: Any, library: Any) -> str:
-    """Why a communicator of this process alone cannot be made on its first device; empty if it can."""
+    """Return why NCCL cannot make a communicator of this process alone on its first device; empty if it can."""
     device = jax.local_devices()[0]
     made: Future[None] = Future()
 
@@ -236,13 +236,13 @@ def _communicator_problem(cupy: Any, library: Any) -> str:
     # NCCL cannot be interrupted where it hangs.
     threading.Thread(target=make, daemon=True).start()
     if not wait([made], timeout=_PROBE_TIMEOUT).done:
-        return f"it was not there after {_PROBE_TIMEOUT:g} s"
+        return f"NCCL did not return within {_PROBE_TIMEOUT:g} s"
     error = made.exception()
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def surroundings(environment: Mapping[str, str]) -> list[Finding]:
-    """What in the environment is known to trouble several processes."""
+    """Check the environment for settings that are known to disturb runs with several processes."""
     findings: list[Finding] = []
     named = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
     proxies = sorted(name for name in environment if name.lower() in named)
@@ -251,7 +251,7 @@ def surroundings(environment: Mapping[str, str]) -> list[Finding]:
         findings.append(
             Finding(
                 "proxy",
-                f"{', '.join(proxies)} may catch connections between processes (not the local launcher's)",
+                f"{', '.join(proxies)} may redirect connections between processes (not those of the local launcher)",
                 "add the hosts of the run to no_proxy",
             )
         )
@@ -260,21 +260,21 @@ def surroundings(environment: Mapping[str, str]) -> list[Finding]:
         findings.append(Finding("open files", f"at most {files}", "ulimit -n 4096"))
     for name in ("JAXPP_FLAX_VERIFY", "JAXPP_FLAX_DUMP"):
         if environment.get(name):
-            findings.append(Finding(name, "is set: slower than need be"))
-    return findings or [Finding("surroundings", "no proxy in the way; files enough")]
+            findings.append(Finding(name, "is set, which makes steps slower"))
+    return findings or [Finding("surroundings", "no proxy is set, and enough files may be open")]
 
 
 def measure(group: ProcessGroup, sizes: Sequence[int] = _SIZES) -> list[Measurement]:
-    """Send arrays between process 0 and each other one, there and back, through JAX's transfer server.
+    """Send arrays from process 0 to each other process and back, through JAX's transfer server.
 
-    Every process of the run calls it.
+    Every process of the run must call this.
 
     Args:
       group: the processes.
       sizes: bytes of the arrays.
 
     Returns:
-      On process 0, a measurement for each other process and size; elsewhere, nothing.
+      In process 0, a measurement for each other process and size; in other processes, an empty list.
     """
     from jax.experimental import transfer
 
@@ -327,7 +327,7 @@ def _pull(group: ProcessGroup, connection: Any, number: int, shape: jax.ShapeDty
 
 
 def measure_here() -> list[Measurement] | Finding:
-    """The same between two processes that this one starts on loopback."""
+    """Measure between two processes that this process starts on this machine; a `Finding` if that fails."""
     out, errors = io.StringIO(), Console(file=io.StringIO(), width=1000)
     status = run(LocalJob(program=["-m", "jaxpp_flax.doctor", "--probe"], num_processes=2), out=out, console=errors)
     lines = [line.partition(_MEASUREMENT_LINE)[2] for line in out.getvalue().splitlines() if _MEASUREMENT_LINE in line]
@@ -335,19 +335,19 @@ def measure_here() -> list[Measurement] | Finding:
         last = errors.file.getvalue().strip().splitlines()[-15:]  # type: ignore[attr-defined]
         return Finding(
             "two processes",
-            "\n".join(["they could not talk to each other:", *last]),
-            "see the error; a firewall on loopback, or a proxy without no_proxy=127.0.0.1, are the usual causes",
+            "\n".join(["they could not exchange arrays:", *last]),
+            "see the error; usual causes are a firewall on loopback, and a proxy without no_proxy=127.0.0.1",
         )
     return [Measurement(**json.loads(line)) for line in lines]
 
 
 def examine(group: ProcessGroup) -> list[Finding]:
-    """Everything but the measurement."""
+    """Run all checks, without the measurement."""
     return [*versions(), *devices(group), *transports(), *surroundings(os.environ)]
 
 
 def report(findings: Sequence[Finding], measurements: Sequence[Measurement]) -> Table:
-    """The findings and measurements as a table."""
+    """Return the findings and measurements as a table."""
     table = Table(title="jaxpp_flax doctor", show_lines=False)
     for title in ("", "what", "found", "what to do"):
         table.add_column(title, overflow="fold")
@@ -362,7 +362,7 @@ def report(findings: Sequence[Finding], measurements: Sequence[Measurement]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine, measure, print; returns 1 if something is wrong, else 0."""
+    """Check, measure and print; return 1 if something is wrong, else 0."""
     parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.doctor", description=__doc__)
     parser.add_argument("--no-processes", action="store_true", help="leave out the measurement between processes")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""The command line of a quote: ``python -m jaxpp_flax.plan``."""
+"""The command that predicts training times on given hardware: ``python -m jaxpp_flax.plan``."""
 
 import sys
 

@@ -19,7 +19,7 @@ class Best:
     """The metric that ranks checkpoints. A checkpoint without the metric, or with NaN, is the worst.
 
     Raises:
-      ValueError: naming the argument that does not fit.
+      ValueError: if an argument has a value that does not fit; the message names the argument.
 
     Example:
       >>> Best("accuracy", "max").order(0.9) > Best("accuracy", "max").order(0.8)

@@ -25,9 +25,9 @@ __all__ = ["Compiled"]
 
 
 class Compiled:
-    """A step compiled for one signature; it takes arguments of exactly that structure and type.
+    """A step compiled for one signature: it takes only arguments of this structure, these shapes and dtypes.
 
-    `compiler` counts what it has made for the step's function so far.
+    `compiler` counts the programs that it has compiled for the step's function.
     """
 
     _array_type: ClassVar[type[MpmdArray]] = MpmdArray  # of the results
@@ -62,13 +62,13 @@ class Compiled:
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
         """Run one real step and measure it: return the results, and the times of each task of the loop on its rank.
 
-        The step waits for each task and each transfer, so it is slower than others. Their times are then put together:
-        a task starts when its rank is free and its inputs have arrived.
+        The step waits for each task and each transfer, so it is slower than others. The start times are then computed
+        from the measured durations: a task starts when its rank is free and its inputs have arrived.
 
         With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
-          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
+          FloatingPointError: if `jax.debug_nans` or `jax.debug_infs` is set, and a result has such a value.
         """
         self._refuse_described_devices()
         return self._bound.profile(self._signature.leaves_of(args, kwargs))

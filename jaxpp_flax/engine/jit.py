@@ -1,4 +1,4 @@
-"""`mpmd_jit_with_loop` and `mpmd_jit`: functions cut into one SPMD program per stage, called like any other."""
+"""`mpmd_jit_with_loop` and `mpmd_jit`: compile a function into one SPMD program for each stage."""
 
 from __future__ import annotations
 
@@ -50,38 +50,38 @@ class _Key(NamedTuple):
 
 
 class MpmdFunction:
-    """Compile a train step with a `treduce` loop into one SPMD program per stage, run as a pipeline.
+    """Compile a train step with a `treduce` loop into one SPMD program for each stage, and run them as a pipeline.
 
     Like a function under `jax.jit`, the step is traced and compiled once for each structure, shape and dtype of its
     arguments, each value and type of its static arguments, and each of JAX's settings that a trace depends on
     (`jax.enable_x64`, `jax.default_matmul_precision`, ...). `compile(*args)` compiles ahead of time.
 
     Args:
-      fun: the step: any JAX function that holds at least one `treduce`, whose body is marked into stages.
-      mpmd_mesh: the ranks, and the submesh of each.
-      in_specs, out_specs: prefix trees of `PartitionSpec`s over the submesh's axes; `None` keeps an argument's own
-        partition, and leaves a result's partition to XLA.
-      in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`), whose kind of memory is
-        kept: device memory, or `pinned_host`.
+      fun: the step: any JAX function with at least one `treduce`, whose body has marks between its stages.
+      mpmd_mesh: the mesh of all ranks (a rank is the group of devices of a stage).
+      in_specs, out_specs: prefix trees of `PartitionSpec`s over the axes inside a rank. `None` keeps an argument's own
+        sharding, and lets XLA choose a result's.
+      in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`); their memory kind is used
+        too: device memory, or `pinned_host`.
       donate_argnums, donate_argnames: arguments whose memory the step may reuse.
       static_argnums, static_argnames, compiler_options: as in `jax.jit`.
-      cut_policy: chooses the marks that cut; by default all of them.
-      everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
-        always get scalars, and small results that are not the new value of an argument.
-      residuals: what each stage does with the values that its forward keeps for its backward: keep them on the devices
-        (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`). A function
-        gives the plan after `cut_policy` has chosen the cuts.
+      cut_policy: a function that chooses the marks that cut; by default all marks cut.
+      everywhere: with several processes, the results that every process gets: a prefix tree of bools. Scalars, and
+        small results that are not the new value of an argument, always go to every process.
+      residuals: what each stage does with the values that its forward pass keeps for its backward pass: keep them on
+        the devices (the default), recompute them, or offload them to host memory
+        (`jaxpp_flax.schedules.ResidualPlan`). Or a function that returns the plan; it is called after `cut_policy`.
       fsdp: for parameters that are sharded over an axis that also shards the examples of a microbatch. "microbatch":
-        each task gathers what it reads, and reduces its gradients. "step": a stage gathers them once, before its first
-        task, and their gradients are reduced and scattered once, after the loop.
+        each task gathers the parameters that it reads, and reduces their gradients. "step": a stage gathers them once,
+        before its first task, and their gradients are reduced and scattered once, after the loop.
 
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
-    Raises (when it is compiled, before anything runs):
-      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut;
-        residuals for another number of stages, or on devices without `pinned_host` memory; an `fsdp=` that is unknown
-        or gathers nothing.
-      TypeError: an argument that is not an array.
+    Raises (when the step is compiled, before anything runs):
+      ValueError: if there is no `treduce`, the number of marks or the schedule does not fit, a mark cannot cut,
+        `residuals` is for another number of stages or needs `pinned_host` memory that the devices do not have, or
+        `fsdp` is unknown or gathers nothing.
+      TypeError: if an argument is not an array.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -160,7 +160,7 @@ class MpmdFunction:
         return self._get(self._parameters.split(self._fun, args, kwargs))
 
     def place(self, *args: Any, **kwargs: Any) -> Plan:
-        """Trace a step for arguments like these and place it on ranks, and compile nothing; see `compile`."""
+        """Trace a step for arguments like these and place it on ranks; nothing is compiled. See `compile`."""
         return self._plan(self._parameters.split(self._fun, args, kwargs))
 
     def prepare(self, *args: Any, **kwargs: Any) -> PreparedStep:
@@ -321,10 +321,10 @@ def mpmd_jit(
     cut_policy: CutPolicy = cut_at_every_mark,
     everywhere: Any = False,
 ) -> MpmdFunction:
-    """Compile a marked function without a loop, as `mpmd_jit_with_loop` does: inference, or one gradient.
+    """Compile a function with marks and without a loop into stages: for inference, or for one gradient.
 
     Args:
-      num_stages: number of stages; by default the number of the mesh's ranks.
+      num_stages: the number of stages; by default the number of the mesh's ranks.
 
     For the other arguments, see `mpmd_jit_with_loop`.
 

@@ -35,7 +35,7 @@ class PipelineStage(nn.Module, metaclass=_StageMeta):
     `nn.jit(Block)(...)`, the mark is outside of the transformed block.
 
     Args:
-      module: the Linen module to mark; it is changed in place, and returned.
+      module: the Linen module to mark; it is changed in place and returned.
       name: the name of the block, for assignments by name and for messages; the module's own `name` does not change.
         Default: the module's path, such as `decoder/block_0`.
       remat: "full" recomputes the block in the backward pass, so that only the block's input is kept; a

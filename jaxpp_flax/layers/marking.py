@@ -56,8 +56,8 @@ def _makes_a_module(block: str, module: Any) -> str:
     kind = type(module).__name__
     where = "jaxpp_flax.linen.PipelineStage" if isinstance(module, nn.Module) else "PipelineStage"
     return (
-        f"{block!r} is marked as a block, but returns the module {kind}: a mark stands on the arrays that a block "
-        f"computes, so nothing is marked here. Decorate the class {kind}, or mark what is made: `{where}(module)`."
+        f"{block!r} is marked as a block, but returns the module {kind}: a mark needs arrays that a block computes, "
+        f"so nothing is marked here. Decorate the class {kind}, or mark the module: `{where}(module)`."
     )
 
 

@@ -34,8 +34,8 @@ class PipelineStage(nnx.Module, metaclass=StageMeta):
     shares the module, the module is marked there as well, because it is the same object.
 
     Args:
-      module: the NNX module to mark; it is changed in place, and returned.
-      name: the name of the block, for assignments by name and for messages (also settable as the attribute
+      module: the NNX module to mark; it is changed in place and returned.
+      name: the name of the block, for assignments by name and for messages (you can also set the attribute
         `stage_name`). Default: the name of the class, numbered in order of execution if it occurs several times.
       remat: "full" recomputes the block in the backward pass, so that only the block's input is kept; a
         `jax.checkpoint` policy selects more values to keep. Default: None, which keeps all values (also settable as
@@ -92,7 +92,7 @@ def _wrap(module: Any, name: str | None = None, remat: Any = None) -> Any:
     if not any("__call__" in vars(base) for base in type(module).__mro__):
         raise TypeError(
             f"PipelineStage got a {type(module).__name__}, which has no `__call__` to mark. "
-            "Mark what your model computes with it: `x = mark_stage_end(x)`, or decorate a method with @pipeline_stage."
+            "Mark its results in your model: `x = mark_stage_end(x)`, or decorate a method with @pipeline_stage."
         )
     if not isinstance(module, PipelineStage):
         object.__setattr__(module, "__class__", PipelineStage._stage_class_of(type(module)))

@@ -66,8 +66,8 @@ def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None,
     if is_marked(target.__call__):
         raise ValueError(
             f"scan got {target.__name__}, each of whose layers ends with a mark; a scan cannot be cut between its "
-            "layers. Pass the class without @pipeline_stage or PipelineStage: scan marks the end of each part. For a "
-            "cut after every layer, give stages= as many parts as there are layers."
+            "layers. Pass the class without @pipeline_stage or PipelineStage: scan marks the end of each part. To "
+            f"allow a cut after every layer, use stages={length}."
         )
     lengths = _lengths(stages, length)
     _check_options(options)
@@ -179,7 +179,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
         shape, where = jnp.shape(leaf), jax.tree_util.keystr(path)
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"{where} has shape {shape}, and no axis {axis} of layers. Keep what all layers share out of the stack."
+                f"{where} has shape {shape}, and no axis {axis} of layers. Take arrays that all layers share out of it."
             )
         sizes.append((where, shape[axis]))
     if not sizes:
@@ -202,7 +202,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
 
 
 def join_layers(parts: Sequence[Any], *, axis: int = 0) -> Any:
-    """Invert `split_layers`. Arrays on a pipeline's ranks are fetched; NumPy arrays stay NumPy arrays.
+    """Invert `split_layers`. Arrays on a pipeline's ranks are copied to the host; NumPy arrays stay NumPy arrays.
 
     Example:
       >>> import numpy as np

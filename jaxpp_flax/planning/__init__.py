@@ -1,4 +1,4 @@
-"""Planning a training beforehand: a model of its step, stages, schedule, residuals, layouts; a plan as a file."""
+"""Plan a training before it runs: choose stages, schedule, residuals and layout; save the plan as a file."""
 
 from jaxpp_flax.planning.choice import (
     Choice,

@@ -50,7 +50,7 @@ def _given(costs: Any, names: Sequence[str]) -> list[Work]:
         for name in costs:
             if name not in names:
                 hint = near_names(name, names)
-                raise AssignmentError(f"costs= names {name!r}, which is no block of the model.{hint}")
+                raise AssignmentError(f"costs= names {name!r}, which is not a block of the model.{hint}")
         missing = [name for name in names[:-1] if name not in costs]
         if missing:
             raise AssignmentError(f"costs= leaves out {missing[0]!r}. Give a number for each block.")
@@ -59,8 +59,8 @@ def _given(costs: Any, names: Sequence[str]) -> list[Work]:
         raise TypeError(f"costs is {costs!r} ({type(costs).__name__}); it must be numbers for blocks, see `plan`.")
     if len(costs) not in (len(names) - 1, len(names)):
         raise AssignmentError(
-            f"costs= has {len(costs)} numbers for {len(names) - 1} blocks. Give one for each, and perhaps one more for "
-            f"what follows the last of them ({names[-1]!r})."
+            f"costs= has {len(costs)} numbers for {len(names) - 1} blocks. Give one for each, and optionally one more "
+            f"for the work after the last block ({names[-1]!r})."
         )
     for value in costs:
         if isinstance(value, (bool, str)) or not math.isfinite(value) or value < 0:

@@ -45,10 +45,10 @@ _Worth = tuple[float, ...]
 
 @documented("JPF302")
 class LimitError(ScheduleError):
-    """No mixture of keep, recompute and offload keeps within the memory limit.
+    """No mixture of keeping, recomputing and offloading residuals stays within the memory limit.
 
     Attributes:
-      closest: the choice that exceeds the limit least.
+      closest: the choice that exceeds the limit by the fewest bytes.
     """
 
     def __init__(self, text: str, closest: Choice) -> None:
@@ -58,13 +58,13 @@ class LimitError(ScheduleError):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The residuals that were chosen, and what they do to the step.
+    """The chosen residual plan, and the predicted step with it.
 
     Attributes:
-      residuals: what each stage does.
-      prediction: the step with them.
-      keep: the step if all residuals stay on the devices.
-      excess: bytes by which the fullest rank exceeds its limit; 0 if the choice fits.
+      residuals: what each stage does with its residuals.
+      prediction: the predicted step with this residual plan.
+      keep: the predicted step if all residuals stay on the devices.
+      excess: the bytes by which the fullest rank exceeds its limit; 0 if the choice fits.
     """
 
     residuals: ResidualPlan
@@ -74,23 +74,24 @@ class Choice:
 
     @property
     def slowdown(self) -> float:
-        """The time of the step over the time without a limit."""
+        """The time of the step divided by the time of a step that keeps all residuals on the devices."""
         return self.prediction.seconds / self.keep.seconds if self.keep.seconds else 1.0
 
 
 def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
-    """Return the cheapest mixture of keep, recompute and offload that keeps within the limit.
+    """Return the fastest mixture of keeping, recomputing and offloading residuals that stays within the limit.
 
-    Without a limit, or if it fits, every stage keeps its residuals. Among mixtures with equal steps, the one that
-    recomputes least is chosen, then the one that moves the fewest bytes.
+    If there is no limit, or if all residuals fit, every stage keeps its residuals on the devices. Among mixtures with
+    equally long steps, the one with the least recomputation is chosen, then the one that moves the fewest bytes. The
+    search is not exhaustive.
 
     Args:
-      model: the step.
-      memory_limit: bytes that each device may hold (one number, or one for each rank); None: no limit.
+      model: the model of the step.
+      memory_limit: the bytes that each device may hold (one number, or one for each rank); None: no limit.
 
     Raises:
       LimitError: if no mixture fits; it names the closest one, and the bytes of the fullest rank by kind.
-      ScheduleError: if `memory_limit` has another number of entries than the schedule has ranks.
+      ScheduleError: if `memory_limit` is not a number above 0, or not one such number for each rank.
 
     Example:
       >>> from jaxpp_flax.schedules import Std1F1B
@@ -111,7 +112,7 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
 
 
 def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
-    """Return what `choose_residuals` returns, or else the mixture that exceeds the limit least."""
+    """Return what `choose_residuals` returns; if nothing fits, return the mixture that exceeds the limit least."""
     limits = limits_of(memory_limit, model.schedule.num_ranks)
     search = _Search(model, limits)
     keep = ResidualPlan.keep(model.schedule.num_stages)
@@ -126,7 +127,7 @@ def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None 
 
 
 def describe(stage: StageResiduals) -> str:
-    """Say what a stage does, in a word or two.
+    """Return a few words that say what a stage does with its residuals.
 
     Example:
       >>> describe(KEEP), describe(StageResiduals(offload=0.5)), describe(StageResiduals(recompute=True, offload=0.5))
@@ -141,7 +142,7 @@ _Mixture = tuple[StageResiduals, ...]  # of the stages of one rank, in increasin
 
 
 def why_chosen(choice: Choice) -> str:
-    """Say why this choice was made, in a line.
+    """Return one line that says why this choice was made.
 
     Example:
       >>> from jaxpp_flax.planning.model import Prediction

@@ -18,7 +18,7 @@ from jaxpp_flax.schedules.tools.cli import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors of the user's go to stderr in one line."""
+    """Run one command; return the exit status. The user's errors are printed to stderr in one line."""
     return run(_parser(), arguments)
 
 
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("plan", help="choose schedule, stages and residuals for a trainer")
     make.add_argument("factory", help="file.py:function; the function returns a trainer and a batch (arrays or shapes)")
-    make.add_argument("--memory-limit", type=bytes_of, help="bytes of each device, such as 40e9 or 40GB")
+    make.add_argument("--memory-limit", type=bytes_of, help="bytes that each device may hold, such as 40e9 or 40GB")
     make.add_argument("--schedules", nargs="+", help="names to choose from, or all (default: the trainer's own)")
     make.add_argument("--costs", default="estimated", choices=("estimated", "flops"), help="costs of blocks")
     make.add_argument("--save", help="write the plan here, as JSON")
@@ -46,7 +46,7 @@ def bytes_of(text: str) -> float:
     except ValueError:
         value = math.inf
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write it as 40e9 or 40GB.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write it as 40e9 or 40GB.")
     return value
 
 
@@ -71,7 +71,7 @@ def function_of(factory: str) -> Callable[[], Any]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
     if not Path(path).is_file():
-        raise ValueError(f"{factory!r} names no file; write a Python file and a function in it, such as train.py:make.")
+        raise ValueError(f"{factory!r}: no such file. Write a Python file and a function in it, such as train.py:make.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

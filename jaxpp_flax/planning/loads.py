@@ -19,13 +19,12 @@ class Hardware:
     """The speed of one device and of its links, in FLOPs, seconds and bytes.
 
     Args:
-      flops: the floating-point operations that a device does in a second, as models reach them (often 40 to 60 % of
-        the peak).
-      link_bandwidth: bytes a second from rank to rank, for each device.
-      link_latency: seconds that a transfer from rank to rank takes besides.
-      host_bandwidth: bytes a second between a device and its host, in each direction.
-      host_latency: seconds that a copy to the host or back takes besides.
-      gather_bandwidth: bytes a second that a device receives from the other devices of its stage, for parameters that
+      flops: the floating-point operations per second that a device reaches in models (often 40 to 60 % of its peak).
+      link_bandwidth: bytes per second from rank to rank, for each device.
+      link_latency: fixed seconds of each transfer from rank to rank, in addition to the time of its bytes.
+      host_bandwidth: bytes per second between a device and its host, in each direction.
+      host_latency: fixed seconds of each copy to the host or back, in addition to the time of its bytes.
+      gather_bandwidth: bytes per second that a device receives from the other devices of its stage, for parameters that
         are sharded inside the stage (FSDP).
 
     Raises:
@@ -68,24 +67,26 @@ class StageLoad:
     """The work of one stage for one microbatch, in seconds, and its bytes on each device.
 
     Args:
-      forward: seconds of the forward.
-      backward: seconds of the whole backward; a split backward has half of them in each part.
-      residual_bytes: the values of the forward that the backward reads.
-      weight_bytes: the values that the weight gradient reads, if the schedule splits the backward; default:
-        `residual_bytes`.
-      input_bytes: the stage's inputs; a stage that recomputes its residuals keeps these.
-      sent_bytes: the values sent to the next stage.
-      passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
-      saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
-      region_bytes: what the user's `jax.checkpoint` makes again for the backward at one time: the largest region in the
-        stage, or the stage's part of one around it.
-      has_effects: True if the forward has side effects, so that it may not run twice.
-      recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
-        forward.
+      forward: seconds of the forward pass.
+      backward: seconds of the whole backward pass; if it is split, each part takes half of them.
+      residual_bytes: bytes of the values of the forward pass that the backward pass reads.
+      weight_bytes: bytes of the values that the weight gradient reads, if the schedule splits the backward pass;
+        default: `residual_bytes`.
+      input_bytes: bytes of the stage's inputs; a stage that recomputes its residuals keeps these.
+      sent_bytes: bytes of the values sent to the next stage.
+      passing_bytes: the part of `sent_bytes` that is no residual of this stage: it is freed after the forward pass.
+      saved_bytes: bytes of the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps
+        them.
+      region_bytes: bytes of the values that the user's `jax.checkpoint` recomputes for the backward pass at one time:
+        those of the largest region in the stage, or of the stage's part of a larger region.
+      has_effects: True if the forward pass has side effects: then it must not run twice.
+      recomputation: the seconds by which the backward pass is longer if it recomputes the residuals; default:
+        `forward`.
       fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
       gathered: bytes of the whole parameters that are sharded inside the stage (FSDP), by name; `StepModel(fsdp=)` says
         how often they are gathered. Stages of one rank share a parameter of one name.
-      streamed: bytes of the optimizer state on the host, for each parameter; the update fetches them in windows.
+      streamed: for each parameter, the bytes of its optimizer state on the host; the update fetches a window of these
+        at a time.
 
     Raises:
       ScheduleError: for fixed or streamed bytes that are negative or not finite.
@@ -117,17 +118,17 @@ class StageLoad:
 
     @property
     def time_again(self) -> float:
-        """Seconds that the backward takes longer if it recomputes the residuals."""
+        """The seconds by which the backward pass is longer if it recomputes the residuals."""
         return self.forward if self.recomputation is None else self.recomputation
 
     def kept_bytes(self, residuals: StageResiduals) -> float:
-        """Return the bytes of a microbatch that a forward keeps, on the devices or on the host."""
+        """Return the bytes that the forward pass of a microbatch keeps, on the devices or on the host."""
         # The regions of policies read the stage's input too.
         again = min(max(self.input_bytes, self.saved_bytes), self.residual_bytes)
         return again if residuals.recompute else self.residual_bytes
 
     def seconds_again(self, residuals: StageResiduals) -> float:
-        """Return the seconds that a backward takes longer because it recomputes values."""
+        """Return the seconds by which a backward pass is longer because it recomputes values."""
         return self.time_again if residuals.recompute else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The model of a step that every planner uses: seconds, and bytes of each rank, from loads of stages and hardware.
+"""The model of a step that every planner uses: it predicts seconds and the bytes of each rank from loads and hardware.
 
 The time is the simulated step. The bytes are those held for the whole step (parameters, optimizer, gradients, data),
 the residuals in flight, gathered parameters, and what the update fetches from the host. Nothing here needs a device, so
@@ -30,12 +30,12 @@ _WINDOW, BESIDE = "optimizer state from the host", "other arrays"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The predicted step.
+    """The predicted time and memory of a step.
 
     Attributes:
       seconds: the time of the step, without the work before and after the pipeline.
-      peak_bytes: the most bytes on each device, for each rank.
-      host_bytes: the most bytes of residuals on the host, for each rank.
+      peak_bytes: for each rank, the largest number of bytes on each of its devices.
+      host_bytes: for each rank, the largest number of bytes of residuals on the host.
       moved: the bytes of residuals that all ranks move to the host in a step.
       recomputation: the seconds of recomputation of all ranks in a step.
       state_host_bytes: the bytes of the optimizer's state on the host, for each rank.
@@ -51,22 +51,23 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """A schedule with the loads of its stages, on hardware.
+    """A model of a step: a schedule with the loads of its stages, on given hardware.
 
     Args:
       schedule: the schedule.
       num_microbatches: the number of microbatches of a step.
       stages: the load of each stage.
-      hardware: the devices and their links.
+      hardware: the speed of the devices and their links.
       fsdp: how often parameters are gathered: "step" or "microbatch"; see `MeshOptions`.
-      stream_window: bytes of optimizer state on the host that the update fetches at one time. What one parameter has is
-        fetched together.
-      beside: for each rank, the bytes that a compiled step holds beside those of the loads; below 0 if the loads have
-        more. Empty: none.
+      stream_window: the bytes of optimizer state that the update fetches from the host at one time. The state of one
+        parameter is always fetched together.
+      beside: for each rank, the bytes that a compiled step holds in addition to those of the loads; a negative number
+        if it holds fewer. Empty: none.
 
     Raises:
-      ScheduleError: if the number of loads is not the number of stages, and for less than 1 microbatch.
-      ValueError: for another `fsdp`.
+      ScheduleError: if the number of loads is not the number of stages, `num_microbatches` is below 1, or
+        `stream_window` is not above 0.
+      ValueError: for an unknown `fsdp`.
 
     Example:
       >>> from jaxpp_flax.schedules import GPipe
@@ -104,7 +105,7 @@ class StepModel:
 
     @cached_property
     def costs(self) -> Costs:
-        """The inputs of the simulator."""
+        """The costs of tasks, for the simulator."""
         half = [load.backward / 2 for load in self.stages]
         return Costs(
             forward=[load.forward for load in self.stages],
@@ -161,22 +162,22 @@ class StepModel:
         )
 
     def ordered_peaks(self, residuals: ResidualPlan) -> tuple[float, ...]:
-        """Return the most bytes above the fixed ones on each device, for each rank, by the order of its tasks alone.
+        """Return, for each rank, the largest number of bytes on each device in addition to `rank_fixed`.
 
-        These are residuals, gathered parameters and arrays between stages, or what the update fetches from the host, if
-        that is more.
-        A value that moves to the host counts until the task that waits for the end of its offload (without such a task,
-        until its fetch), and again from the task in front of which its fetch stands. So the times of copies have no
-        influence, and the simulation never holds more.
+        These are residuals, gathered parameters and arrays between stages; or the optimizer state that the update
+        fetches from the host, if that is more. They follow from the order of the tasks alone: a value that is offloaded
+        counts until the task that waits for the end of its offload (without such a task, until its fetch), and again
+        from the task before which its fetch starts. So the times of copies have no influence, and the simulation never
+        holds more.
         """
         return tuple(self.ordered_peak(rank, residuals) for rank in range(len(self.tasks)))
 
     def ordered_peak(self, rank: int, residuals: ResidualPlan) -> float:
-        """Return the most bytes above the fixed ones of one rank; see `ordered_peaks`. Other ranks do not matter."""
+        """Return the number of `ordered_peaks` for one rank; only the rank's own stages matter."""
         return max(self.walk(rank, residuals).devices.peak, self._update_bytes(rank))
 
     def walk(self, rank: int, residuals: ResidualPlan) -> RankMemory:
-        """Walk the memory of a rank above the fixed bytes, from its first task to its last one."""
+        """Return the memory of a rank, without the fixed bytes, from its first task to its last one."""
         return walk_rank(
             self.tasks[rank],
             self.costs.table(len(self.stages), residuals).stages,

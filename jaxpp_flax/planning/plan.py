@@ -1,4 +1,4 @@
-"""A plan: what a training runs, chosen beforehand. It can be shown, saved, edited and loaded."""
+"""A plan: the stages, schedule and residuals of a training, chosen before it runs. A plan is also a JSON file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALIKE = 0.05  # relative difference of costs
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBlock:
-    """A block, its stage, and its costs for one microbatch (None: not known), in the plan's unit."""
+    """A block, its stage, and its costs for one microbatch in the plan's unit (None: not known)."""
 
     name: str
     stage: int
@@ -47,28 +47,29 @@ class PlannedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a training runs: pass a plan, or its file, as `PipelineTrainer(plan=)`.
+    """The stages, schedule and residuals of a training: pass a plan, or its file, as `PipelineTrainer(plan=)`.
 
-    As `assignment=`, or a `cut_policy=`, it only says which blocks form a stage.
+    As `assignment=` or `cut_policy=`, a plan only says which blocks form a stage.
 
     Args:
       num_stages: the number of stages.
-      blocks: the blocks in the model's order, each with its stage; the last one may be the work after the last mark
+      blocks: the blocks in the model's order, each with its stage. The last one may be the work after the last mark
         (head, loss).
       unit: the unit of the costs: "s", "FLOP", or "".
-      source: the source of the costs, for people.
+      source: a text that says where the costs come from.
       ranks: the rank of each stage, if known.
       even_sizes: the number of blocks in each stage of an even assignment, for comparison; if known.
-      schedule: the schedule, if it is a part of the plan.
-      num_microbatches: the parts of a batch, if they are.
-      residuals: what each stage does with the values that its forward keeps for its backward; None: it keeps them.
-      layout: the axes of the mesh with their sizes, that of the ranks first; empty if they are no part of the plan.
-      fsdp: how often parameters are gathered, with a layout; see `MeshOptions`.
+      schedule: the schedule; None if it is not a part of the plan.
+      num_microbatches: the number of parts of a batch; None if it is not a part of the plan.
+      residuals: what each stage does with the values that its forward pass keeps for its backward pass; None: every
+        stage keeps them on the devices.
+      layout: the axes of the mesh with their sizes, the axis of the ranks first; empty if not a part of the plan.
+      fsdp: how often parameters are gathered, if there is a layout; see `MeshOptions`.
       seconds: the predicted time of a step, without the work before and after the pipeline.
-      peak_bytes: the most bytes on each device, for each rank, with what tasks recompute, without the rest of XLA's
-        workspace.
-      host_bytes: the most bytes on the host, for each device of each rank.
-      notes: why it was chosen, for people.
+      peak_bytes: for each rank, the largest number of bytes on each device, with the values that tasks recompute, and
+        without the rest of XLA's workspace.
+      host_bytes: for each rank, the largest number of bytes on the host for each of its devices.
+      notes: texts that say why this plan was chosen.
 
     Raises:
       AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, a cost is not a number,
@@ -112,7 +113,7 @@ class Plan:
     # ------------------------------------------------------------ as a policy
 
     def __call__(self, marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-        """Return the marks that cut: a plan is a policy too.
+        """Return the indices of the marks that cut: a plan can be used as a cut policy.
 
         Raises:
           AssignmentError: if the plan is for another number of stages, or for other blocks.
@@ -140,11 +141,11 @@ class Plan:
 
     @classmethod
     def of(cls, marks: Sequence[Mark], cuts: Sequence[int], num_stages: int, **options: Any) -> Plan:
-        """Make the plan of these cuts.
+        """Make a plan from the marks that cut the model.
 
         Args:
           marks: the marks of the model.
-          cuts: the marks that cut.
+          cuts: the indices of the marks that cut.
           num_stages: the number of cuts plus one.
           options: other arguments of `Plan`; `work` has each block's cost, an object with `forward` and `backward`.
         """
@@ -182,7 +183,7 @@ class Plan:
 
     @property
     def gain(self) -> float | None:
-        """The share of its time that the slowest rank saves over an even assignment."""
+        """The time that the slowest rank saves, as a share of its time in an even assignment."""
         now, before = self.imbalance, self.even_imbalance
         return None if now is None or before is None else 1.0 - now / before
 
@@ -194,7 +195,7 @@ class Plan:
         return tuple(rank_loads(known, sizes, self.ranks))
 
     def table(self) -> Table:
-        """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
+        """Return a table of blocks with cost, stage and rank, and the imbalance of this and an even assignment."""
         return _table(self)
 
     __rich__ = table
@@ -209,7 +210,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `save` wrote and somebody may have edited.
+        """Read a plan from a file that `save` wrote, and that may have been edited.
 
         Raises:
           FileNotFoundError: if the file does not exist.
@@ -238,7 +239,7 @@ def _check(plan: Plan) -> None:
         if not isinstance(block.name, str):
             raise AssignmentError(f"the plan has a block with the name {block.name!r}; names are texts.")
         if block.name in seen:
-            raise AssignmentError(f"the plan lists the block {block.name!r} twice; each ends in exactly one stage.")
+            raise AssignmentError(f"the plan lists the block {block.name!r} twice; each block is in exactly one stage.")
         seen.add(block.name)
         stage = block.stage
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < count:
@@ -253,8 +254,8 @@ def _check(plan: Plan) -> None:
                 raise AssignmentError(f"{kind} of {block.name!r} is {cost!r}; costs are numbers of at least 0.")
     if plan.residuals is not None and len(plan.residuals.stages) != count:
         raise AssignmentError(
-            f"the plan's residuals have {len(plan.residuals.stages)} entries for num_stages={count}. Give one for each "
-            "stage."
+            f"the plan's residuals have {len(plan.residuals.stages)} entries, but num_stages={count}. Give one entry "
+            "for each stage."
         )
     if plan.schedule is not None and plan.schedule.num_stages != count:
         raise AssignmentError(
@@ -265,7 +266,7 @@ def _check(plan: Plan) -> None:
         if after.stage < before.stage:
             raise AssignmentError(
                 f"the plan is not contiguous: {after.name!r} is on stage {after.stage}, but {before.name!r}, which "
-                f"stands before it, is on stage {before.stage}. Stages must follow the model's order."
+                f"comes before it, is on stage {before.stage}. Stages must follow the model's order."
             )
     used = {block.stage for block in plan.blocks}
     for stage in range(count):

@@ -20,7 +20,7 @@ from jaxpp_flax.schedules.tools.table import parse_cell
 __all__ = ["as_text", "read"]
 
 _FORMAT = "jaxpp_flax plan 1"
-_ABOUT = "What a training runs. Edit the stages, and pass this file as plan=."
+_ABOUT = "The plan of a training. You may edit the stages. Pass this file as plan=."
 _NUMBERS = ("peak_bytes", "host_bytes", "ranks", "even_sizes")
 _OPTIONAL = ("unit", "source", "num_microbatches", "layout", "fsdp", "seconds", *_NUMBERS, "notes")
 
@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         others = sorted(p.name for p in path.parent.glob("*.json")) if path.parent.is_dir() else []
         hint = near_names(path.name, others)
-        raise FileNotFoundError(f"the plan {os.fspath(path)!r}: there is no such file.{hint}")
+        raise FileNotFoundError(f"the file of the plan, {os.fspath(path)!r}, does not exist.{hint}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -91,7 +91,7 @@ def _written(schedule: Schedule, num_microbatches: int | None) -> dict[str, Any]
             return {"name": name, "num_ranks": schedule.num_ranks}
     count = num_microbatches or getattr(schedule, "num_microbatches", None)
     if count is None:
-        raise AssignmentError(f"the schedule {schedule!r} has no name, so the plan needs num_microbatches to save it.")
+        raise AssignmentError(f"the schedule {schedule!r} has no name: to save it, the plan needs num_microbatches.")
     return {"tasks": [" ".join(task.cell for task in flatten(tasks)) for tasks in schedule.tasks(count)]}
 
 

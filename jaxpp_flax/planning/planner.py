@@ -37,22 +37,24 @@ Schedules = str | Schedule | Sequence[str | Schedule] | None
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningStep:
-    """A training step before its plan: what a trainer tells a planner.
+    """The description of a training step that `trainer.planning_step` gives to a planner.
 
     Args:
-      schedule: the trainer's own.
-      num_microbatches: the parts of a batch.
-      layout: the axes of the mesh with their sizes, that of the ranks first.
-      platform: of the devices; `devices_of_a_rank` is their number on each rank.
-      examples: of a microbatch, divided by the devices of a rank.
-      units: the tokens of a step, or its examples where it has none.
-      fsdp: how often parameters are gathered.
+      schedule: the trainer's schedule.
+      num_microbatches: the number of parts of a batch.
+      layout: the axes of the mesh with their sizes, the axis of the ranks first.
+      platform: the platform of the devices, such as "gpu".
+      devices_of_a_rank: the number of devices of each rank.
+      examples: the examples of a microbatch, divided by the devices of a rank.
+      units: the number of tokens of a step; the number of examples if the batch has no tokens.
+      fsdp: how often parameters are gathered; see `MeshOptions`.
       kept: for each leaf of the step's arguments, the bytes of the optimizer on each device, and on the host.
       argument_bytes: the bytes of each of these leaves.
-      place: places the step, which is traced once, on ranks by a schedule, cuts and residuals; nothing is compiled.
-      cuts: the cuts that the trainer's `assignment=` asks for; None if the planner is free.
-      residuals: those of the trainer's `Memory(residuals=)`; None if the planner is free.
-      ignored: the names of the model's annotations that cut nothing, each with a leaf.
+      place: a function that places the step on ranks, for a schedule, cuts and residuals. The step is traced once;
+        nothing is compiled.
+      cuts: the cuts that the trainer's `assignment=` gives; None if the planner may choose them.
+      residuals: the trainer's `Memory(residuals=)`; None if the planner may choose them.
+      ignored: the names in the model's annotations that shard nothing, each with a leaf.
     """
 
     schedule: Schedule
@@ -72,7 +74,7 @@ class PlanningStep:
 
 
 class Plannable(Protocol):
-    """What has a step to plan: a `PipelineTrainer`."""
+    """An object with a step to plan, such as a `PipelineTrainer`."""
 
     def planning_step(self, batch: Any) -> PlanningStep: ...
 
@@ -100,21 +102,22 @@ def plan(
 ) -> Plan:
     """Choose the schedule, the stages and the residuals of a training, and predict the seconds and bytes of its step.
 
-    Nothing is compiled or run. What the trainer fixes stays: sizes or names in `assignment=`, and
-    `Memory(residuals=)`. The bytes are those of the step's program, walked as it would run. Among the plans within the
+    Nothing is compiled or run. The plan keeps what the trainer's arguments fix: sizes or names in `assignment=`, and
+    `Memory(residuals=)`. The bytes are those that the step's program holds, task by task. Among the plans within the
     limit, the one with the shortest predicted step is chosen.
 
     Args:
       trainer: a `PipelineTrainer`, or a function that makes one.
       batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
-      memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients, optimizer
-        state, activations in flight, and what a task recomputes. The rest of XLA's workspace inside a task comes on
-        top. Stages recompute or offload what does not fit, and blocks move.
-      schedules: names or `Schedule`s to choose from, on the trainer's ranks; "all": each named schedule with as many
-        stages as ranks, or twice as many. None: the trainer's own.
-      costs: of the blocks: "estimated" from operations and bytes, "flops", a step that `trainer.profile_step` has
+      memory_limit: the bytes that each device may hold (one number, or one for each rank); None: no limit. They include
+        parameters, gradients, optimizer state, activations in flight and the values that a task recomputes, but not the
+        rest of XLA's workspace inside a task. If not all of them fit, stages recompute or offload residuals, and blocks
+        move to other stages.
+      schedules: names or `Schedule`s to choose from, on the trainer's ranks. "all": each named schedule with one stage
+        or two stages on each rank. None: the trainer's schedule.
+      costs: the costs of the blocks: "estimated" from operations and bytes, "flops", a step that `trainer.profile_step`
         measured, numbers, or a mapping from names of blocks to numbers.
-      hardware: the speeds that residuals are weighed with; None: rough ones of the platform.
+      hardware: the speeds of devices and links. None: rough speeds of the platform.
 
     Raises:
       LimitError: if no plan keeps within the limit; it names the closest one, and the bytes of the fullest rank.

@@ -1,4 +1,4 @@
-"""`trainer.profile_step`: one real training step with the time of each task, and the costs that follow from it.
+"""`trainer.profile_step`: one real training step with the time of each task, and the costs of tasks from it.
 
 The engine measures the tasks (`engine/runtime/profile.py`); their medians are the costs of the simulation.
 """
@@ -36,9 +36,9 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 class StepProfile:
     """A real training step with the times of its tasks, in seconds and bytes.
 
-    `simulated` is the same schedule in the simulator, with the median times of this step's tasks and free transfers.
-    `measured` takes longer because of transfers, and tasks with varying times. `examples` are those of a microbatch,
-    divided by the devices of a rank.
+    `measured` is the timeline of the measured tasks. `simulated` is the same schedule in the simulator, with the median
+    times of these tasks and with transfers that take no time. `measured` is longer, because transfers take time and the
+    times of tasks vary. `examples` is the number of examples of a microbatch, divided by the devices of a rank.
     """
 
     metrics: dict[str, Any]  # as from `train_step`
@@ -49,11 +49,12 @@ class StepProfile:
     examples: float = 1.0
 
     def work_of(self, names: Sequence[str], estimated: Sequence[Work], examples: float) -> list[Work]:
-        """Return the seconds of each block: those of its measured stage, divided as the blocks' estimates are.
+        """Return the seconds of each block: its stage's measured seconds, shared in proportion to the estimates.
 
         Args:
-          names, estimated: of the model's blocks, and of the work after the last mark.
-          examples: of the microbatches that the seconds are for; in proportion to them, a device has more to do.
+          names, estimated: the names and the estimated work of the model's blocks, and of the work after the last mark.
+          examples: the number of examples of a microbatch on each device, for which the seconds are wanted: they are
+            proportional to it.
 
         Raises:
           ValueError: if the measured step has other blocks.

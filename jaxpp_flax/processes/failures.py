@@ -32,7 +32,7 @@ PEER_FAILED_STATUS = 69
 """Exit status of a process that ends because another one failed."""
 
 PREEMPTED_STATUS = 75
-"""Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
+"""Exit status after SIGTERM, if the checkpoint is complete: start the program again to continue from there."""
 
 
 @dataclass(frozen=True)

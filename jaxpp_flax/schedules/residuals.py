@@ -1,4 +1,4 @@
-"""What a stage does with the values that its forward keeps for its backward: keep, recompute or offload them."""
+"""What a stage does with its residuals, the values that its backward reads: keep, recompute or offload them."""
 
 from __future__ import annotations
 
@@ -100,11 +100,13 @@ class ResidualPlan:
                 )
         if not _is_count(self.fetch_ahead):
             raise ScheduleError(
-                f"fetch_ahead={self.fetch_ahead!r}: a fetch starts at least 1 task before its backward."
+                f"fetch_ahead={self.fetch_ahead!r}: it must be a whole number of at least 1, the tasks between a fetch "
+                "and its backward."
             )
         if self.offload_within is not None and not _is_count(self.offload_within):
             raise ScheduleError(
-                f"offload_within={self.offload_within!r}: an offload runs beside at least 1 task after its forward."
+                f"offload_within={self.offload_within!r}: it must be a whole number of at least 1, the tasks that may "
+                "run during an offload, or None."
             )
 
     @classmethod

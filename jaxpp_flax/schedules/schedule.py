@@ -37,7 +37,7 @@ def check_count(what: str, value: object) -> int:
 
 @dataclass(frozen=True, init=False, eq=False)
 class Schedule(abc.ABC):
-    """The tasks of each rank, in order. For your own schedule, write a subclass with ``tasks``.
+    """The tasks of each rank, in order. For your own schedule, write a subclass with the method ``tasks``.
 
     Args:
         num_stages: number of stages of the model.

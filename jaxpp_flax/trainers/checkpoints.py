@@ -97,7 +97,10 @@ class Checkpointing:
             return save_step(where, self.held.whole(), beside)
         store = self.need_store("save")
         if where is not None and where != self.held.step:
-            raise ValueError(f"save({where}): the state in memory is that of step {self.held.step}. Save that one.")
+            raise ValueError(
+                f"save({where}): the state in memory is that of step {self.held.step}, and no other can be saved. Call "
+                "save()."
+            )
         if not self.saves_nonfinite:  # a bad checkpoint would replace a good one
             self.under_way.finish()
             check_parameters(self.held.step, self.held.whole().params)
@@ -109,8 +112,8 @@ class Checkpointing:
         """Write the chosen leaves. The optimizer's first state is made only if a leaf of it is chosen."""
         if where is None or isinstance(where, int):
             raise ValueError(
-                f"save({where}, only={only!r}): the trainer's directory holds whole runs, from which fit resumes. "
-                "Pass another path for a part of the state."
+                f"save({where}, only={only!r}): the trainer's directory holds only complete states, from which fit "
+                "resumes. Pass another path for a part of the state."
             )
         wanted = choose(only)
         names = list(filter(wanted, flatten(self.held.weights())[0]))
@@ -158,7 +161,8 @@ class Checkpointing:
             if not low_memory:
                 raise
             raise CorruptCheckpointError(
-                f"{error} The state in memory was given up for it (low_memory=True): restore one before training."
+                f"{error} The state in memory is already deleted (low_memory=True): restore a checkpoint before "
+                "training."
             ) from error
         step: Any = self.held.stored_step()
         known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
@@ -193,10 +197,10 @@ class Checkpointing:
         copies, others = self.held.copies_of(restored) if restored else ({}, [])
         if wrong := [path for path in others if path not in plan.chosen]:
             raise CheckpointMismatchError(
-                f"{plan.directory} gives the parameters new values, and these leaves would keep what was made of the "
-                "old ones. Restore them too, by `only`; or make a new trainer from a model with the checkpoint's "
-                "weights.",
-                [f"{path}: the optimizer made it of parameters, other than by copying them" for path in wrong],
+                f"{plan.directory} gives the parameters new values, but the leaves below were computed from the old "
+                "ones and would not change. Restore them too, by `only`; or make a new trainer from a model with the "
+                "checkpoint's weights.",
+                [f"{path}: the optimizer computed it from parameters, other than by copying them" for path in wrong],
             )
         new = {path: plan.chosen[f"params/{of}"] for path, of in copies.items() if path not in plan.chosen}
         return replace(plan, chosen={**plan.chosen, **new}), [*new]
@@ -220,7 +224,8 @@ class Checkpointing:
             except _DAMAGE as error:
                 if how != "latest_valid":
                     raise type(error)(
-                        f'{error} fit(resume="latest_valid") sets {path} aside and goes on from the newest whole one.'
+                        f'{error} fit(resume="latest_valid") renames {path} and continues from the newest complete '
+                        "checkpoint."
                     ) from error
                 aside.append(store.set_aside(latest))
                 self.display.message(f"{error} It is now {aside[-1]}.")
@@ -231,15 +236,15 @@ class Checkpointing:
             if aside:
                 names = ", ".join(path.name for path in aside)
                 raise CheckpointNotFoundError(
-                    f"{store.directory} holds no whole checkpoint: set aside are {names}. Begin anew in another "
-                    "directory, or restore a checkpoint from elsewhere."
+                    f"{store.directory} holds no complete checkpoint: the damaged ones are {names}. Start again in "
+                    "another directory, or restore a checkpoint from another place."
                 )
             return self.tracking.position()
-        later = f"; what was trained after it, up to step {before}, was not saved and is given up"
+        later = f"; later steps, up to step {before}, were not saved and are lost"
         self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
         position = self.tracking.position()
         if position is None:
-            self.display.message("the checkpoint holds no position in the data, which begins anew")
+            self.display.message("the checkpoint holds no position in the data: the data starts from its beginning")
         return position
 
     def _take_over(self, path: Path) -> None:
@@ -278,7 +283,7 @@ def _best(store: CheckpointStore) -> int:
     best = exchange_values(process_group(), "the best step", store.best())[0]
     if best is None:
         raise CheckpointNotFoundError(
-            f"{store.directory} holds no checkpoint with the metric of Checkpoints(best=). A checkpoint has its step's "
-            'metrics: evaluate at the steps of saves (eval_every=), or restore another one, such as "latest".'
+            f"{store.directory} holds no checkpoint with the metric of Checkpoints(best=). A checkpoint has metrics "
+            'of its own step: evaluate at the steps of saves (eval_every=), or restore another one, such as "latest".'
         )
     return best

@@ -1,4 +1,4 @@
-"""The trainer's errors and warnings: each message names the fault, its place, and the remedy."""
+"""The trainer's errors and warnings: each message says what is wrong, where, and what to change."""
 
 from jaxpp_flax.error_codes import documented
 
@@ -18,17 +18,17 @@ __all__ = [
 
 @documented("JPF201")
 class BatchError(ValueError):
-    """A batch does not fit the microbatches, the mesh, or itself."""
+    """A batch does not fit the microbatches or the mesh, or its leaves do not fit each other."""
 
 
 @documented("JPF901")
 class BatchStatisticsWarning(UserWarning):
-    """A loss writes statistics of a batch, as BatchNorm does: each comes from one microbatch only."""
+    """A loss writes batch statistics, as BatchNorm does: they are computed from one microbatch, not the whole batch."""
 
 
 @documented("JPF202")
 class DataPositionError(ValueError):
-    """The data cannot be moved to the position of a checkpoint."""
+    """The data cannot continue at the position that a checkpoint holds."""
 
 
 @documented("JPF102")
@@ -38,7 +38,7 @@ class LossError(TypeError):
 
 @documented("JPF103")
 class MeshError(ValueError):
-    """Devices, mesh and stages do not fit each other."""
+    """The devices, the mesh and the stages do not fit each other."""
 
 
 @documented("JPF904")
@@ -58,7 +58,7 @@ class NonFiniteLossError(FloatingPointError):
 
 @documented("JPF906")
 class PrecisionWarning(UserWarning):
-    """Most of a model computes in a wider type than `precision=` says, since its layers name a `dtype`."""
+    """Most of a model computes in a wider type than `precision=` says, because its layers set their own `dtype`."""
 
 
 @documented("JPF905")

@@ -63,8 +63,8 @@ class Average:
         """
         if np.all(self._weights["loss"] == 0):
             raise ValueError(
-                "every example of the evaluation has weight 0, so the mean loss is not defined. Look at the mask of "
-                "the data, or at the weight that the loss returns."
+                "every example of the evaluation has weight 0, so the mean loss is not defined. Check the mask of the "
+                "data, and the weight that the loss returns."
             )
         means: dict[str, Any] = {}
         for name, total in self._sums.items():
@@ -114,7 +114,7 @@ class Evaluation:
         """As `PipelineTrainer.predict`."""
         if isinstance(batch, Mapping) and self.predict_fn is call_model:
             raise TypeError(
-                f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
+                f"predict got a dict with {', '.join(map(repr, batch))}, but not which of these the model takes. "
                 "Pass the model's input, or give the trainer a predict_fn: "
                 "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
             )
@@ -159,6 +159,6 @@ class Evaluation:
             shards = self.rows.batch_shards
             raise BatchError(
                 f"{part.num_examples} examples of the batch are left over by the {shards} data-parallel devices "
-                "of a stage, and each of these is to compute all of them; but the model cuts the examples itself "
+                "of a stage, so each device computes all of these; but the model itself shards the examples "
                 f"({error}). Use a batch of a multiple of {shards} examples."
             ) from error

@@ -39,9 +39,9 @@ def default_axes(num_ranks: int) -> dict[str, int]:
         each = count // num_ranks
         raise MeshError(
             f"{count} devices ({jax.devices()[0].platform}) cannot be divided evenly among {num_ranks} ranks: "
-            f"{', '.join(map(str, fits))} ranks would do (num_stages=; or MeshOptions(num_ranks=) with an interleaved "
-            f"schedule). Or say how many devices each rank takes: mesh={{'data': {each}}} takes {each * num_ranks} of "
-            f"the {count}{'' if each == 1 else ', and mesh={} one for each rank'}."
+            f"{', '.join(map(str, fits))} ranks are possible (num_stages=; or MeshOptions(num_ranks=) with an "
+            f"interleaved schedule). Or say how many devices each rank takes: mesh={{'data': {each}}} takes "
+            f"{each * num_ranks} of the {count}{'' if each == 1 else ', and mesh={} one for each rank'}."
         )
     return {"data": count // num_ranks} if count >= 2 * num_ranks else {}
 
@@ -61,7 +61,7 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None) -> MpmdMes
         raise MeshError(f"mesh axes {sizes} name {STAGE_AXIS!r}, the axis of the ranks: give num_stages instead.")
     for name, size in sizes.items():
         if size != -1 and size < 1:
-            raise MeshError(f"mesh axis {name!r} has size {size}; it must be at least 1, or -1 for the devices left.")
+            raise MeshError(f"mesh axis {name!r} has size {size}; it must be at least 1, or -1 for the other devices.")
     if num_ranks > len(available):
         raise MeshError(
             f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
@@ -73,7 +73,7 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None) -> MpmdMes
     known = num_ranks * math.prod(size for size in sizes.values() if size != -1)
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise MeshError(f"mesh axes {sizes} leave {open_axes} open; at most one axis may have size -1.")
+        raise MeshError(f"mesh axes {sizes} have size -1 for {open_axes}; at most one axis may have size -1.")
     if open_axes:
         if len(available) % known:
             raise MeshError(
@@ -128,14 +128,14 @@ def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
         if STAGE_AXIS not in mesh.axis_names:
             raise MeshError(
                 f"the mesh has axes {dict(mesh.shape)}, but none called {STAGE_AXIS!r} that counts the ranks. "
-                f"Name it so, or pass an MpmdMesh(mesh, axis_name)."
+                f"Name an axis {STAGE_AXIS!r}, or pass an MpmdMesh(mesh, axis_name)."
             )
         mesh = MpmdMesh(mesh, STAGE_AXIS)
     if not isinstance(mesh, MpmdMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or an MpmdMesh, got {type(mesh).__name__}.")
     if num_ranks is not None and mesh.mpmd_dim != num_ranks:
         raise MeshError(
-            f"the mesh has {mesh.mpmd_dim} ranks along {mesh.mpmd_axis_name!r}, but {num_ranks} are asked for. "
+            f"the mesh has {mesh.mpmd_dim} ranks along {mesh.mpmd_axis_name!r}, but the arguments need {num_ranks}. "
             f"Make that axis {num_ranks} long, or use MeshOptions(num_ranks={mesh.mpmd_dim}) "
             "(several stages on each rank need an interleaved schedule)."
         )

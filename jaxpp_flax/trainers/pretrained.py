@@ -47,9 +47,8 @@ class PretrainedWeights:
         self.held.meet("trainer.load_pretrained")
         if self.held.step:
             raise ValueError(
-                f"load_pretrained gives the first weights, but this trainer has done {self.held.step} steps: their "
-                "optimizer state would not be for the new weights. Make a new trainer; to go on with a run, use "
-                "restore."
+                f"load_pretrained gives the first weights, but this trainer has done {self.held.step} steps, and its "
+                "optimizer state belongs to the old weights. Make a new trainer; to continue a run, use restore."
             )
         state = self.held.memory
         plan = plan_load(source, leaves_of_model(state), map=map, cast=cast, untie=untie, keep=keep)
@@ -57,7 +56,7 @@ class PretrainedWeights:
         try:  # the old weights are freed before, so that memory never holds both
             self.held.take(Files(plan, names), low_memory=True)
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
+            raise CorruptCheckpointError(f"{error} The old weights are deleted: load some before training.") from error
         self.held.begin_anew()
 
     def export(

@@ -52,18 +52,18 @@ class Tracker(abc.ABC):
         """Record the configuration of the run; by default, do nothing."""
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: B027 (optional)
-        """Write the remaining metrics; a loop calls this on every way out. A later `log` opens the tracker again.
+        """Write the remaining metrics; a loop calls this at its end, also after an error. A later `log` opens it again.
 
         Args:
-          error: what ended the loop; see `jaxpp_flax.trainers.callbacks.has_failed`.
+          error: the exception that ended the loop, or None; see `jaxpp_flax.trainers.callbacks.has_failed`.
         """
 
     def get_state(self) -> Any:
-        """Return what a resumed run needs to continue this one, as JSON for a checkpoint; None for nothing."""
+        """Return the state that a resumed run needs to continue this run, as JSON for a checkpoint; None: no state."""
         return None
 
     def set_state(self, state: Any) -> None:  # noqa: B027 (optional)
-        """Continue the run of a state from `get_state`; `fit(resume=True)` calls this before the first `log`."""
+        """Continue the run that `state`, from `get_state`, belongs to; a resumed `fit` calls this before `log`."""
 
 
 class NoopTracker(Tracker):
@@ -104,10 +104,11 @@ class JsonlTracker(Tracker):
 
     JSON has no NaN and no infinities: these are written as strings (`"nan"`).
 
-    An object in a bucket cannot grow: it is written anew, at most once a minute and at the end.
+    An object in a bucket cannot be appended to: the whole object is written again, at most once a minute and at the
+    end.
 
     Args:
-      path: the path of the file, whose folder is made; or a URL, `gs://` or `s3://`.
+      path: the path of the file; its folder is made if it does not exist. Or a URL, `gs://` or `s3://`.
 
     Example:
       >>> import tempfile
@@ -194,7 +195,7 @@ class CompositeTracker(Tracker):
 class TensorBoardTracker(Tracker):
     """Writes scalars and texts for TensorBoard; needs the extra `tensorboard`. The first call opens the file.
 
-    An array is written as a text, in which NumPy leaves out the middle of more than 1,000 numbers.
+    An array is written as a text; of more than 1,000 numbers, NumPy shows only the first and the last ones.
 
     Args:
       log_dir: the run's folder.
@@ -277,16 +278,16 @@ class WandbTracker(Tracker):
 class MlflowTracker(Tracker):
     """Logs to MLflow: a server or a local store; needs the extra `mlflow`. The first call opens the run.
 
-    Scalars become metrics, texts and arrays become artifacts `{name}/{step}.txt` (NumPy leaves out the middle of more
-    than 1,000 numbers), and the configuration becomes parameters. MLflow does not change a parameter: where a resumed
-    run has another value, it becomes a tag of the same name. The run ends as "FAILED" if `fit` ends with an error.
-    Checkpoints keep the run's id: `fit(resume=True)` continues the same run.
+    Scalars become metrics, texts and arrays become artifacts `{name}/{step}.txt` (of more than 1,000 numbers, NumPy
+    shows only the first and the last ones), and the configuration becomes parameters. MLflow cannot change a parameter:
+    if a resumed run has another value, the new value becomes a tag of the same name. If `fit` ends with an error, the
+    run ends as "FAILED". Checkpoints keep the run's id: `fit(resume=True)` continues the same run.
 
     Args:
       experiment: the name of the experiment; it is made if it does not exist.
       tracking_uri: the server or store; None: MLflow's own setting, such as `MLFLOW_TRACKING_URI`.
       run_name: the name of a new run.
-      run_id: a run to continue.
+      run_id: the id of a run to continue; None: a new run.
 
     Raises:
       ImportError: without `mlflow`.

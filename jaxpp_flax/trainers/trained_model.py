@@ -1,4 +1,4 @@
-"""The state of a trainer and its uses besides training: weights, inference, checkpoints, files of weights."""
+"""The methods of a trainer that use its state without training: weights, inference, checkpoints, weight files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TrainedModel"]
 
 
 class TrainedModel:
-    """What a `PipelineTrainer` does with its state besides training. Every process makes these calls."""
+    """The methods of `PipelineTrainer` that use its state without training. Every process makes these calls."""
 
     _core: Core
     _parts: Parts
@@ -33,25 +33,25 @@ class TrainedModel:
     def state(self) -> TrainState:
         """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
 
-        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. Before
-        the first step, the state is made now: on the ranks, where each gets its share.
+        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. If no
+        step has run yet, this makes the state on the ranks: each rank gets its share.
         """
         return self._core.held.whole()
 
     @property
     def abstract_model(self) -> Any:
-        """The model with a `jax.ShapeDtypeStruct` for each value, as from `nnx.eval_shape`; it costs nothing."""
+        """The model with a `jax.ShapeDtypeStruct` for each value, as from `nnx.eval_shape`; nothing is copied."""
         return self._parts.weights.abstract_model()
 
     def gather_model(self, *, ema: bool = False) -> Any:
         """Return an ordinary module with a copy of the trained weights, all of them on one device of this process.
 
-        It costs the bytes of all weights there, and with several processes as many sent; every process has to call it.
-        Shapes alone cost nothing: `trainer.abstract_model`.
+        The device needs memory for all weights. With several processes, the weights are also sent between processes,
+        and every process must call this. For shapes alone, use `trainer.abstract_model`, which copies nothing.
 
         Args:
-          ema: take the averaged weights, in the types of the parameters. The average itself, `trainer.state.ema`, is in
-            float32 or wider.
+          ema: return the averaged weights, in the parameters' dtypes. The average itself, `trainer.state.ema`, has
+            float32 or a wider dtype.
 
         Raises:
           ModelError: if the weights are larger than the free memory of that device; nothing is copied then. A model
@@ -61,20 +61,25 @@ class TrainedModel:
         return self._parts.weights.model(ema=ema)
 
     def gather_variables(self) -> dict[str, Any]:
-        """Return the variables of a Linen model, as `module.apply` takes them; costs and errors as `gather_model`."""
+        """Return a copy of the variables of a Linen model, as `module.apply` takes them; see also `gather_model`.
+
+        Raises:
+          TypeError: for an NNX model.
+          ModelError: as in `gather_model`.
+        """
         return self._parts.weights.variables()
 
     def set_weights(self, weights: Any) -> None:
-        """Give the model the weights of a module or a tree; they are copied, and leaves that it lacks keep theirs.
+        """Copy weights from a module or a tree into the model. Leaves that are not in `weights` keep their values.
 
-        Leaves are found by the model's own paths, whether they are trained, frozen or other variables here or there:
-        trainers of one model with different `frozen=` take each other's weights, `a.set_weights(b.state.params)`. The
-        step, random streams and moments of the optimizer stay. Copies of parameters (their average, `z` of
-        schedule-free) get the new values too.
+        Leaves are matched by their paths in the model. A leaf may be trained in one trainer and frozen in the other:
+        trainers of one model with different `frozen=` accept each other's weights, `a.set_weights(b.state.params)`.
+        The step, the random streams and the optimizer's moments do not change. Copies of parameters (their average,
+        `z` of schedule-free) get the new values too.
 
         Args:
           weights: a module (`other.gather_model()`), an `nnx.State`, Linen's variables or parameters, a nested dict, or
-            the state of another trainer, or its `params`, whatever its stages.
+            the state of another trainer or its `params`, with any number of stages.
 
         Raises:
           ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
@@ -109,7 +114,7 @@ class TrainedModel:
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
 
-        An output that is a scalar for each microbatch comes back as one value for each microbatch.
+        If the model returns a scalar for a microbatch, the result is an array with one value for each microbatch.
 
         Args:
           batch: the input of the model, or of `predict_fn`: leaves of shape (batch, ...).
@@ -129,31 +134,33 @@ class TrainedModel:
     ) -> list[np.ndarray]:  # fmt: skip
         """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
 
-        The model is brought into decoding form by Flax's convention. NNX: modules with an attribute `decode` get True,
-        and modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
-        `nnx.Cache` variables. Linen: with `decode=True`, the module makes its collection `cache`. The model computes
-        logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
+        A copy of the model is switched to decoding by Flax's convention. NNX: each attribute `decode` is set to True,
+        and each method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has it, is called to make
+        `nnx.Cache` variables. Linen: the module is used with `decode=True` and makes its collection `cache`. The model
+        must compute logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
         `docs/guides/generation.md`.
 
         Args:
           prompts: lists of tokens, of any lengths; or an integer array (batch, length).
           max_new_tokens: the most tokens to add to each prompt.
           lengths: for an array that is padded on the right: the length of each prompt.
-          temperature: 0 takes the most likely token; otherwise logits are divided by this number, and sampled.
+          temperature: 0 takes the most likely token. Otherwise the logits are divided by this number, and a token is
+            sampled.
           top_k: sample among the k most likely tokens.
           top_p: sample among the most likely tokens that together have this probability.
           eos_token_id: the token, or tokens, that end a sequence.
-          seed: of the samples. A sample depends on the seed, the number of the prompt and the position alone: not on
-            stages, groups or processes.
+          seed: the seed of the samples. A sample depends only on the seed, the index of its prompt and the position,
+            and not on stages, groups or processes.
           prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
-          groups: of sequences that are under way at once. Default: the number of stages, so that all of them work.
+          groups: the number of groups of sequences in the pipeline at one time. Default: the number of stages, so that
+            every stage has work.
           cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
             equal numbers of prompts and equal `cache_length` share their compiled steps.
-          cache_dtype: of the cache. Default: the dtype of each module's computation.
+          cache_dtype: the dtype of the cache. Default: the dtype in which each module computes.
 
         Returns:
-          One array for each prompt, in order: the new tokens alone, int32, of shape (n,) with n from 1 to
-          `max_new_tokens`. There is no padding: a sequence ends with its end token, which is included, or is full.
+          One int32 array for each prompt, in order. It has shape (n,), with n from 1 to `max_new_tokens`, and holds
+          only the new tokens, without padding. If a sequence ends with an end token, this token is included.
 
         Raises:
           ModelError: if the model has no cache, does not use it, or does not take such lengths.
@@ -168,9 +175,9 @@ class TrainedModel:
     def leaves_read(self, batch: Any) -> Any:
         """Return, for each leaf of a batch of these shapes, True if this process reads the leaf in training.
 
-        For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. The
-        first stage reads inputs and the last stage reads targets, so each of the two loads half; all others load
-        nothing.
+        For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. Usually
+        the first stage reads the inputs and the last stage reads the targets; then a process without these two stages
+        loads nothing.
         """
         read = getattr(self._parts.train_step.compile(batch), "read_here", None)
         # A step without a mesh has no `read_here`.
@@ -226,8 +233,8 @@ class TrainedModel:
           where: None or the current step for the trainer's directory; or another path.
           only: leaves to write to another path, by their paths in `trainer.state`: `"params/*"` for the trained
             parameters alone, such as adapters. `restore(path, only=...)` with the same globs reads them.
-          wait: True waits until the checkpoint is complete. False writes in the background, and training may go on:
-            the next step raises if the save failed. A save to another path always waits.
+          wait: True waits until the checkpoint is complete. False writes in the background while training continues;
+            if the save fails, the next step raises. A save to another path always waits.
 
         Returns:
           The checkpoint's directory.
@@ -246,26 +253,26 @@ class TrainedModel:
     ) -> None:  # fmt: skip
         """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
 
-        Each leaf goes directly to the devices of its ranks. Before a training step is compiled, these are preliminary:
-        each rank gets its share, and the first step moves what belongs to another rank. Without a mesh, the state goes
-        to the default device.
+        Each leaf is read directly onto the devices of its ranks. Before a training step is compiled, the final ranks
+        are not known: each rank gets a share of the leaves, and the first step moves them to their final ranks. Without
+        a mesh, the state is read onto the default device.
 
         Args:
-          where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or
-            the path of any Orbax checkpoint of a tree.
+          where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or the path of any
+            Orbax checkpoint of a tree.
           only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
             weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
           rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
             unpipelined model's parameters that stock Orbax wrote.
           missing: "keep" keeps the current value of each leaf that the checkpoint lacks.
-          low_memory: free the state in memory before the new state is read, so that memory never holds both. All checks
-            come before: paths, shapes, dtypes, and the sizes of all files. If a file is unreadable after the checks,
-            no state is left, and another restore is needed.
+          low_memory: free the state in memory before the new state is read, so that memory never holds both. Paths,
+            shapes, dtypes and the sizes of all files are checked before that. If a file then cannot be read, no state
+            is left, and you must restore another checkpoint.
 
         Raises:
           CheckpointMismatchError: the message lists all leaves that do not fit.
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
-            The state in memory does not change when any of these is raised.
+            The state in memory does not change then, except as described at `low_memory`.
         """
         self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
 
@@ -273,23 +280,23 @@ class TrainedModel:
         self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,
         keep: PathFilter = (),
     ) -> None:  # fmt: skip
-        """Begin with the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
+        """Start training from the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
 
-        The files are checked at once: names, shapes, dtypes, ties, and that no shard is cut off. They are read when
-        the state is placed: each process reads only the slices that its ranks hold, directly to
-        their devices. The optimizer's state and the average of the weights begin anew from the new weights.
+        The files are checked immediately: names, shapes, dtypes, ties, and that no shard is truncated. They are read
+        when the state is placed: each process reads only the slices that its ranks hold, directly onto their devices.
+        The optimizer's state and the average of the weights are made again from the new weights.
 
         Args:
           source: a safetensors file, an index of shards, a directory with either, an Orbax checkpoint, or
             "organization/name" of the Hugging Face Hub.
           map: which tensor fills which leaf; see `docs/guides/pretrained.md`.
           cast: convert floating numbers to the dtypes of the model's leaves.
-          untie: fill leaves that the files tie to another tensor with a copy of that tensor.
+          untie: if the files tie a leaf to another tensor, fill the leaf with a copy of that tensor.
           keep: globs of leaves that keep their values, such as adapters (`"*/lora_*"`).
 
         Raises:
           CheckpointMismatchError: the message lists all leaves that do not fit. Nothing has changed then.
-          CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, or was cut off.
+          CheckpointNotFoundError, CorruptCheckpointError: if a file is missing or truncated.
           ModuleNotFoundError: for safetensors without the extra `huggingface`.
           ValueError: after the first step.
         """
@@ -310,18 +317,18 @@ class TrainedModel:
 
         The weights are those of `Inference(params=)`. Each process writes the slices that its ranks hold, one after
         another, directly to their place in the files. Adapters (LoRA) are merged: the files have the leaves and the
-        bits of `merge_lora(trainer.gather_model())`, but each kernel is merged on its own ranks, and nothing is ever in
-        one place.
+        bits of `merge_lora(trainer.gather_model())`, but each kernel is merged on its own ranks, and no device needs
+        memory for the whole model.
 
         Args:
-          directory: it must not exist; it gets its name when it is complete.
+          directory: the path of the new directory. It must not exist; it appears when it is complete.
           map: the names and arrangement in the files, as in `load_pretrained`.
           only: globs of the leaves to write; None writes all parameters and other variables of the model.
           config: the content of a `config.json` beside the weights, which `transformers` needs.
           max_shard_bytes: the largest size of a file.
-          ema: write the average of the weights, in the parameters' types.
-          merge_adapters: False writes kernels and adapters as they are. Without it, if `only` chooses nothing but
-            adapters (`"*/lora_*"`), these are written alone.
+          ema: write the average of the weights, in the parameters' dtypes.
+          merge_adapters: False writes kernels and adapters as they are. If `only` chooses nothing but adapters
+            (`"*/lora_*"`), they are written as they are in any case.
 
         Raises:
           CheckpointMismatchError: if the map does not fit; the message lists all leaves.

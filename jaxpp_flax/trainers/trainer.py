@@ -1,4 +1,4 @@
-"""`PipelineTrainer` trains an ordinary Flax model as a pipeline. The class makes its parts and calls them."""
+"""`PipelineTrainer` trains an ordinary Flax model as a pipeline. The class builds its parts and calls them."""
 
 from __future__ import annotations
 
@@ -52,37 +52,39 @@ class PipelineTrainer(TrainedModel):
     `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
     `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.step.loss`).
     For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
-    keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
+    keys of this microbatch; it has the attributes `params`, `variables`, `rngs` and `training`.
 
-    A function may have a parameter `training`: it is True in training. A function may have a parameter `rngs`: it gets
-    the random numbers of its step and microbatch, an `nnx.Rngs` for NNX, a dict of keys for Linen. Both hold for
-    `loss_fn`, `eval_loss_fn` and `predict_fn`.
+    `loss_fn`, `eval_loss_fn` and `predict_fn` may have two more parameters. `training` is True in training. `rngs` gets
+    the random keys of this step and microbatch: an `nnx.Rngs` for NNX, a dict of keys for Linen.
 
     Args:
       model: an `nnx.Module`; or a Linen module, together with `variables=`; or, for a model larger than a device, a
-        function that makes an `nnx.Module`: `lambda rngs: GPT(config, rngs=rngs)`. It gets `nnx.Rngs(seed)` (without
-        parameters, nothing) and is traced; each leaf is made alone and put on its ranks, with the same bits on all.
-        An abstract module (`nnx.eval_shape`) needs values before training: `restore`, `fit(resume=True)`.
+        function that makes an `nnx.Module`: `lambda rngs: GPT(config, rngs=rngs)`. It is called with `nnx.Rngs(seed)`,
+        or without arguments if it has no parameters. The call is traced; each leaf is made by itself on its ranks, and
+        all ranks get the same bits. An abstract module (`nnx.eval_shape`) needs values before training: call `restore`
+        or `fit(resume=True)`.
       tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above; or a `WholeBatchLoss`. The function is traced and never runs eagerly.
-      num_stages: stages to cut the model into. One stage on one device runs under plain `jax.jit`.
-      num_microbatches: parts of a batch.
+      num_stages: the number of stages of the model. One stage on one device runs under plain `jax.jit`.
+      num_microbatches: the number of equal parts of a batch.
       schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; None: "1f1b".
-      plan: a `jaxpp_flax.planning.Plan` or its JSON file, made beforehand (`planning.plan`). It gives the stages, the
-        schedule, the number of microbatches, the residuals and the axes of the mesh, which may be left out then.
-      mesh: None: all of `jax.devices()`, and those of a stage share the examples of a microbatch. A mapping says what
-        each stage takes: `{"data": 2}` two devices, `{}` one. A `jax.sharding.Mesh` with an axis "stage", or an
-        `MpmdMesh`, names the devices. `MeshOptions` has more: groups of devices, sharding rules.
-      assignment: which blocks form a stage: "auto" (even or balanced, by the estimated step), "even", "balanced",
-        sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file, or a policy.
+      plan: a `jaxpp_flax.planning.Plan` or its JSON file, as `planning.plan` makes it. It gives the stages, the
+        schedule, the number of microbatches, the residuals and the axes of the mesh; leave out the arguments for these.
+      mesh: the devices. None uses all of `jax.devices()`, and the devices of a stage share the examples of a
+        microbatch. A mapping gives the axes of each stage: `{"data": 2}` takes two devices for a stage, `{}` one. A
+        `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`, names the devices. `MeshOptions` has more: several
+        stages on a group of devices, sharding rules.
+      assignment: which blocks form a stage: "auto" (even, or balanced if the estimated step is clearly shorter),
+        "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file,
+        or a policy.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
       training: `Training(wrt=, frozen=, ema_decay=, on_nonfinite=, seed=)`: the trained parameters and their moving
         average, losses that are not finite, random numbers.
       precision: "bfloat16" or "float16": the model computes in this type; parameters, sums of gradients and the loss
         stay float32. `Precision(compute=, params=, gradients=, loss_scale=)` has more.
-      memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed or
-        lies in host memory; see `docs/guides/memory.md`.
+      memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed,
+        and what is kept in host memory; see `docs/guides/memory.md`.
       inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/guides/checkpointing.md`.
@@ -158,7 +160,7 @@ class PipelineTrainer(TrainedModel):
         self.config = logged.run_config
         self.stopping: str | None = None
         self.callbacks: Sequence[Callback] = ()
-        """Those of the loop that runs, in order."""
+        """The callbacks of the current loop, in order."""
 
     # ------------------------------------------------------------------ the trainer's attributes
 
@@ -189,7 +191,7 @@ class PipelineTrainer(TrainedModel):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the training, to be saved; None before the training step is compiled, and without a pipeline."""
+        """The plan of this training; None before the training step is compiled, and without a pipeline."""
         return self._core.assigner.plan_of(self.schedule, self.num_microbatches)
 
     # ------------------------------------------------------------------ training
@@ -258,8 +260,8 @@ class PipelineTrainer(TrainedModel):
           callbacks: called after each step, before a save and before the loop's body. `trainer.stop` ends the loop.
 
         Raises:
-          TypeError: for what is no callback.
-          ValueError: for a callback that waits for metrics where none logs them.
+          TypeError: if an entry of `callbacks` is not a `Callback`.
+          ValueError: if a callback has the hook `on_metrics`, and `callbacks` has no `LogMetrics` that calls it.
           CheckpointSaveError: if the directory holds later checkpoints.
 
         Example:
@@ -301,24 +303,27 @@ class PipelineTrainer(TrainedModel):
         Args:
           data: an iterable of batches: a list, a generator, a grain dataset or loader.
           steps: the number of steps to train. Data that can be iterated again is repeated as needed.
-          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
-          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
-            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
+          epochs: the number of passes over the data; it must be possible to iterate over the data again. Without
+            `steps` and `epochs`, `fit` makes one pass.
+          global_batch_size: None: each process passes whole batches (a leaf that the process does not read may be a
+            `jax.ShapeDtypeStruct`). A number: the number of examples in a batch; each process passes only the examples
+            that it reads, see `rows_read`.
           remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
             leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
             "drop", with a message. A batch with more examples than the first one is refused.
           eval_data: data to evaluate at the end, and every `eval_every` steps.
+          eval_every: the number of steps between two evaluations. None: only at the end.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
-            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
-            newest whole one.
-          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
-            drops them, "refuse" raises, "restart" begins the data again.
+            `steps` and `epochs` count from the beginning. "latest_valid" renames damaged checkpoints and continues from
+            the newest complete one.
+          resume_data: how to find the position in data that has no `set_state`: "fast_forward" draws the used batches
+            and drops them, "refuse" raises `DataPositionError`, "restart" starts the data again.
 
         Returns:
-          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
-          step left returns those that its checkpoint has.
+          The metrics of the last step as floats, and those of the last evaluation as `eval_loss`, ... If a resumed run
+          has no step left, these are the metrics in its checkpoint.
 
         Raises:
           ValueError, TypeError: for arguments that do not fit, before the first step.
@@ -348,15 +353,15 @@ class PipelineTrainer(TrainedModel):
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
         """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
 
-        The training continues without a difference: results do not depend on the schedule.
+        Training continues with the same results: they do not depend on the schedule.
 
         Args:
           schedule: a name or a `Schedule`.
           num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
 
         Raises:
-          ValueError: if the schedule does not fit the ranks or the microbatches, there are no ranks, or the trainer's
-            `Memory(residuals=)` is for another number of stages.
+          ValueError: if the schedule does not fit the ranks or the microbatches, the trainer has no ranks (one stage on
+            one device), or its `Memory(residuals=)` is for another number of stages.
         """
         self._core.scheduling.use(schedule, num_stages)
 
@@ -364,16 +369,16 @@ class PipelineTrainer(TrainedModel):
         """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
 
         The state advances by one step, and state and metrics are the same as from `train_step`. The step waits for each
-        task and each transfer, so it is slower than others; their times are then put together as they may overlap. The
-        first run of a task is even slower, so measure a later step than the first. With several processes, all call
-        this; each measures its own ranks, and all get the whole picture.
+        task and each transfer, so it is slower than other steps; the measured times are then arranged with the overlap
+        that the schedule allows. The first run of a task is even slower, so do not measure the first step. With several
+        processes, all of them call this; each measures its own ranks, and all of them get the times of all ranks.
 
         Args:
           batch, global_batch_size: as in `train_step`.
 
         Returns:
-          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`. A plan
-          takes it as `costs=`.
+          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
+          `jaxpp_flax.planning.plan` takes this profile as `costs=`.
 
         Raises:
           ValueError: without a pipeline; also the errors of `train_step`.
@@ -381,7 +386,7 @@ class PipelineTrainer(TrainedModel):
         return self._parts.train_step.profile_step(batch, global_batch_size=global_batch_size)
 
     def planning_step(self, batch: Any) -> PlanningStep:
-        """Return the training step for batches like this one as `jaxpp_flax.planning.plan` needs it.
+        """Return a description of the training step for batches like this one, for `jaxpp_flax.planning.plan`.
 
         Raises:
           ValueError: without a pipeline.

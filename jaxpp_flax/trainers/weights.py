@@ -62,7 +62,7 @@ class Weights:
     def variables(self) -> dict[str, Any]:
         """As `PipelineTrainer.gather_variables`."""
         if not isinstance(self.adapter, LinenModel):
-            raise TypeError("gather_variables() is for Linen models; an NNX model's are in `gather_model()`.")
+            raise TypeError("gather_variables() is for Linen models; for an NNX model, use `gather_model()`.")
         return self.adapter.variables_of(*self._gathered("trainer.gather_variables", None))
 
     def _gathered(self, call: str, function: Callable[[TrainState], Any] | None) -> tuple[Any, Any]:
@@ -86,8 +86,9 @@ class Weights:
         copies, others = self.held.copies_of(given) if given else ({}, [])
         if others:
             raise ModelError(
-                f"trainer.set_weights: the optimizer made {others[0]} of parameters, other than by copying them, so it "
-                "would keep what was made of the old ones. Nothing has changed. Make a new trainer with them."
+                f"trainer.set_weights: the optimizer computed {others[0]} from the old parameters, other than by "
+                "copying them, so this value would not fit the new ones. Nothing has changed. Make a new trainer with "
+                "the new weights."
             )
         values |= {path: given[of] for path, of in copies.items()}
         self.held.take(Arrays({path: self._owned(value, leaves[path].dtype) for path, value in values.items()}))
@@ -109,7 +110,7 @@ class Weights:
             raise ModelError(
                 f"{what} copies all weights to one device: {amount(needed, 'B')} to {device}, which has "
                 f"{amount(short.free, 'B')} free. Nothing was copied. Write them from their ranks with trainer.save(), "
-                "and read the file where there is room; trainer.abstract_model has the shapes."
+                "and read the file on a machine with more memory; trainer.abstract_model has the shapes."
             )
 
 
@@ -143,6 +144,6 @@ def checked_weights(weights: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     if faults:
         raise ModelError(
             f"trainer.set_weights got a {type(weights).__name__} that does not fit, and nothing has changed. "
-            f"{listed(faults, 8, str)}. Paths are those of the model: {listed(list(known), 4, str)}."
+            f"{listed(faults, 8, str)}. The model's paths: {listed(list(known), 4, str)}."
         )
     return found

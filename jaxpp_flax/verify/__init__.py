@@ -1,4 +1,4 @@
-"""Is my pipeline right? One step as a pipeline and under plain `jax.jit`: the first block and leaf that differ."""
+"""Is my pipeline right? Compare a step with the same step under plain `jax.jit`, and find the first difference."""
 
 from jaxpp_flax.verify.errors import ReplayError, VerifyError
 from jaxpp_flax.verify.parting import Parting, bisect

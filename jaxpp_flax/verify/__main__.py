@@ -1,6 +1,6 @@
 """`python -m jaxpp_flax.verify script.py:make`: verify the trainer and batch that a function returns.
 
-`python -m jaxpp_flax.verify bisect RUN OTHER`: find where two runs part, from their checkpoints.
+`python -m jaxpp_flax.verify bisect RUN OTHER`: find the first checkpoint at which two runs differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, and write it if asked; return 0 if the pipeline is right, and 1 if it is not."""
+    """Print the report, and write it to the file of `--report`; return 0 if the pipeline is right, else 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["bisect"]:
         return parting.main(arguments[1:])

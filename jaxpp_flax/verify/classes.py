@@ -65,7 +65,7 @@ def _known_bugs(case: Case) -> Iterator[tuple[str, Any, float]]:
         yield f"a doubled microbatch: number {i} is twice in the sum", case.expected + part, 1.0
         yield f"microbatches dropped: the sum holds number {i} alone", part, 1.0
         for other in (parts[j] for j in range(len(parts)) if j != i):
-            words = f"a microbatch swapped: another one stands for number {i} in the sum"
+            words = f"a microbatch swapped: another one is in the sum in place of number {i}"
             yield words, case.expected - part + other, 1.0
     start = 0.0 if case.before is None else case.before  # an update is scaled, not what it is added to
     for factor, words in _factors(case):
@@ -95,7 +95,7 @@ def _swapped(case: Case) -> str | None:
     from_others = [next((j for j in numbers if case.is_near(case.expected[j], at=i)), None) for i in wrong]
     if None in from_others:
         return None
-    return f"microbatches swapped: at number {wrong[0]} stands number {from_others[0]}"
+    return f"microbatches swapped: number {from_others[0]} is in the place of number {wrong[0]}"
 
 
 def _reordered(case: Case) -> str | None:

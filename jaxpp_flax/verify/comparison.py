@@ -108,8 +108,8 @@ def run_twice(piece: Piece, arrays: Mapping[Name, Any], order: Sequence[int]) ->
             calls = f" This part of it calls the host: {', '.join(piece.host_calls)}." if piece.host_calls else ""
             raise VerifyError(
                 f"two plain steps from the same state, batch and keys differ, first in {point}: the step is not "
-                f"deterministic, so nothing can be compared.{calls} Take clocks, counters and random numbers of NumPy "
-                "out of it; `rngs` gives the random numbers of a step and microbatch."
+                f"deterministic, so nothing can be compared.{calls} Remove clocks, counters and NumPy's random numbers "
+                "from it; for random numbers, use the parameter `rngs` of the loss function."
             )
     return found
 

@@ -1,4 +1,4 @@
-"""The errors: of what cannot be verified, before a step of the pipeline runs; and of a step that gave other bits."""
+"""The errors: a step cannot be verified (raised before the pipeline runs), or a replayed step has different bits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["ReplayError", "VerifyError"]
 
 @documented("JPF203")
 class VerifyError(ValueError):
-    """The step cannot be compared with the plain one: the loss is random, the state not finite, or a mesh needed."""
+    """The step cannot be verified: it is not deterministic, its state is not finite, or the model needs a mesh."""
 
 
 @documented("JPF204")
 class ReplayError(RuntimeError):
-    """A step that ran again from the same state gave other bits: a device computes wrongly, or an operation varies."""
+    """A replay of a step has different bits: a device computes wrongly, or an operation is not deterministic."""

@@ -1,4 +1,4 @@
-"""Two runs that should be equal: the first checkpoint at which they part, and the leaves that do.
+"""Two runs that should be equal: the first checkpoint at which they differ, and the leaves that differ there.
 
 `python -m jaxpp_flax.verify bisect RUN OTHER` compares the directories of checkpoints of two runs.
 """
@@ -29,13 +29,13 @@ _SHOWN = 10  # leaves of a printed parting
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where two runs part.
+    """The place at which two runs begin to differ.
 
     Args:
-      equal: the last checkpoint up to which they agree; None if they never do.
-      differs: the first one at which they differ; None if they agree to the end.
-      leaves: for each leaf that differs there, how far it is apart, relative to its largest number; the farthest first.
-        Infinity for a leaf that one run lacks, or has in another shape.
+      equal: the step of the last checkpoint at which they agree; None if they agree at no checkpoint.
+      differs: the step of the first checkpoint at which they differ; None if they agree at all checkpoints.
+      leaves: for each leaf that differs there, its largest difference divided by its largest number, in descending
+        order. Infinity for a leaf that only one run has, or that has different shapes.
     """
 
     equal: int | None
@@ -43,30 +43,32 @@ class Parting:
     leaves: dict[str, float]
 
     def __str__(self) -> str:
-        """Say it in sentences, with a list of leaves."""
+        """Return both steps in a sentence, and a list of the leaves."""
         if self.differs is None:
             return f"The runs agree up to their last common checkpoint, of step {self.equal}."
         before = "none before agrees" if self.equal is None else f"that of step {self.equal} agrees"
         lines = [f"{distance:9.2e}  {path}" for path, distance in list(self.leaves.items())[:_SHOWN]]
         more = [f"           and {len(self.leaves) - _SHOWN} more leaves"] if len(self.leaves) > _SHOWN else []
-        remedy = "Restore the last equal one in both layouts, and `verify` there with the batch that follows."
+        remedy = "Restore the last equal checkpoint in both layouts, and call `verify` with the next batch."
         return "\n".join(
             [f"The checkpoint of step {self.differs} is the first that differs; {before}.", *lines, *more, remedy]
         )
 
 
 def bisect(run: str | os.PathLike[str], other: str | os.PathLike[str], *, rtol: float = 1e-5) -> Parting:
-    """Find the first common checkpoint at which two runs differ, by bisection: once apart, runs stay apart.
+    """Find the first common checkpoint at which two runs differ, by bisection.
 
-    The runs may have other layouts, versions or numbers of processes: leaves are found by their logical paths. Of each
-    of the checkpoints that it compares, about log2 of their number, both states are read into host memory.
+    Bisection needs runs that stay different after the first difference. The runs may have different layouts, versions
+    and numbers of processes: leaves are matched by their paths in the model. Of n common checkpoints, about log2(n) are
+    compared; for each of these, both states are read into host memory.
 
     Args:
       run, other: the directories of `checkpoints=` of both runs.
-      rtol: how far apart equal leaves may be, relative to the leaf's largest number. 0.0: every bit counts.
+      rtol: leaves count as equal if their difference, divided by the leaf's largest number, is not above this. With
+        0.0, all values must be equal.
 
     Raises:
-      VerifyError: if the runs have no step in common.
+      VerifyError: if the runs have no checkpoint of the same step.
       CheckpointNotFoundError, CorruptCheckpointError: if a checkpoint cannot be read.
 
     Example:
@@ -117,11 +119,11 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print where two runs part; return 0 if they agree, and 1 if they do not."""
+    """Print where two runs begin to differ; return 0 if they agree, and 1 if they do not."""
     parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.verify bisect", description=__doc__)
     parser.add_argument("run", help="the directory of one run's checkpoints")
-    parser.add_argument("other", help="that of the other run")
-    parser.add_argument("--rtol", type=float, default=1e-5, help="how far apart equal leaves may be (default 1e-5)")
+    parser.add_argument("other", help="the directory of the other run's checkpoints")
+    parser.add_argument("--rtol", type=float, default=1e-5, help="largest relative difference of equal leaves (1e-5)")
     given = parser.parse_args(arguments)
     parting = bisect(given.run, given.other, rtol=given.rtol)
     print(parting)

@@ -23,17 +23,18 @@ __all__ = ["Replay"]
 class Replay(Callback):
     """Run each `every`-th step a second time from the same state, and compare the bits of the new state and metrics.
 
-    It finds a device that computes wrongly now and then, which nothing else shows. A replayed step costs one more step,
-    and the memory of a second state from the step before on. The trainer does not change. Each process compares what
-    its own devices hold. What a loss does outside of JAX (host callbacks) happens twice.
+    This finds a device that sometimes computes wrong values. A replay takes the time of one more step, and memory for a
+    second state, which is copied at the end of the step before. The training is not changed. Each process compares the
+    arrays on its own devices. Side effects of the loss (host callbacks) happen twice.
 
-    On GPUs some operations vary from run to run unless `XLA_FLAGS=--xla_gpu_deterministic_ops=true` is set.
+    On GPUs some operations are not deterministic unless `XLA_FLAGS=--xla_gpu_deterministic_ops=true` is set.
 
     Args:
       every: steps between two replays.
 
     Raises:
-      ReplayError: in the loop, at a step that gave other bits; naming the first leaf, its device, and both values.
+      ReplayError: in the loop, if a replay has different bits; the message names the first leaf, its device and both
+        values.
       ValueError: if `every` is below 1.
 
     Example:
@@ -100,10 +101,10 @@ def _check_equal(first: tuple[Any, Any], again: tuple[Any, Any], step: int) -> N
     more = f", and {len(wrong) - 1} more places" if len(wrong) > 1 else ""
     raise ReplayError(
         f"step {step} gave other bits when it ran again from the same state: {path.partition('/')[2]} on {where}, at "
-        f"{index} of its part: {a[index]!r}, then {b[index]!r}{more}. Either that device computes wrongly, or one that "
-        "sent to it; or an operation varies from run to run (on GPUs, XLA_FLAGS=--xla_gpu_deterministic_ops=true "
-        "forbids it), or the loss reads something outside of its arguments. Restore a checkpoint from before "
-        "the last replay that agreed."
+        f"{index} of its part: {a[index]!r}, then {b[index]!r}{more}. Possible causes: this device, or one that sent "
+        "values to it, computes wrongly; an operation is not deterministic (on GPUs, set "
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=true); or the loss reads values that are not its arguments. If it is a "
+        "device, restore a checkpoint from before the last replay that agreed, on other devices."
     )
 
 

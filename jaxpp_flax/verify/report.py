@@ -1,4 +1,4 @@
-"""What a comparison found: a row for each point, the first one that is wrong, and a file to keep with a run."""
+"""The report of a comparison: a row for each array, the first one that is wrong, and a JSON file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Choice", "Report", "Row", "joined"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One array on both sides.
+    """The comparison of one array of the plain step with the same array of the pipeline.
 
     Args:
-      kind, block, leaf: which array; see `Point`. "choice" is what a choice reads.
-      index: where the arrays are farthest apart.
-      expected, actual: both numbers there.
-      distance: how far these are apart, in units of rounding of the expected array's largest number.
-      allowed: the distance that rounding explains.
-      likely: the likely class of a difference; empty if rounding explains it.
+      kind, block, leaf: which array; see `Point`. The kind "choice" is for the values that a choice reads.
+      index: the index of the largest difference.
+      expected, actual: the numbers of the plain step and of the pipeline at this index.
+      distance: their difference, in units of rounding of the expected array's largest number.
+      allowed: the largest distance that rounding explains.
+      likely: the likely class of the difference; empty if rounding explains it.
       process: the process whose devices hold the array.
     """
 
@@ -45,15 +45,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """Results that jump where a float moves a little (arg-max, top-k, comparisons, casts to integers), at one line.
+    """The discrete choices (arg-max, top-k, comparisons, casts to integers) that one line of the program makes.
 
     Args:
-      name: the primitive, and the user's line.
-      count, differ: the number of choices, and how many of the pipeline's are not those of the plain step.
-      recomputed, otherwise: how many the pipeline makes again for the backward pass, and how many of them then differ;
-        None if it does not make all of them again.
-      is_at_risk: gradients may be those of other choices than the loss. Of comparisons, both sides often lead to nearly
-        the same numbers: they are at risk if some differ.
+      name: the primitive, and the line of the user's program.
+      count, differ: the number of choices, and how many of them differ between the pipeline and the plain step.
+      recomputed, otherwise: how many choices the pipeline recomputes for the backward pass, and how many of these
+        differ from the first ones; `otherwise` is None if only a part is recomputed.
+      is_at_risk: True if the gradients may belong to other choices than the loss. For comparisons this is True only if
+        some of them differ, because both sides of a comparison often give nearly the same numbers.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Choice:
     def __str__(self) -> str:
         """Return the counts in one line."""
         unknown = "an unknown number" if self.otherwise is None else self.otherwise
-        again = f"; {self.recomputed} are recomputed, {unknown} otherwise" if self.recomputed else ""
+        again = f"; {self.recomputed} are recomputed, {unknown} of these differently" if self.recomputed else ""
         return f"{self.name}: {self.differ} of {self.count} choices differ{again}"
 
 
@@ -75,7 +75,7 @@ def joined(choices: Iterable[Choice]) -> list[Choice]:
 
     Example:
       >>> print(*joined([Choice("top_k at a.py:1", 2, differ=1), Choice("top_k at a.py:1", 3, recomputed=3)]))
-      top_k at a.py:1: 1 of 5 choices differ; 3 are recomputed, 0 otherwise
+      top_k at a.py:1: 1 of 5 choices differ; 3 are recomputed, 0 of these differently
     """
     found: dict[str, Choice] = {}
     for more in choices:
@@ -92,8 +92,8 @@ def joined(choices: Iterable[Choice]) -> list[Choice]:
 
 
 _REMEDY = """\
-`jax.checkpoint` (remat) recomputes choices. Rounding may decide otherwise there, and gradients are then those of other
-choices than the loss. Save them, and read nothing else of the operation that chooses:
+`jax.checkpoint` (remat) recomputes choices. Rounding may change a recomputed choice: then the gradients belong to
+another choice than the loss. Save the choices, and use no other result of the operation that makes them:
   index = checkpoint_name(jax.lax.top_k(scores, k)[1], "choice")  # from jax.ad_checkpoint
   remat=jax.checkpoint_policies.save_only_these_names("choice")  # of PipelineStage; policy= of jax.checkpoint"""
 
@@ -102,8 +102,8 @@ choices than the loss. Save them, and read nothing else of the operation that ch
 class Report:
     """The comparison of one step; printed, it is a sentence and a table. `rows` are in order of computation.
 
-    Choices that rounding decides otherwise are counted in `choices`. They are no difference: the rows compare with a
-    plain step that makes the pipeline's choices.
+    `choices` counts the choices that rounding changes. They do not count as differences: the rows compare the pipeline
+    with a plain step that makes the same choices as the pipeline.
 
     Example:
       >>> right = Row(kind="gradient", block="b", leaf="w", index=(0,), expected=1.0, actual=1.0, distance=0,

@@ -1,4 +1,4 @@
-"""Run one training step both ways, on the same state, batch and keys, and say where they part."""
+"""Run one training step both ways, on the same state, batch and keys, and find the first difference."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ _ORDER: tuple[Kind, ...] = get_args(Kind)
 def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     """Run one training step as a pipeline and under plain `jax.jit`, and compare both; the trainer does not change.
 
-    The plain step has the same loss, state, microbatches and random keys. It runs block by block: each block reads what
-    the pipeline recorded at the mark in front of it, and what it makes is compared. So all blocks agree if and only if
-    the steps do. What is compared, in order of computation: what crosses each mark forward and backward, in every
-    microbatch; the sums of the gradients; metrics; and the new state. Tolerances are measured: each block runs in
-    another order of its microbatches, and with inputs moved by a unit of rounding (`jaxpp_flax.verify.rounding`).
+    The plain step has the same loss, state, microbatches and random keys. It runs block by block: each block reads the
+    values that the pipeline recorded at the mark before the block, and its results are compared with the pipeline's. So
+    all blocks agree if and only if the steps agree. These arrays are compared, in order of computation: the values that
+    cross each mark forward and backward, in every microbatch; the sums of the gradients; the metrics; the new state.
+    Tolerances are measured: each block runs again with its microbatches in another order, and with its inputs changed
+    by one unit of rounding (`jaxpp_flax.verify.rounding`).
 
-    It costs four plain steps that recompute their forward passes, two steps of the pipeline, and two compilations. A
-    block runs on the first device of its rank, which holds it beside a second state of the stage and what crosses the
-    stage's marks. With several processes, all of them call this with the same whole batch; each runs the blocks of its
-    ranks, and all return the same report.
+    This takes the time of four plain steps that recompute their forward passes, two steps of the pipeline, and two
+    compilations. A block runs on the first device of its rank. That device also needs memory for a second state of the
+    stage and for the values that cross the stage's marks. With several processes, all of them call this with the same
+    whole batch; each runs the blocks of its ranks, and all return the same report.
 
     Args:
-      trainer: a trainer before its first step or after any.
-      batch: as for `train_step`.
+      trainer: a `PipelineTrainer`, before or after any step.
+      batch: a batch as for `train_step`.
 
     Raises:
       BatchError: if the batch cannot be cut into microbatches.
@@ -132,8 +133,8 @@ def _traced_without_mesh(step: Any, used: list[str], types: Any) -> TracedStep:
         if "mesh" not in str(error):
             raise
         raise VerifyError(
-            f"the model names axes of a mesh, and the plain step runs on one device, without a mesh: {error} Guard "
-            "that line, which is in the traceback of the error above: "
+            f"the model names axes of a mesh, and the plain step runs on one device, without a mesh: {error} The "
+            "traceback of the error above shows the line. Run it only under this condition: "
             "`if not jax.sharding.get_abstract_mesh().empty:`."
         ) from error
 
@@ -181,6 +182,6 @@ def _check_finite(state: Any, *, is_across: bool) -> None:
     for path in exchange_values(process_group(), "whether the state is finite", own) if is_across else [own]:
         if path is not None:
             raise VerifyError(
-                f"the state is not finite already: {path} has a number that is not. Any two steps from it agree; "
-                "restore an earlier state, and verify there."
+                f"the state before the step is not finite: {path} has a NaN or an infinity, so a comparison would show "
+                "nothing. Restore an earlier state, and verify from there."
             )

@@ -58,7 +58,7 @@ def test_the_newest_whole_one_is_taken(damage: Any, placed: bool, run: Any, tmp_
     if placed:
         trainer.train_step(BATCHES[5])
     with pytest.raises(
-        (CorruptCheckpointError, CheckpointNotFoundError), match=r'resume="latest_valid"\) sets .*6 aside'
+        (CorruptCheckpointError, CheckpointNotFoundError), match=r'resume="latest_valid"\) renames .*6 and continues'
     ):
         trainer.fit(BATCHES, steps=8, resume=True)
     assert (here / "6").is_dir()
@@ -73,7 +73,7 @@ def test_none_is_left(run: Any, tmp_path: Path):
     for step in (2, 4, 6):
         empty(here / str(step))
     with pytest.raises(
-        CheckpointNotFoundError, match=r"no whole checkpoint: set aside are 6.damaged_2, 4.damaged, 2.damaged"
+        CheckpointNotFoundError, match=r"no complete checkpoint: the damaged ones are 6.damaged_2, 4.damaged, 2.damaged"
     ):
         make_trainer(here).fit(BATCHES, steps=8, resume="latest_valid")
 

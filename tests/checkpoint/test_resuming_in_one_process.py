@@ -78,7 +78,7 @@ def test_what_was_not_saved_is_given_up(
     losses_of(trainer, BATCHES[5:], steps=3)
     again = losses_of(trainer, steps=8, resume=True)
     assert again == {step: loss for step, loss in uninterrupted.items() if step > 2}
-    assert "step 2; what was trained after it, up to step 5, was not saved and is given up" in capsys.readouterr().out
+    assert "step 2; later steps, up to step 5, were not saved and are lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", [slow(0), 2])

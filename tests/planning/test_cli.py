@@ -42,7 +42,7 @@ def test_plan(tmp_path, capsys):
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", f"{file}:make", "--memory-limit", "80GX"])
-    assert "'80GX' is no number of bytes; write it as 40e9 or 40GB" in capsys.readouterr().err
+    assert "'80GX' is not a number of bytes; write it as 40e9 or 40GB" in capsys.readouterr().err
     assert main(["plan", f"{file}:make", "--memory-limit", "1KB"]) == 1
     assert "may hold 1,000" in capsys.readouterr().err
 

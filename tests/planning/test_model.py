@@ -160,13 +160,13 @@ def test_loads_for_other_stages_are_refused():
 
 
 def test_an_offload_needs_a_task_beside_it():
-    with pytest.raises(ScheduleError, match="offload_within=0: an offload runs beside at least 1 task"):
+    with pytest.raises(ScheduleError, match="offload_within=0: it must be a whole number of at least 1"):
         ResidualPlan([KEEP], offload_within=0)
 
 
 @pytest.mark.parametrize("wrong", [{"fetch_ahead": 1.5}, {"offload_within": 1.5}, {"offload_within": True}])
 def test_numbers_of_tasks_are_whole(wrong: dict[str, Any]):
-    with pytest.raises(ScheduleError, match="at least 1 task"):
+    with pytest.raises(ScheduleError, match="whole number of at least 1"):
         ResidualPlan([KEEP], **wrong)
 
 

@@ -52,7 +52,7 @@ def test_residuals_go_to_a_file_and_back(tmp_path):
     for change, text in (
         (lambda r: r["stages"][0].update(offload=2), "residuals of the plan: offload=2"),
         (lambda r: r["stages"][0].update(ofload=1), "stage 0 of residuals has the unknown key 'ofload'"),
-        (lambda r: r["stages"].pop(), "the plan's residuals have 1 entries for num_stages=2"),
+        (lambda r: r["stages"].pop(), "the plan's residuals have 1 entries, but num_stages=2"),
     ):
         plan.save(path)
         found = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def stage(index, value):
     [
         (stage(2, 5), r"plan.json: the plan puts 'block_1' on stage 5; stages are numbered 0 to 1 \(num_stages=2\)"),
         (stage(2, "1"), r"puts 'block_1' on stage '1'"),
-        (stage(1, 1), r"not contiguous: 'block_1' is on stage 0, but 'block_0', which stands before it, is on stage 1"),
+        (stage(1, 1), r"not contiguous: 'block_1' is on stage 0, but 'block_0', which comes before it, is on stage 1"),
         (lambda f: f.update(num_stages=3), r"leaves stage 2 of num_stages=3 empty"),
         (lambda f: f.update(num_stages="2"), r"num_stages of the plan is '2'"),
         (lambda f: f["blocks"][2].update(name="block_0"), r"lists the block 'block_0' twice"),

@@ -59,6 +59,6 @@ for kind in (None, "pinned_host"):
 first = NamedSharding(mesh.unstack[0], P())
 alone = jax.make_array_from_callback((2,), first, lambda index: np.zeros(2, np.float32), dtype=np.float32)
 if me == 1:
-    with pytest.raises(ValueError, match=r"leaf \(the whole tree\) lies on devices of process 0 alone"):
+    with pytest.raises(ValueError, match=r"leaf \(the whole tree\) is only on devices of process 0"):
         spmd_to_mpmd_reshard(mesh, alone, shardings[2])
 print("good", flush=True)

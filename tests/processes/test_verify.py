@@ -29,4 +29,4 @@ def test_all_processes_have_one_report_that_names_the_process_at_fault(count: in
     assert block in ("block_1", "block_2", "after_block_1"), sentence  # the blocks of stage 1
     assert "a doubled reduction" in sentence
     assert sentence.endswith(f"Process {each} holds it.")
-    assert "the state is not finite already: params/" in first["not finite"]
+    assert "the state before the step is not finite: params/" in first["not finite"]

@@ -199,7 +199,7 @@ def test_low_memory_says_that_the_state_is_gone(whole: Whole, monkeypatch):
 
     trainer = whole.trainer
     monkeypatch.setattr("jaxpp_flax.checkpoint.reading._read", fail)
-    with pytest.raises(CorruptCheckpointError, match=r"the disk broke. The state in memory was given up"):
+    with pytest.raises(CorruptCheckpointError, match=r"the disk broke. The state in memory is already deleted"):
         trainer.restore(4, low_memory=True)
     with pytest.raises(RuntimeError, match="has been deleted"):
         trainer.train_step(OTHER[0])
@@ -404,5 +404,5 @@ def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> No
         program.MLP(2, rngs=nnx.Rngs(5)), tx, squared_error, num_stages=1, num_microbatches=2, logging=False
     )
     trainer.train_step(OTHER[0])
-    with pytest.raises(CheckpointMismatchError, match=r"opt_state/first_norm: the optimizer made it of parameters"):
+    with pytest.raises(CheckpointMismatchError, match=r"opt_state/first_norm: the optimizer computed it from"):
         trainer.restore(path, only="params/*")

@@ -85,7 +85,7 @@ ARGUMENTS = {
     "mesh of another size": (
         {"mesh": build_mesh(4), "schedule": Std1F1B(2)},
         MeshError,
-        r"the mesh has 4 ranks along 'stage', but 2 are asked for\. Make that axis 2 long",
+        r"the mesh has 4 ranks along 'stage', but the arguments need 2\. Make that axis 2 long",
     ),
     "mesh type": ({"mesh": 3}, TypeError, r"mesh must be a jax.sharding.Mesh, an MpmdMesh, .*, got int"),
     "schedule name": (
@@ -210,7 +210,7 @@ LOSSES = {
     "three": (lambda model, batch: (1.0, 2.0, 3.0), r"returned \(a float, a float, a float\)\. Return"),
     "reserved": (
         lambda model, batch: (m.mean_loss(model, batch), {"loss": 1.0}),
-        r"a metric called 'loss', a name of the trainer's",
+        r"a metric called 'loss', a name that is reserved",
     ),
     "metric": (
         lambda model, batch: (m.mean_loss(model, batch), {"a": "x"}),
@@ -304,7 +304,7 @@ def test_a_first_loss_that_is_infinite_names_the_switch_for_that():
 
 
 def test_predict_of_a_dict():
-    with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', and cannot know"):
+    with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', but not which"):
         trainer().predict(m.make_batch(8))
     with pytest.raises(TypeError, match=r"gather_variables\(\) is for Linen models"):
         _ = trainer().gather_variables()

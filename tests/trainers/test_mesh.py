@@ -53,7 +53,7 @@ def test_what_a_user_says_of_devices_holds():
 def test_where_devices_do_not_divide_the_numbers_that_do_are_named():
     with pytest.raises(
         MeshError,
-        match=r"8 devices \(cpu\) cannot be divided evenly among 3 ranks: 1, 2, 4, 8 ranks would do.*"
+        match=r"8 devices \(cpu\) cannot be divided evenly among 3 ranks: 1, 2, 4, 8 ranks are possible.*"
         r"mesh={'data': 2} takes 6 of the 8, and mesh={} one for each rank",
     ):
         trainer(3)

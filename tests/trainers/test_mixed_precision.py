@@ -259,8 +259,8 @@ def test_a_frozen_parameter_that_the_call_writes_is_refused():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Precision(compute="int8"), ValueError, r"compute='int8'\) is no floating point type"),
-        (lambda: Precision(gradients=jnp.int32), ValueError, "is no floating point type"),
+        (lambda: Precision(compute="int8"), ValueError, r"compute='int8'\) is not a floating point type"),
+        (lambda: Precision(gradients=jnp.int32), ValueError, "is not a floating point type"),
         (lambda: Precision(loss_scale="auto"), ValueError, "loss_scale='auto': use None, 'dynamic'"),
         (lambda: Precision(loss_scale=-1), ValueError, "loss_scale=-1: use None"),
         (lambda: Precision.of("bf16"), TypeError, 'precision must be a floating point type such as "bfloat16"'),

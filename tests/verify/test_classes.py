@@ -16,7 +16,7 @@ SUMS = {
     "a microbatch dropped: number 2": SUM - PARTS[2],
     "the sum holds number 3 alone": PARTS[3],
     "number 0 is twice in the sum": SUM + PARTS[0],
-    "another one stands for number 0": SUM - PARTS[0] + PARTS[1],
+    "another one is in the sum in place of number 0": SUM - PARTS[0] + PARTS[1],
     "a scale by the number of microbatches": 4 * SUM,
     "a scale by 1 / the number of microbatches": SUM / 4,
     "a scale by the number of shards|number of shards": 3 * SUM,
@@ -41,7 +41,7 @@ def test_arrays_stacked_by_microbatch():
     def of(actual: np.ndarray, expected: np.ndarray = PARTS) -> str:
         return classify(Case(expected, actual, allowed=1e-6, num_microbatches=4, stacked=True))
 
-    assert "at number 0 stands number 1" in of(PARTS[[1, 0, 2, 3]])
+    assert "number 1 is in the place of number 0" in of(PARTS[[1, 0, 2, 3]])
     assert "shards swapped" in of(PARTS[:, ::-1])
     assert "other random bits" in of(np.roll(DROPPED, 1, axis=1), DROPPED)
     stale = PARTS.copy()

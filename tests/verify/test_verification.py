@@ -116,7 +116,7 @@ def test_a_clock_that_shows_two_plain_runs_the_same_time_is_the_likely_cause():
 def test_a_state_that_is_not_finite_is_named():
     trainer = small_trainer()
     trainer.set_weights(jax.tree.map(lambda x: x * np.nan, trainer.state.params))
-    with pytest.raises(VerifyError, match=r"not finite already: params/.* has a number that is not"):
+    with pytest.raises(VerifyError, match=r"before the step is not finite: params/.* has a NaN"):
         verify(trainer, BATCH)
 
 
@@ -136,4 +136,4 @@ def test_the_command_prints_and_writes_the_report(tmp_path: Path, capsys: pytest
     assert "has no function 'other'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["nowhere.py:make"])
-    assert "names no file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err

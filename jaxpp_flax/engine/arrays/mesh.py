@@ -70,8 +70,8 @@ class MpmdMesh(RankMeshes):
     """A `jax.sharding.Mesh` with the name of the axis along which different programs run.
 
     Args:
-      jax_mesh: the mesh of all devices. A device may stand at several ranks: one GPU can hold four stages.
-      mpmd_axis_name: name of the axis that counts the ranks.
+      jax_mesh: the mesh of all devices. A device may belong to several ranks: one GPU can hold four stages.
+      mpmd_axis_name: the name of the axis that counts the ranks.
 
     Raises:
       TypeError: if `jax_mesh` is not a `jax.sharding.Mesh`.
@@ -188,14 +188,14 @@ class MpmdSharding(NamedSharding):
     """The place of an `MpmdArray`: its ranks, and its partition inside each of them.
 
     An `MpmdSharding` is the `NamedSharding` of the whole array: over the mesh of its ranks, replicated along the ranks'
-    axis. So `jax.device_put`, `jax.ShapeDtypeStruct` and checkpoint libraries take it like any sharding. That mesh
-    names each device once: it leaves out a rank if an earlier rank has some of its devices.
+    axis. So `jax.device_put`, `jax.ShapeDtypeStruct` and checkpoint libraries accept it like any sharding. That mesh
+    has each device once: it leaves out a rank if an earlier rank has some of its devices.
 
     Args:
       mpmd_mesh: the mesh of all ranks.
-      mesh_ids: the ranks; order does not matter. The empty set stands for an argument that no rank reads: `ranks` is
-        then `(0,)`, where a value with this sharding is put.
-      spec: sharding inside each rank. The ranks' own axis is dropped from it.
+      mesh_ids: the ranks, in any order. The empty set is for an argument that no rank reads: then `ranks` is `(0,)`,
+        and a value with this sharding is put on rank 0.
+      spec: the sharding inside each rank. The axis of the ranks is removed from it.
       memory_kind: as in `NamedSharding`.
 
     Raises:

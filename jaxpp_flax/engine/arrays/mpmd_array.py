@@ -35,18 +35,18 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[MpmdArray], Any]:
 
 
 class MpmdArray:
-    """A logical array on one or more ranks, sharded alike in each of them.
+    """A logical array on one or more ranks (groups of devices of a stage), with the same sharding inside each rank.
 
     An `MpmdArray` holds the replicas of this process's ranks as `jax.Array`s, and nothing for ranks of other
-    processes. As a leaf of a pytree it behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)` and
-    printing work wherever a replica is local. `jax.jit` and the rest of JAX see `x.as_jax_array()`, the one array over
-    all its ranks. The operators and `jnp.asarray(x)` see this array too if all ranks are local.
+    processes. It is a leaf of a pytree and behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)`
+    and printing work in each process with a local replica. `jax.jit` and the rest of JAX use `x.as_jax_array()`, one
+    array over all its ranks. The operators and `jnp.asarray(x)` use this array too if all ranks are local.
 
     Args:
-      partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (the devices then tell the
-        ranks). Each replica lies on its rank's devices, sharded by `mpmd_sharding.spec`.
-      mpmd_sharding: the ranks of the array, and its partition inside each.
-      shape, dtype: of the whole array; needed only if no replica is local.
+      partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (then their devices give the
+        ranks). Each replica is on its rank's devices, sharded by `mpmd_sharding.spec`.
+      mpmd_sharding: the ranks of the array, and its sharding inside each rank.
+      shape, dtype: the shape and dtype of the whole array; needed only if no replica is local.
 
     Raises:
       ValueError: if a replica is not on the devices of a rank of the sharding, has another sharding, or differs from
@@ -126,7 +126,7 @@ class MpmdArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one replica, over all of its shards."""
+        """The bytes of one replica: the sum over its shards."""
         return self.size * self.aval.dtype.itemsize
 
     @property
@@ -141,7 +141,7 @@ class MpmdArray:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The partition inside each rank."""
+        """The sharding inside each rank."""
         return self._sharding.spec
 
     @property
@@ -177,7 +177,7 @@ class MpmdArray:
         raise RuntimeError(
             f"MpmdArray {replicas.type_text(self)} has no values in process {here}: it lives on rank "
             f"{replicas.ranks_text(self.mpmd_idxs)}, whose devices belong to process {replicas.ranks_text(owners)}. "
-            "Read it there (check `x.is_partially_addressable`), or bring it here with `mpmd_to_spmd_reshard`."
+            "Read it there (check `x.is_partially_addressable`), or copy it here with `mpmd_to_spmd_reshard`."
         )
 
     def _alive(self, rank: int) -> jax.Array:
@@ -213,8 +213,8 @@ class MpmdArray:
                     f"{replicas.type_text(x)} on rank {replicas.ranks_text(x.mpmd_idxs)}" for x in (self, other)
                 )
                 raise ValueError(
-                    f"an operation takes {first} and {second}: no rank has both. Fetch them first "
-                    "(`jax.device_get(tree)`), or do it inside the step, which moves what it needs."
+                    f"an operation takes {first} and {second}: no rank has both. Copy them to the host first "
+                    "(`jax.device_get(tree)`), or compute inside the step, which moves the values it needs."
                 )
             return mine, theirs
         if len(self._parts) > 1 and isinstance(other, jax.Array) and not isinstance(other, Tracer):
@@ -255,11 +255,11 @@ class MpmdArray:
     # Memory.
 
     def is_deleted(self) -> bool:
-        """Return whether the memory of a local replica has been given up; False if no replica is local."""
+        """Return True if the memory of a local replica has been freed; False if no replica is local."""
         return any(part.is_deleted() for part in self._parts.values())
 
     def delete(self) -> None:
-        """Give up the memory of the local replicas; a second call changes nothing."""
+        """Free the memory of the local replicas; a second call changes nothing."""
         for part in self._parts.values():
             part.delete()
 

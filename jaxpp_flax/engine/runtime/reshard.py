@@ -1,7 +1,7 @@
 """Move trees of arrays from one mesh onto the ranks of a pipeline, and back, one leaf after the other.
 
-So no more than one leaf is in memory twice. In one process a leaf is copied straight to its devices. With several
-processes each shard goes from a device that has it to the devices that need it, as the values between tasks do.
+So at most one leaf is in memory twice. In one process a leaf is copied directly to its devices. With several processes
+each shard is sent from a device that has it to the devices that need it, like the values between tasks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ def spmd_to_mpmd_reshard(mpmd_mesh: MpmdMesh, spmd_arrays: Any, mpmd_shardings: 
     Args:
       mpmd_mesh: the mesh of all ranks.
       spmd_arrays: a pytree of `jax.Array`s on any devices, `MpmdArray`s, NumPy arrays or scalars. With several
-        processes, `jax.Array`s lie on the devices of `mpmd_mesh`, and each process passes the same host values.
-      mpmd_shardings: a pytree of `MpmdSharding`s over `mpmd_mesh`: of the same structure, or a prefix of it.
-      donate: delete each source once it is moved, so that the tree is never in memory twice. This applies to JAX's
-        arrays; NumPy arrays stay as they are.
+        processes, each `jax.Array` must be on devices of `mpmd_mesh`, and each process passes the same host values.
+      mpmd_shardings: a pytree of `MpmdSharding`s over `mpmd_mesh`, of the same structure or a prefix of it.
+      donate: delete each source after it is moved, so that the tree is never in memory twice. NumPy arrays are not
+        deleted.
 
     Returns:
       A tree like `spmd_arrays` with an `MpmdArray` for each leaf.
 
     Raises:
       TypeError: if a leaf is not an array, or has no `MpmdSharding`.
-      ValueError: if the trees don't fit, a sharding is over another mesh, or its spec does not fit the leaf.
+      ValueError: if the trees do not fit each other, a sharding is over another mesh, or its spec does not fit the
+        leaf.
       RuntimeError: if a leaf has been deleted.
 
     Example:
@@ -86,16 +87,16 @@ def mpmd_to_spmd_reshard(mpmd_mesh: MpmdMesh, mpmd_arrays: Any, spmd_shardings: 
     Args:
       mpmd_mesh: the mesh of all ranks.
       mpmd_arrays: a pytree of `MpmdArray`s.
-      spmd_shardings: a pytree of shardings: of the same structure, or a prefix of it. With several processes they
-        are over the devices of `mpmd_mesh`.
-      donate: delete each source once it is moved.
+      spmd_shardings: a pytree of shardings, of the same structure or a prefix of it. With several processes they must
+        be over the devices of `mpmd_mesh`.
+      donate: delete each source after it is moved.
 
     Returns:
       A tree like `mpmd_arrays` with a `jax.Array` for each leaf.
 
     Raises:
       TypeError: if a leaf is not an `MpmdArray`, or has no sharding.
-      ValueError: if the trees don't fit, or a sharding does not fit its leaf.
+      ValueError: if the trees do not fit each other, or a sharding does not fit its leaf.
       RuntimeError: if a leaf has been deleted.
 
     Example:
@@ -226,8 +227,9 @@ def _to_processes(call: str, number: int, path: str, leaf: Any, places: Sequence
     owners = {device.process_index for device in array.sharding.device_set}
     if not isinstance(leaf, MpmdArray) and len(owners) == 1:
         raise ValueError(
-            f"{call}: leaf {path} lies on devices of process {owners.pop()} alone, and process {jax.process_index()} "
-            "cannot tell it from a value of its own. Make it on the devices of the whole mesh, or pass a host value."
+            f"{call}: leaf {path} is only on devices of process {owners.pop()}, but an array that all processes pass "
+            f"must be on devices of all (this is process {jax.process_index()}). Make it on the devices of the whole "
+            "mesh, or pass a host value."
         )
     connection = process_connection()
     step = connection.group.step or 0

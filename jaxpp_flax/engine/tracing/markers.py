@@ -82,17 +82,17 @@ def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False)
     """Mark the end of a stage: work that reads the result may run on the next stage.
 
     Args:
-      x: the values that leave the stage: any pytree. Its arrays, of any shape and dtype, are returned unchanged;
-        leaves that are not arrays pass through untouched.
-      name: the name of the layer group that ends here, for assignments by name and for messages.
-      closes_block: the mark closes a named layer group: work after the last such mark (head, loss) then belongs to
-        that group, and forms no group of its own. `PipelineStage` sets this.
+      x: the values that leave the stage: any pytree with arrays of any shape and dtype. All leaves are returned
+        unchanged.
+      name: the name of the block that ends here, for assignments by name and for messages.
+      closes_block: True if the mark closes a named block: then the work after the last such mark (head, loss) belongs
+        to the last block, and is not a block of its own. `PipelineStage` sets this.
 
     Returns:
       `x`, with its arrays passed through the marker.
 
     Raises:
-      ValueError: if `x` holds no array: then there is nothing to cut.
+      ValueError: if `x` holds no array to mark.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -111,14 +111,14 @@ def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False)
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise ValueError(
             f"mark_stage_end got no array to mark (stage {name!r}; it got {kinds}). "
-            "Pass the activations that go on to the next stage, e.g. `x = mark_stage_end(x)`."
+            "Pass the activations that the next stage reads, e.g. `x = mark_stage_end(x)`."
         )
     params = {"name": name, "identifier": next(_identifiers), "direction": FORWARD, "closes_block": closes_block}
     return jax.tree_util.tree_unflatten(treedef, _marked(leaves, _is_array, **params))
 
 
 def pipeline_enter_stage(x: T, name: str | None = None) -> T:
-    """Mark the end of a stage like `mark_stage_end`, under the older name in NVIDIA's JaxPP."""
+    """Mark the end of a stage; the same as `mark_stage_end`, under its older name in NVIDIA's JaxPP."""
     return mark_stage_end(x, name)
 
 

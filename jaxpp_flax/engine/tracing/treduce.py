@@ -1,7 +1,7 @@
 """`treduce`: the loop over microbatches, and the operations that reduce the results of the microbatches.
 
 Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`, the reference for every test. Under
-`mpmd_jit_with_loop` the loop becomes a pipeline that runs by its schedule.
+`mpmd_jit_with_loop` the loop becomes a pipeline that runs in the order of its schedule.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Add", "Concat", "Last", "Max", "Op", "state_type", "treduce", "tredu
 
 @runtime_checkable
 class Op(Protocol):
-    """A reduction of one result of the loop's body over the microbatches; implement it for your own reductions.
+    """The interface of operations: each reduces one result of the loop's body over the microbatches.
 
-    Both methods are traced by JAX. An operation must be hashable (a frozen dataclass is).
+    For your own reduction, write a class with these two methods, which JAX traces. It must be hashable.
     """
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the accumulator before the first microbatch, for results of `value`'s shape and dtype."""
+        """Return the accumulator before the first microbatch; `value` has the shape and dtype of one result."""
         ...
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ class MaxOp:
 
 @dataclass(frozen=True)
 class Concat:
-    """Stack the microbatches' results along a new axis, in order of the microbatch."""
+    """Stack the results along a new axis at position `axis`, in the order of the microbatches."""
 
     axis: int = 0
 
@@ -98,7 +98,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class LastOp:
-    """The last microbatch's result (`Last` is its instance)."""
+    """Return the result of the last microbatch (`Last` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
         return _full(value, 0)  # every microbatch overwrites it
@@ -231,21 +231,21 @@ def treduce_i(
     """Reduce `fun(index)` over `index` in `range(length)`, pipelined over the stages marked in `fun`.
 
     Args:
-      fun: body of the loop: `fun(index)`, or with `init` given `fun(carry, index) -> (carry, result)`.
-      length: number of microbatches, at least 1.
+      fun: the body of the loop: `fun(index)`; if `init` is given, `fun(carry, index) -> (carry, result)`.
+      length: the number of microbatches, at least 1.
       schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
-      operation: prefix tree of operations over the body's results. The default suits `jax.value_and_grad`: it stacks
+      operation: a prefix tree of operations for the body's results. The default is for `jax.value_and_grad`: it stacks
         the values and adds up the gradients.
-      axis: the axis of the microbatches in the results that the default operation stacks; give your own operation its
-        axis directly (`Concat(axis)`).
-      init: the carry before the first microbatch (running statistics, counters). Its leaves keep shape and dtype.
+      axis: the axis of the microbatches in the results that the default operation stacks. For another operation, give
+        the axis to the operation: `Concat(axis)`.
+      init: the carry before the first microbatch (running statistics, counters). Its leaves must keep shape and dtype.
 
     Returns:
-      The reduced results; with `init`, the pair of the last carry and these.
+      The reduced results; if `init` is given, the pair (last carry, reduced results).
 
     Raises:
-      ValueError: if `length` is below 1, `operation` does not fit the results, or `axis` stands beside an operation.
-      TypeError: if a leaf of the carry changes shape or dtype.
+      ValueError: if `length` is below 1, `operation` does not fit, or `axis` and `operation` are both given.
+      TypeError: if a leaf of the carry changes shape or dtype, or an operation is not an `Op`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -312,7 +312,7 @@ def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:
         if (kind := memory_kind_of(aval)) is not None:
             raise ValueError(
                 f"{what} {aval.dtype}{list(aval.shape)} in {kind!r} memory (leaf {jax.tree_util.keystr(path)}), but "
-                "microbatches are reduced in the devices' own. Move it there, `jax.device_put(x, "
+                "microbatches are reduced in the devices' own memory. Move it there, `jax.device_put(x, "
                 "jax.memory.Space.Device)`, and back after the loop (or by `out_shardings`); take gradients with "
                 "respect to the moved parameter."
             )
@@ -321,7 +321,7 @@ def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:
 def _check_carry(before: Sequence[Any], treedef: Any, after: Any) -> None:
     leaves, after_tree = jax.tree_util.tree_flatten_with_path(after)
     if after_tree != treedef:
-        raise TypeError(f"treduce's carry changes its structure from {treedef} to {after_tree}; it must keep it.")
+        raise TypeError(f"treduce's carry changes its structure from {treedef} to {after_tree}; both must be the same.")
     for old, (path, new) in zip(before, leaves, strict=True):
         if not _same_type(old, new):
             raise TypeError(
@@ -347,16 +347,16 @@ def treduce(
     """Reduce `fun(xs[i])` over the microbatches `i`, pipelined over the stages marked in `fun`.
 
     Args:
-      fun: body of the loop for one microbatch: `fun(x)`, or with `init` given `fun(carry, x) -> (carry, result)`.
-      xs: a pytree of arrays with one common size along `axis`, the number of microbatches.
-      axis: the microbatches' axis in every leaf of `xs`.
+      fun: the body of the loop for one microbatch: `fun(x)`; if `init` is given, `fun(carry, x) -> (carry, result)`.
+      xs: a pytree of arrays that all have the same size along `axis`: the number of microbatches.
+      axis: the axis of the microbatches in every leaf of `xs`.
       schedule, operation, init: as in `treduce_i`.
 
     Returns:
-      The reduced results; with `init`, the pair of the last carry and these.
+      The reduced results; if `init` is given, the pair (last carry, reduced results).
 
     Raises:
-      ValueError: if `xs` is empty or its leaves disagree about the number of microbatches.
+      ValueError: if `xs` has no array, or its leaves have different sizes along `axis`; also the errors of `treduce_i`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -19,29 +19,29 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. Errors of the user's go to stderr in one line."""
+    """Run the command; return the exit status. The user's errors are printed to stderr in one line."""
     return run(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxpp_flax.plan", description="Rank the layouts of a training on devices that are not there."
+        prog="python -m jaxpp_flax.plan", description="Rank the layouts of a training on devices that you do not have."
     )
     parser.add_argument("factory", help="file.py:function; it takes a trainer's options, returns a trainer and a batch")
     parser.add_argument("--hardware", required=True, help="a name of the table of devices, such as h100-sxm")
-    parser.add_argument("--devices", required=True, type=int, help="their number")
+    parser.add_argument("--devices", required=True, type=int, help="the number of devices")
     parser.add_argument(
-        "--memory", type=bytes_of, help="bytes of each device, such as 72GB (default: 90 %% of its own)"
+        "--memory", type=bytes_of, help="bytes that each device may hold, such as 72GB (default: 90 %% of its memory)"
     )
     parser.add_argument("--depth", help="the parameter of the function whose default is the number of equal blocks")
     parser.add_argument("--table", help="a TOML file with more devices")
     parser.add_argument(
-        "--measure", action="store_true", help="measure products and memory on the device at hand, in place of curves"
+        "--measure", action="store_true", help="measure matrix products and memory on this machine's device"
     )
-    parser.add_argument("--price", type=float, help="of one device for an hour")
+    parser.add_argument("--price", type=float, help="the price of one device for an hour")
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
-    parser.add_argument("--explain", help="sizes such as PP=8,DP=8: show where the seconds and bytes of the best go")
-    parser.add_argument("--save", help="write the plan of the best here, as JSON")
+    parser.add_argument("--explain", help="sizes such as PP=8,DP=8: explain the seconds and bytes of the best of these")
+    parser.add_argument("--save", help="write the plan of the best layout to this file, as JSON")
     parser.set_defaults(run=_quote)
     return parser
 

@@ -1,8 +1,8 @@
-"""The share of their peaks that devices and links reach: a few numbers, fitted to measured steps.
+"""The shares of their peaks that devices and links reach: a few numbers, fitted to measured steps.
 
-A product of (m, k) and (k, n) reaches `product / (1 + edge * (1/m + 1/n + 1/k))` of the device's peak, unless its bytes
-take longer: small and thin products reach less than large ones. A collective is a ring of latency and bandwidth.
-`MeasuredCurves` runs products and moves bytes on the device at hand instead.
+A matrix product of (m, k) and (k, n) reaches `product / (1 + edge * (1/m + 1/n + 1/k))` of the device's peak, unless
+its bytes take longer: small and thin products reach less than large ones. A collective is modelled as a ring with
+latency and bandwidth. `MeasuredCurves` instead measures products and memory on JAX's default device.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What is reached of the peaks.
+    """The shares of their peaks that devices and links reach.
 
     The defaults are fitted to 27 steps on A100s (`benchmarks/quote_errors.py --fit`); `hop` and `step` are assumed.
 
     Args:
-      product: the share of the peak that a large product reaches.
-      edge: the length that a dimension of a product loses to its edges.
-      memory: the share of the memory's bandwidth that work element by element reaches.
-      inside, across: the shares of the links' bandwidths that collectives reach.
-      kernel: seconds that one product or piece of work takes besides.
-      hop: seconds that each step of a ring takes besides.
-      step: seconds of a step besides.
-      spread: 80 % of the measured steps lie within a factor of exp(spread) of the predicted ones.
+      product: the share of the peak that a large matrix product reaches.
+      edge: `edge` in the formula of `jaxpp_flax.planning.quoting.curves`: larger values make small products slower.
+      memory: the share of the memory's bandwidth that elementwise operations reach.
+      inside, across: the shares of the bandwidths inside a node and to other nodes that collectives reach.
+      kernel: fixed seconds of each matrix product and each elementwise kernel.
+      hop: fixed seconds of each step of a ring.
+      step: fixed seconds of each training step.
+      spread: 80 % of the measured steps are within a factor of exp(spread) of the predicted ones.
     """
 
     product: float = 0.95
@@ -80,7 +80,7 @@ class Curves:
     spread: float = 0.197
 
     def compute(self, work: TaskFacts, device: Device) -> float:
-        """Return the time of a task on one device: its products, and its work element by element."""
+        """Return the time of a task on one device: its matrix products and its elementwise operations."""
         products = sum(self._product(each, device) for each in work.products)
         return products + self.moving(work.moved, device) + self.kernel * (len(work.products) + work.kernels)
 
@@ -93,14 +93,14 @@ class Curves:
         return of.times * max(of.flops / (share * device.peak_of(of.dtype)), self.moving(of.nbytes, device))
 
     def bandwidth(self, group: Group, device: Device) -> float:
-        """Return the bytes a second of a ring: the devices of one node share the ring's way to other nodes."""
+        """Return the bytes per second of a ring; between nodes, it uses the links of all its devices of a node."""
         within = self.inside * device.inside
         if group.size <= group.in_node:
             return within
         return min(within, self.across * device.across * group.in_node)
 
     def gather(self, nbytes: float, group: Group, device: Device) -> float:
-        """Return the time of an all-gather to so many bytes, or of a reduce-scatter of them.
+        """Return the time of an all-gather that results in `nbytes`, or of a reduce-scatter of `nbytes`.
 
         Example:
           >>> from jaxpp_flax.planning.quoting.devices import device_named
@@ -113,13 +113,13 @@ class Curves:
         return (group.size - 1) * (self.hop + nbytes / group.size / self.bandwidth(group, device))
 
     def all_reduce(self, nbytes: float, group: Group, device: Device) -> float:
-        """Return the time of a sum: a reduce-scatter, then an all-gather."""
+        """Return the time of an all-reduce: a reduce-scatter, then an all-gather."""
         return 2 * self.gather(nbytes, group, device)
 
     def all_to_all(self, nbytes: float, group: Group, device: Device) -> float:
-        """Return the time in which each device sends an equal part of so many bytes to every device of the group.
+        """Return the time of an all-to-all: each device sends an equal part of `nbytes` to every device of the group.
 
-        What goes to other nodes takes the device's own way to them, beside what stays inside.
+        The parts for other nodes use the device's own link to them, at the same time as the parts inside the node.
 
         Example:
           >>> from jaxpp_flax.planning.quoting.devices import device_named
@@ -136,10 +136,10 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCurves(Curves):
-    """Curves whose products and bytes take the time that JAX's default device takes for them.
+    """Curves with the measured speed of matrix products and memory on JAX's default device.
 
-    Each shape is measured when a layout needs it, with dimensions rounded to powers of two, of 4,096 at most; several
-    equal products run as one batch. Links, which one device does not have, keep the curves.
+    Each shape is measured when a layout needs it, with dimensions rounded to powers of two of at most 4,096; several
+    equal products run as one batch. Links between devices are not measured: they keep the shares of `Curves`.
 
     Example:
       >>> from jaxpp_flax.planning.quoting.devices import device_named

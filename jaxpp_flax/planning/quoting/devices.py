@@ -16,17 +16,19 @@ __all__ = ["Device", "device_named"]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device and its links, at their peaks: bytes and floating-point operations a second.
+    """The peak speeds of one device and its links.
 
     Args:
       name: the name in the table.
-      peak: operations a second of dense products, by dtype.
-      memory: bytes; memory_bandwidth: bytes a second between memory and cores.
-      inside: bytes a second to the other devices of a node, in one direction; across: to other nodes.
-      per_node: the devices of a node.
-      host_bandwidth: bytes a second between device and host.
+      peak: floating-point operations per second of dense matrix products, by dtype.
+      memory: the bytes of the device's memory.
+      memory_bandwidth: bytes per second between memory and cores.
+      inside: bytes per second to the other devices of a node, in one direction.
+      across: bytes per second to the devices of other nodes, in one direction.
+      per_node: the number of devices of a node.
+      host_bandwidth: bytes per second between device and host.
       source: where the numbers come from.
-      price: of one device for an hour, in any currency; 0: not known.
+      price: the price of one device for an hour, in any currency; 0: not known.
     """
 
     name: str
@@ -41,12 +43,16 @@ class Device:
     price: float = 0.0
 
     def peak_of(self, dtype: str) -> float:
-        """Return the peak of products of this dtype; one that the table lacks has the least of all."""
+        """Return the peak of products of this dtype; if it is not in the table, return the smallest peak."""
         return self.peak.get(dtype, min(self.peak.values()))
 
 
 def device_named(name: str, table: str | os.PathLike[str] | None = None) -> Device:
-    """Return a device of the table, or of a user's own TOML file, whose rows go before those of the package.
+    """Return a device by its name.
+
+    Args:
+      name: the name of a row.
+      table: your own TOML file of devices; its rows have priority over those of the package.
 
     Raises:
       ValueError: for a name that neither has, and for a row with a missing, unknown or wrong field.
@@ -84,7 +90,7 @@ def _device(name: str, row: Any, where: str) -> Device:
             raise ValueError(f"{where}: {name!r} has the unknown field {key!r}.{known_names(key, known)}")
     missing = [key for key, default in known.items() if default is MISSING and key not in row]
     if missing:
-        raise ValueError(f"{where}: {name!r} has no field {missing[0]!r}. Add it; the others: {', '.join(known)}.")
+        raise ValueError(f"{where}: {name!r} has no field {missing[0]!r}. Add it. All fields: {', '.join(known)}.")
     peaks = row["peak"] if isinstance(row["peak"], dict) else {"peak": row["peak"]}
     numbers = {key: value for key, value in row.items() if key not in ("peak", "source", "price")}
     for key, value in (numbers | peaks).items():

@@ -1,4 +1,4 @@
-"""The layouts that a quote ranks: how devices, microbatches, schedule and residuals are chosen."""
+"""The layouts that a quote ranks: each has sizes of mesh axes and microbatches, a schedule, and residuals."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class Layout:
     """One way to run a step.
 
     Args:
-      pipeline: ranks; data, fsdp, expert, tensor: the axes inside a rank.
-      gather: how often parameters are gathered, see `MeshOptions`.
-      microbatch: examples of a microbatch on each device of the axes of the batch.
-      schedule: its name; stages: of the whole model.
-      residuals: what every stage does with them.
+      pipeline: the number of ranks.
+      data, fsdp, expert, tensor: the sizes of the mesh axes inside a rank.
+      microbatch: the number of examples of a microbatch on each device along "data" and "fsdp".
+      schedule: the name of the schedule.
+      stages: the number of stages of the model.
+      residuals: what every stage does with its residuals.
+      gather: how often parameters are gathered; see `MeshOptions(fsdp=)`.
 
     Example:
       >>> layout = Layout(pipeline=4, data=2, tensor=8, microbatch=1, schedule="1f1b", stages=4)
@@ -64,12 +66,12 @@ class Layout:
 
     @property
     def of_a_rank(self) -> int:
-        """The devices of a rank."""
+        """The number of devices of a rank."""
         return self.data * self.fsdp * self.expert * self.tensor
 
     @property
     def devices(self) -> int:
-        """The devices of all ranks."""
+        """The number of devices of all ranks."""
         return self.pipeline * self.of_a_rank
 
     @property
@@ -84,7 +86,7 @@ class Layout:
         return ResidualPlan([self.residuals] * self.stages, offload_within=within)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Return the microbatches of a step."""
+        """Return the number of microbatches of a step."""
         return global_batch // (self.data * self.fsdp * self.microbatch)
 
     @property
@@ -94,7 +96,7 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the mesh, that of the ranks first, as a `Plan` has them; annotations may name those of size 1."""
+        """The axes of the mesh with their sizes, the axis of the ranks first, as `Plan(layout=)` has them."""
         inside = {name: getattr(self, name) for name in ("data", "fsdp", "expert", "tensor")}
         return {"stage": self.pipeline, **inside}
 

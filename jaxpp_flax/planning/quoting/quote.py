@@ -1,4 +1,4 @@
-"""`quote`: what a training would take on devices that are not there, and the plan of the best layout."""
+"""`quote`: predict the time and memory of a training on devices that you do not have, and plan the best layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Quote:
     """The fastest layouts that fit; printed, it is a table.
 
     Attributes:
-      quoter: predicts any other layout; ranking: the layouts that were found; device: of the table.
+      quoter: predicts the step of any other layout.
+      ranking: the layouts that were found.
+      device: the device that the layouts are for.
     """
 
     quoter: Quoter
@@ -38,14 +40,19 @@ class Quote:
 
     @property
     def best(self) -> QuotedStep:
-        """The fastest."""
+        """The step of the fastest layout."""
         return self.ranking.steps[0]
 
     def __str__(self) -> str:
         return table(self.ranking, self.device)
 
     def explain(self, step: QuotedStep | None = None, *, width: int = 80) -> str:
-        """Return where the seconds and bytes of a step go (the best by default), and the picture of its beginning."""
+        """Return a text: what a step (by default the best) uses its seconds and bytes for, and a picture of its start.
+
+        Args:
+          step: a step of `ranking`, or of `quoter`.
+          width: the columns of the picture.
+        """
         chosen = step or self.best
         return f"{explanation(chosen, self.device)}\n\n{self._picture(chosen, width)}"
 
@@ -62,7 +69,7 @@ class Quote:
         return draw([(title, timeline)], width=width, microseconds=1e6)
 
     def plan(self, step: QuotedStep | None = None) -> Plan:
-        """Return the plan of a step, the best by default, for `PipelineTrainer(plan=)`."""
+        """Return the plan of a step (by default the best) for `PipelineTrainer(plan=)`."""
         chosen = step or self.best
         layout, names = chosen.layout, self.quoter.model.names
         stage_of = [stage for stage, size in enumerate(chosen.sizes) for _ in range(size)]
@@ -98,26 +105,27 @@ def quote(
     table: str | os.PathLike[str] | None = None,
     curves: Curves | None = None,
 ) -> Quote:
-    """Rank the layouts of a training by their predicted seconds a step; no such device is needed.
+    """Rank the layouts of a training by their predicted seconds per step, without such devices.
 
     Args:
       make: a function that takes options of `PipelineTrainer` as keywords, passes them on, and returns the trainer and
-        a batch of a whole step (arrays or shapes). The model is traced on one device; give it by a function, so that
-        no value is made. Parameters annotated with `tensor`, `expert` and `fsdp` may be cut along these axes.
+        a batch of a whole step (arrays or shapes). The model is traced on one device; pass the trainer a function that
+        makes the model, so that no values are made. Parameters annotated with `tensor`, `expert` and `fsdp` may be
+        sharded along these axes.
       hardware: a name of the table of devices, or a `Device`.
-      devices: their number.
-      memory: bytes that each device may hold, with what tasks recompute and without XLA's other workspace; None: nine
-        tenths of the device's.
+      devices: the number of devices.
+      memory: the bytes that each device may hold, with the values that tasks recompute and without XLA's other
+        workspace. None: nine tenths of the device's memory.
       top: how many layouts to return.
-      depth: the parameter of `make` whose default is the number of equal blocks of the whole model. One of them is
-        traced then, and stands for all: seconds for a model of any size.
-      wanted: sizes that are fixed: pipeline, data, fsdp, expert, tensor, microbatch.
+      depth: the name of the parameter of `make` whose default is the number of equal blocks of the whole model. Then
+        only one block is traced and used for all, and tracing takes seconds for a model of any size.
+      wanted: fixed sizes by name: pipeline, data, fsdp, expert, tensor, microbatch.
       table: a TOML file with more devices.
-      curves: the shares of peaks that devices reach; None: those fitted to measured steps.
+      curves: the shares of their peaks that devices reach. None: those fitted to measured steps.
 
     Raises:
       ScheduleError: if no layout fits.
-      ValueError: for a name, a number, a factory or a batch that does not fit.
+      ValueError: if a name, a number, the function or the batch does not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -149,11 +157,11 @@ def quote(
 def _nothing_fits(found: Ranking, device: Device, limit: float) -> str:
     closest = found.closest
     if closest is None:
-        return f"none of {found.tried} layouts keeps within {amount(limit, 'B')}."
+        return f"none of {found.tried} layouts fits into {amount(limit, 'B')}."
     kinds = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in closest.nbytes.items())
     return (
-        f"none of {found.tried} layouts keeps within {amount(limit, 'B')} on each {device.name}. The closest is "
+        f"none of {found.tried} layouts fits into {amount(limit, 'B')} on each {device.name}. The closest is "
         f"{closest.layout}, which holds {amount(closest.memory, 'B')}: {kinds}. Use more devices, devices with more "
-        "memory, smaller microbatches (more examples), `jax.checkpoint` in the blocks, or parameters annotated with "
-        "`fsdp`, `expert` or `tensor`."
+        "memory, smaller microbatches (a batch of more examples), `jax.checkpoint` in the blocks, or parameters "
+        "annotated with `fsdp`, `expert` or `tensor`."
     )

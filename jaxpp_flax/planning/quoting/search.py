@@ -17,10 +17,11 @@ class Ranking:
     """The fastest layout of each mesh, the best mesh first.
 
     Attributes:
-      steps: those that fit.
-      plain: the fastest without a pipeline; None if none fits.
-      closest: where nothing fits, the step that takes the fewest bytes.
-      tried: the number of layouts; simulated: of those whose step was predicted.
+      steps: the steps that fit, the fastest first.
+      plain: the fastest step without a pipeline; None if none fits.
+      closest: if nothing fits, the step that takes the fewest bytes; otherwise None.
+      tried: the number of all layouts.
+      simulated: the number of layouts whose step was simulated; bounds exclude the others.
     """
 
     steps: tuple[QuotedStep, ...]

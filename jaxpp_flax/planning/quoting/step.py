@@ -1,4 +1,4 @@
-"""The predicted step of one layout: where its seconds and its bytes go."""
+"""The predicted step of one layout: what its seconds and its bytes are used for."""
 
 from __future__ import annotations
 
@@ -30,12 +30,18 @@ class QuotedStep:
     """A layout with its predicted step.
 
     Attributes:
-      layout: the layout; sizes: the number of blocks of each stage.
-      seconds: of a step; spread: 80 % of measured steps lie within a factor of exp(spread).
-      parts: the seconds of the busiest rank, by what they are for; together they are the step.
-      nbytes: the bytes of the fullest rank's devices by kind, "recomputed" among them; XLA's other workspace is not.
-      host_bytes: of each device of the fullest rank.
-      num_microbatches, tokens, mfu: of a step.
+      layout: the layout.
+      sizes: the number of blocks of each stage.
+      seconds: the predicted time of a step.
+      spread: 80 % of measured steps are within a factor of exp(spread) of the predicted time.
+      parts: the seconds of the busiest rank by purpose; their sum is `seconds`.
+      nbytes: the bytes of each device of the fullest rank, by kind, without XLA's workspace except "recomputed".
+      host_bytes: the bytes on the host for each device of the fullest rank.
+      num_microbatches: the number of microbatches of a step.
+      tokens: the number of tokens of a step.
+      mfu: the model's floating-point operations as a share of the devices' peak.
+      work: the seconds of each block for one microbatch.
+      peaks: for each rank, the largest number of bytes on each device.
     """
 
     layout: Layout
@@ -63,11 +69,11 @@ class QuotedStep:
 
     @property
     def memory(self) -> float:
-        """The bytes of the fullest rank's devices."""
+        """The bytes of each device of the fullest rank."""
         return sum(self.nbytes.values())
 
     def cost(self, device: Device) -> float:
-        """Return the price of a million tokens; 0 without a price."""
+        """Return the price of a million tokens; 0 if the device has no price."""
         return device.price / 3600 * self.layout.devices * self.seconds / self.tokens * 1e6
 
 
@@ -156,7 +162,7 @@ class Quoter:
         return Group.of(size, stride, self.device.per_node)
 
     def gather_bandwidth(self, axes: Axes) -> float:
-        """Return the bytes of whole parameters that a device gathers in a second."""
+        """Return the bytes of whole parameters that a device gathers per second."""
         within = self.curves.bandwidth(self.group(axes.fsdp, axes.tensor * axes.expert), self.device)
         return within * axes.fsdp / max(axes.fsdp - 1, 1)
 
@@ -292,13 +298,13 @@ class Quoter:
         )
 
     def step_model(self, layout: Layout) -> StepModel:
-        """Return the model of the loop of a layout."""
+        """Return the model of the loop over microbatches in a layout."""
         axes, count = layout.axes_of_parameters, layout.num_microbatches(self.model.global_batch)
         loads = self.loads(layout.microbatch, axes, in_one_node=layout.devices <= self.device.per_node)
         return loads.model(layout.order, count, self.sizes(layout.stages, layout.axes_of_parameters.of_work))
 
     def quick(self, layout: Layout) -> float:
-        """Return the seconds of a step without the transfers between ranks, and without a simulation."""
+        """Return a quick estimate of the seconds of a step: without transfers between ranks, without a simulation."""
         return self.bound(layout) + sum(self._after(layout))
 
     def quoted(self, layout: Layout) -> QuotedStep:

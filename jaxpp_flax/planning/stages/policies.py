@@ -1,12 +1,12 @@
 """Policies that assign a model's blocks to stages: a policy chooses the marks that cut.
 
-The marks of a model, in program order, divide it into segments. With marks that close a named block (`PipelineStage`),
-the work after the last mark (head, loss) belongs to the last block, so M marks make M blocks. Bare marks
+The marks of a model, in program order, divide it into segments. If the marks close named blocks (`PipelineStage`), the
+work after the last mark (head, loss) belongs to the last block, so M marks make M blocks. Bare marks
 (`mark_stage_end`) make M + 1 segments. Work before the first mark belongs to the first segment. A balanced assignment,
-a mapping from names and a plan may also cut at the last mark: then the work after this mark is a block
-`after_<name of the last>`.
+a mapping from names and a plan may also cut at the last mark: then the work after this mark is a block of its own,
+`after_<name of the last block>`.
 
-No policy demands divisibility, and each segment is in exactly one stage.
+The number of stages need not divide the number of segments. Each segment is in exactly one stage.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
 
 @documented("JPF303")
 class AssignmentError(ValueError):
-    """The blocks of a model cannot be assigned to stages as requested."""
+    """The blocks of a model cannot be assigned to stages as the arguments say."""
 
 
 def even() -> CutPolicy:
-    """Give each stage the same number of segments; if that does not divide, the first stages get one more each.
+    """Return the policy that gives each stage the same number of segments, or one more to each of the first stages.
 
     Example:
       >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(8)]
@@ -62,17 +62,18 @@ def even() -> CutPolicy:
 
 
 def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
-    """Make the slowest stage as fast as possible: contiguous stages of least maximal cost, by dynamic programming.
+    """Return the policy that makes the slowest stage as fast as possible: its cost is the smallest that is possible.
 
-    The result is exact. This policy is for `mpmd_jit_with_loop(cut_policy=)`, with one stage on each rank. The
-    trainer's `assignment="balanced"` also uses the schedule.
+    The result is exact, by dynamic programming. This policy is for `mpmd_jit_with_loop(cut_policy=)`, with one stage on
+    each rank. The trainer's `assignment="balanced"` also uses the schedule.
 
     Args:
-      costs: the cost of each block, and of the work after the last block (without this number, that work stays with the
-        last block). Default: the engine's estimate in FLOPs, forward and backward, embedding and head included.
+      costs: the cost of each block, and one more number for the work after the last block (without it, this work stays
+        with the last block). Default: the engine's estimate in FLOPs, forward and backward, with embedding and head.
 
     Raises (when the policy is used):
       AssignmentError: if `costs` does not give one number for each block.
+      TypeError: without `costs`, if the marks are not those of the engine.
 
     Example:
       >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(5)]
@@ -89,11 +90,11 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
         elif isinstance(marks, Marks):
             found = [work.total for work in marks.work()]
         else:
-            raise TypeError("balanced() without costs needs the engine's `Marks`, which tell what blocks cost.")
+            raise TypeError("balanced() without costs needs the engine's `Marks`, which have the costs of blocks.")
         if len(found) not in (len(marks), len(marks) + 1) or len(found) < num_stages:
             raise AssignmentError(
                 f"balanced() got {len(found)} costs for {len(marks)} blocks: {_listing(marks)}. Give one for each "
-                "block, and perhaps one more for what follows the last of them."
+                "block, and optionally one more for the work after the last block."
             )
         return cuts_of(balance(found, range(num_stages)))
 
@@ -101,7 +102,10 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
 
 
 def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
-    """Put the given numbers of blocks into the stages, in order.
+    """Return the policy that puts the given numbers of blocks into the stages, in order.
+
+    Args:
+      blocks_per_stage: the number of blocks of each stage.
 
     Raises (when the policy is used):
       AssignmentError: if the sizes do not fit the number of stages or of blocks, or a stage would be empty.
@@ -139,11 +143,14 @@ def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
 
 
 def by_name(stages: Mapping[str, int]) -> CutPolicy:
-    """Assign blocks by name: a mapping from names, or globs of names (see `jaxpp_flax.globs`), to stages.
+    """Return the policy that assigns blocks by name.
 
-    An exact name goes before a glob, and an earlier glob before a later one. Every block must match. The work after the
-    last block has its own name (`after_<name of the last>`). Without an entry for this name, the work stays with the
-    last block, or forms the last stage if no block is assigned to the last stage.
+    Every block must match. An exact name has priority over a glob, and an earlier glob over a later one. The work after
+    the last block has its own name (`after_<name of the last block>`). Without an entry for this name, the work stays
+    with the last block, or forms the last stage if no block is assigned to the last stage.
+
+    Args:
+      stages: a mapping from names, or globs of names (see `jaxpp_flax.globs`), to stages.
 
     Raises (when the policy is used):
       AssignmentError: if a name matches no block, a block is matched by no name, a stage would be empty, or the

@@ -12,8 +12,8 @@ from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, backward, forward
 class Interleaved1F1B(StreamedSchedule):
     """1F1B over ``v`` stages per rank: the bubble shrinks by ``v``, memory and transfers grow.
 
-    Microbatches go in rounds of at least ``p``: a round passes through the rank's first stage, then
-    its second, and so on.
+    Microbatches run in rounds of at least ``p``: all of a round pass through the rank's first stage,
+    then through its second, and so on.
 
     With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b`` and ``m`` a multiple of ``p``:
     idle ``(p - 1)(f + b)`` on each rank while the work is ``m v (f + b)``; rank ``r`` holds

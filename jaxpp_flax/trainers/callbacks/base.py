@@ -1,11 +1,13 @@
-"""The one protocol of a loop: a callback hears of its start, its steps and its end. Its state goes into checkpoints.
+"""The interface of callbacks: a loop calls their hooks at its start, after its steps and at its end.
 
-`fit` and `training_steps` call these, in the order of their list:
+`fit` and `training_steps` call the hooks of all callbacks, in the order of the list `callbacks=`:
 
 1. `on_fit_start`, before the first step;
-2. after each step `on_step`; `on_metrics` and `on_evaluate`, once there are such values;
-3. `on_last_step`, once no step follows, whatever the reason;
-4. `on_fit_end`: here the last callback comes first.
+2. `on_step` after each step; `on_metrics` and `on_evaluate` when such values are ready;
+3. `on_last_step`, when no step follows, for any reason;
+4. `on_fit_end`, in reverse order.
+
+The states of callbacks go into checkpoints.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ __all__ = ["Callback", "CallbackStates", "StepRecord", "end_callbacks", "has_fai
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step that was dispatched.
+    """A step that was dispatched to the devices.
 
     Args:
       step: the number of the step, from 1.
-      metrics: values that may not be ready yet, at least `loss`.
+      metrics: the metrics of the step, at least `loss`; the values may not be ready yet.
       batch: the batch of the step: the whole batch, or this process's rows.
       global_batch_size: the number of examples in the whole batch, if `batch` has only this process's rows.
     """
@@ -39,10 +41,10 @@ class StepRecord:
 
 
 class Callback:
-    """Hooks into a loop; override the hooks you need.
+    """The base class of callbacks: override the hooks that you need.
 
     Args:
-      every: steps between two calls of the hooks of a step (`on_step`, `on_metrics`).
+      every: steps between two calls of `on_step` and `on_metrics`.
 
     Raises:
       ValueError: if `every` is below 1.
@@ -70,52 +72,52 @@ class Callback:
         return step % self.every == 0
 
     def state_name(self) -> str:
-        """Return the name of the state in checkpoints: another one for each callback of a `fit` that has a state."""
+        """Return the name of this state in checkpoints. Callbacks of one `fit` with a state need different names."""
         return type(self).__name__
 
     def get_state(self) -> Any:
-        """Return this callback's state for a checkpoint, as JSON; None for no state."""
+        """Return this callback's state for a checkpoint, as values that JSON can hold; None for no state."""
         return None
 
     def set_state(self, state: Any) -> None:
-        """Restore a state from `get_state`, or begin again with None. `fit` calls this before `on_fit_start`."""
+        """Restore a state from `get_state`, or reset it if `state` is None. `fit` calls this before `on_fit_start`."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called before the first step, which is compiled; `trainer.stop` here ends the loop without a step."""
+        """Called after the step is compiled, before it first runs; `trainer.stop` here ends the loop without a step."""
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
-        """Called once a step was dispatched, and the metrics of the step before are logged.
+        """Called after a step was dispatched and the metrics of the step before it were logged.
 
-        `trainer.state` is the state after `record.step`; nothing has waited for it.
+        `trainer.state` is the state after `record.step`; the devices may still be computing it.
         """
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics.
 
-        After an error, Ctrl-C or a `break` it is not called for the steps that are left.
+        After an error, Ctrl-C or a `break`, it is not called for steps whose metrics it has not had yet.
         """
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Called after an evaluation at `step`."""
 
     def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
-        """Called after the last step: here the trainer logs the last row, evaluates, and saves.
+        """Called after the last step: here the trainer logs the last row, evaluates and saves.
 
         Args:
-          error: what ends the loop: an exception, Ctrl-C, the exit after SIGTERM, a `break` (`GeneratorExit`). None at
-            the end of the data, or if `trainer.stop` was called.
+          error: the exception that ends the loop, also `KeyboardInterrupt` after Ctrl-C, `SystemExit` after SIGTERM and
+            `GeneratorExit` after a `break`. None at the end of the data, or if `trainer.stop` was called.
         """
 
     def on_fit_end(self, trainer: Any, error: BaseException | None) -> None:
-        """Called at the end, if `on_fit_start` was; the last callback comes first.
+        """Called at the end if `on_fit_start` was called, in reverse order of the callbacks.
 
-        An error here, or in `on_last_step`, ends the loop if there was none before; otherwise it becomes a note of the
-        first error.
+        If this or `on_last_step` raises, the loop ends with this error. If the loop ends with an error already, the new
+        one becomes a note of it.
         """
 
 
 def has_failed(error: BaseException | None) -> bool:
-    """Return True if a loop that ends so has failed: not by a `break`, `sys.exit()`, or the exit after SIGTERM.
+    """Return True if `error` means that the loop failed: a `break`, `sys.exit()` and the exit after SIGTERM do not.
 
     Example:
       >>> has_failed(ValueError()), has_failed(SystemExit(1)), has_failed(SystemExit(0)), has_failed(None)
@@ -243,9 +245,9 @@ class CallbackStates:
             callback.set_state(callback.get_state() if states is None else states.get(names.get(id(callback), "")))
         if left := [name for name in states or () if name not in own]:
             anew = [name for name, of in own.items() if name not in (states or ()) and of.get_state() is not None]
-            begins = f" These callbacks begin anew: {', '.join(anew)}." if anew else ""
+            begins = f" These callbacks begin without a state: {', '.join(anew)}." if anew else ""
             warn_user(
-                f"the checkpoint has the states of callbacks that this `fit` does not have, and they are left out: "
+                f"the checkpoint has the states of callbacks that this `fit` does not have; these are left out: "
                 f"{', '.join(left)}.{begins}",
             )
         self._callbacks = callbacks

@@ -1,4 +1,4 @@
-"""The callback that evaluates; the others hear of evaluations from it."""
+"""The callback that evaluates; it calls `on_evaluate` of the other callbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Evaluate(Callback):
     """Evaluates every `every` steps, and at the end if the last step had no evaluation; logs to `trainer.tracker`.
 
     Args:
-      data: the data to evaluate, which can be iterated again.
+      data: the data to evaluate; it must be possible to iterate over it several times.
       every: steps between two evaluations; None for one evaluation at the end.
       global_batch_size: the number of examples in a batch of `data`: see `PipelineTrainer.evaluate`.
     """

@@ -1,4 +1,4 @@
-"""The callback that logs: rows of metrics, to the tracker and to the display; the others hear of metrics from it."""
+"""The callback that logs rows of metrics to the tracker and the display, and calls `on_metrics` of the others."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ class _Row:
 
 
 class LogMetrics(Callback):
-    """Logs the metrics of a step to `trainer.tracker`, once the next step is under way: devices never wait for it.
+    """Logs the metrics of a step to `trainer.tracker` while the next step runs, so that devices never wait.
 
-    The first step, the last one, and every `Logging(every=)` steps have a row. The last one is the last one that was
-    taken, however the loop ends. The tracker gets the configuration first, and is closed last; its state goes into
-    checkpoints. The other callbacks of the loop get `on_metrics` from here. `fit` has one of its own.
+    There is a row for the first step, for each `Logging(every=)`-th step, and for the last step that ran, however the
+    loop ends. The tracker gets the configuration first, and is closed last; its state goes into checkpoints. This
+    callback calls `on_metrics` of the other callbacks. `fit` adds a `LogMetrics` by itself; for `training_steps`, pass
+    `LogMetrics()` without arguments.
 
     Args:
-      display: shows the rows and, at the end, what the run did.
+      display: shows the rows and, at the end, a summary of the run.
       total: the number of the last step, if known, for the time left.
-      ranking: the metric of `best`.
-      directory: that of checkpoints, for the last lines.
-      hurries: returns True if nothing may be waited for after Ctrl-C.
+      ranking: the metric of the attribute `best`.
+      directory: the directory of checkpoints, for the summary.
+      hurries: returns True if the loop must not wait for metrics after Ctrl-C.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class LogMetrics(Callback):
             self._deliver(trainer, is_last=False)
 
     def flush(self, trainer: Any) -> None:
-        """Log the last step's row now, as the last one before an evaluation or the end."""
+        """Log the row of the latest step now, before an evaluation or the end of the loop."""
         if self._pending:
             self._deliver(trainer, is_last=True)
 

@@ -17,20 +17,20 @@ __all__ = ["Profile"]
 class Profile(Callback):
     """Writes an XLA trace of some steps, for Perfetto (`*.trace.json.gz`), TensorBoard and xprof (`*.xplane.pb`).
 
-    The devices' lanes show each task, such as `jit_fwd_1`. Its operations carry the names of the blocks and of
-    `jax.named_scope`; tasks with equal code share one executable, and then have the names of the first one.
+    The rows of the devices show each task, such as `jit_fwd_1`. Its operations have the names of the blocks and of
+    `jax.named_scope`. Tasks with equal code share one executable: its operations have the names of the first task.
 
     With several processes, each one writes a trace of its own devices, in a folder `process_0`, `process_1`, ...
 
     Args:
       start: the first step to profile, counted from the beginning of `fit`, from 1. Step 1 is slower than others.
-      steps: the number of steps.
+      steps: the number of steps to profile.
       directory: the folder of the trace.
-      python: True to record every call of Python too, which slows the steps.
+      python: True also records every Python call, which slows down the steps.
 
     Raises:
       ValueError: if `start` or `steps` is below 1.
-      RuntimeError: from `fit`, if another profile runs.
+      RuntimeError: from `fit`, if another JAX profile is running.
 
     Example:
       >>> import glob, tempfile, jax.numpy as jnp, optax
@@ -75,7 +75,7 @@ class Profile(Callback):
             self._end(trainer, trainer.step, waits=not has_failed(error))
         elif trainer.step - self._before < self._start:
             trainer.message(
-                f"no profile: Profile(start={self._start}), and fit ended after {trainer.step - self._before} steps"
+                f"no profile: Profile(start={self._start}), but fit ended after {trainer.step - self._before} steps"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Callbacks that hand metrics to a function, or print them."""
+"""Callbacks that pass metrics to a function, or print the loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ __all__ = ["OnMetrics", "PrintLoss"]
 
 class OnMetrics(Callback):
     """Calls a function with `(step, metrics)`.
+
+    Args:
+      function: the function to call; `metrics` has floats and NumPy arrays.
+      every: steps between two calls.
 
     Example:
       >>> losses = {}

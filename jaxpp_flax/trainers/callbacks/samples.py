@@ -13,15 +13,15 @@ __all__ = ["SamplePredictions"]
 
 
 class SamplePredictions(Callback):
-    """Predicts for the same inputs every `every` steps, and gives texts and arrays to the tracker.
+    """Predicts for the same inputs every `every` steps, and logs the texts and arrays to the tracker.
 
     Args:
-      inputs: a batch for `trainer.predict`, or the arguments of `function`. With several processes, all have the same.
+      inputs: a batch for `trainer.predict`, or the argument `inputs` of `function`. All processes pass the same inputs.
       every: steps between two predictions.
-      function: called in all processes with `(trainer, inputs)`; returns an array, a number, a text, a list of texts,
-        or a mapping of these by name. Default: `trainer.predict`. For text: `lambda trainer, prompts:
+      function: a function of `(trainer, inputs)`, called in all processes. It returns an array, a number, a text, a
+        list of texts, or a mapping of these by name. Default: `trainer.predict`. For text: `lambda trainer, prompts:
         [tokenizer.decode(tokens) for tokens in trainer.generate(prompts, max_new_tokens=20)]`.
-      name: the name in the tracker; names of a mapping follow it, as `samples/logits`.
+      name: the name in the tracker; the names of a mapping are added to it, as in `samples/logits`.
 
     Raises:
       ValueError: if `every` is below 1.

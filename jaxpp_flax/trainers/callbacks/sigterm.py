@@ -16,7 +16,7 @@ from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 __all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 
 KILLED_STATUS = 143
-"""Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""
+"""Exit status after a second SIGTERM, or if the save missed its deadline: this step has no checkpoint."""
 
 # A process may get two signals for one request: one from the scheduler, and one that the launcher passes on.
 _ONE_REQUEST = 1.0

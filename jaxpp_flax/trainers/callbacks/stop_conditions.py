@@ -19,16 +19,17 @@ class EarlyStopping(Callback):
     """Ends `fit` when a metric has not improved in `patience` evaluations.
 
     Checkpoints keep the best value and the number of evaluations since: a resumed run continues to count, and a stopped
-    run stays stopped. Without `resume=`, each `fit` begins to count again.
+    run stays stopped. Without `resume=`, each `fit` starts to count from zero.
 
     Args:
-      metric: the name of the metric, "loss" or "eval_loss": both name that of the evaluation.
-      patience: evaluations without improvement, at least 1.
-      min_delta: the smallest change that counts as an improvement.
-      mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
+      metric: the name of a metric of the evaluation; "loss" and "eval_loss" mean the same.
+      patience: the number of evaluations without improvement after which `fit` ends, at least 1.
+      min_delta: a smaller change does not count as an improvement.
+      mode: "min" if smaller values are better; "max" if larger values are, as for an accuracy.
 
     Raises:
-      ValueError: naming the argument that does not fit.
+      ValueError: if an argument has a value that does not fit; the message names the argument.
+      KeyError: from `fit`, if the evaluation has no such metric.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class EarlyStopping(Callback):
 class TimeLimit(Callback):
     """Ends `fit` after the first step that ends later than `seconds` after its start.
 
-    With several processes, the clock of the first one that is over the limit decides for all.
+    With several processes, all of them end as soon as the clock of one is over the limit.
 
     Raises:
       ValueError: if `seconds` is not above 0.
@@ -102,11 +103,11 @@ class TimeLimit(Callback):
 
 
 class StopOnFile(Callback):
-    """Ends `fit` after a step if a file exists: `touch run/stop` ends a run from outside. The file stays.
+    """Ends `fit` after a step if a file exists: `touch run/stop` ends a run from outside. The file is not deleted.
 
     Args:
-      path: the path of the file, on any of the processes; or a URL, `gs://` or `s3://`.
-      every: steps between two looks.
+      path: the path of the file, on the disk of any process; or a URL, `gs://` or `s3://`.
+      every: steps between two checks.
 
     Raises:
       FileExistsError: if the file is there when `fit` starts.

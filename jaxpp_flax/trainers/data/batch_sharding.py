@@ -87,7 +87,7 @@ class BatchSharding:
             size = batch_size(whole)
             raise BatchError(
                 f"the {size} examples of a batch cannot be shared evenly by the {self.batch_shards} data-parallel "
-                "devices of a stage, so no process can pass its own rows alone. Use a multiple of "
+                "devices of a stage, so a process cannot pass only its own rows. Use a multiple of "
                 f"{self.batch_shards} examples; or pass whole batches, without global_batch_size."
             )
         return parts
@@ -105,7 +105,7 @@ class BatchSharding:
                     f"global_batch_size={global_batch_size}, but the batch has {size} examples "
                     f"({leaf_name(path)} has shape {tuple(leaf.shape)}), and one process reads all of "
                     f"them: expected, global and local, {(global_batch_size, *leaf.shape[1:])}. Pass the whole batch, "
-                    "or its own size."
+                    "or the batch's size as global_batch_size."
                 )
             return batch
 

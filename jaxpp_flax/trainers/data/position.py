@@ -123,12 +123,12 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, displ
         raise DataPositionError(
             f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but "
             f"{drawn.batches} are drawn from this {type(iterator).__name__}, which cannot go back. Pass data that "
-            "begins anew."
+            "starts at its beginning."
         )
     if how == "refuse":
         raise DataPositionError(
             f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, and a "
-            f"{type(iterator).__name__} has no `set_state` to go there. Use an iterator with get_state and set_state "
+            f"{type(iterator).__name__} has no `set_state`. Use an iterator with get_state and set_state "
             'such as grain\'s; or resume_data="fast_forward" draws these batches and drops them.'
         )
     count = position.in_epoch - drawn.batches
@@ -159,7 +159,7 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
         except StopIteration:
             raise DataPositionError(
                 f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but this data "
-                f'ended after {drawn.batches}. Pass the same data, or resume_data="restart" to begin it anew.'
+                f'ended after {drawn.batches}. Pass the same data, or resume_data="restart" to start it again.'
             ) from None
         drawn.add(batch)
         done, size = done + 1, examples_in(batch)
@@ -169,7 +169,7 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
         raise DataPositionError(
             f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
             f"{position.batch_size}. Batches of {size} do not end there. Use a batch size that divides "
-            f'{position.examples}, or resume_data="restart" to begin the data anew.'
+            f'{position.examples}, or resume_data="restart" to start the data again.'
         )
 
 
@@ -188,8 +188,8 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any, drawn: D
     drawn.examples, drawn.batch_size = drawn.batches * size, size
     raise DataPositionError(
         f"the checkpoint was written with batches of {before} examples, and this data gives batches of "
-        f"{size}: the iterator's own state, which was saved, counts batches of before. Use batches of "
-        f'{before} examples, or resume_data="restart" to begin the data anew.'
+        f"{size}: the saved state of the iterator counts batches of the old size. Use batches of "
+        f'{before} examples, or resume_data="restart" to start the data again.'
     )
 
 

@@ -43,7 +43,7 @@ class RemainderRule:
         if global_batch_size is not None and remainder is not None:
             raise ValueError(
                 f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
-                "examples, of which a process sees a part alone. Let the data leave out smaller ones."
+                "examples, and a process sees only its part of them. Make the data leave out smaller batches."
             )
         return cls(how=remainder if global_batch_size is None else "error", display=display)
 
@@ -87,4 +87,4 @@ class RemainderRule:
 def _rule(size: int, full: int) -> str:
     """Return the rest of the message about a batch of another size than the first one."""
     remedy = _CHOICE if size < full else "Only smaller ones can be left out: put a full batch first"
-    return f"The first one has {full}, and all need its size. {remedy}. `train_step` takes batches of any size."
+    return f"The first one has {full}, and all must have this size. {remedy}. `train_step` takes batches of any size."

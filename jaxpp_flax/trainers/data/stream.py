@@ -163,7 +163,7 @@ def _iterator_of(data: Iterable[Any], epochs: int | None) -> Iterator[Any]:
     if first is data and epochs is not None and epochs > 1:
         raise ValueError(
             f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
-            "list or an object whose __iter__ starts anew, or give `steps` instead."
+            "list or an object whose __iter__ starts from the beginning, or give `steps` instead."
         )
     return first
 

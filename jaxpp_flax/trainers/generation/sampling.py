@@ -23,7 +23,7 @@ class Sampling:
     """The checked options of sampling. `temperature` 0 is greedy: the token with the largest logit, the first of equal.
 
     Raises:
-      ValueError, TypeError: naming the option that does not fit.
+      ValueError, TypeError: if an option has a value that does not fit; the message names the option.
 
     Example:
       >>> sampling = Sampling(temperature=0.7, top_k=2)

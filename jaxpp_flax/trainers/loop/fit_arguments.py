@@ -50,7 +50,7 @@ class FitArguments:
         if self.eval_every is not None and isinstance(self.eval_data, Iterator):
             raise ValueError(
                 f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
-                f"{type(self.eval_data).__name__} runs once. Pass a list."
+                f"{type(self.eval_data).__name__} can be iterated only once. Pass a list."
             )
 
     def common(self) -> Mapping[str, Any]:

@@ -74,8 +74,8 @@ class Save(Callback):
         if self._store is not None and (latest := self._store.latest() or 0) > self._step:
             raise CheckpointSaveError(
                 f"{self._store.directory} holds checkpoints up to step {latest}, and this run begins at step "
-                f"{self._step}. Continue that one with fit(..., resume=True), or use another "
-                "directory: checkpoints=."
+                f"{self._step}. Continue the earlier run with fit(..., resume=True), or use another directory: "
+                "checkpoints=."
             )
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -169,14 +169,14 @@ class Save(Callback):
         """After Ctrl-C: save the finished step if all processes come here, and say how to go on."""
         again = f"{self._again} goes on from the latest checkpoint"
         if self._stop.interruption.within_step:
-            again = again if self._store is not None else "a new trainer begins anew"
+            again = again if self._store is not None else "make a new trainer to start again"
             error.add_note(f"Step {self._step + 1} was interrupted, and its state is lost: {again}.")
         elif not self._saves_interrupted:
             return
         elif self._store is None:
             error.add_note(f"The state in memory is that of step {self._step}: fit goes on from it.")
         elif not (self._stop.is_alone or self._stop.is_interrupted):
-            error.add_note(f"Step {self._step} is not saved, for which all processes must agree. {again}.")
+            error.add_note(f"Step {self._step} is not saved: only all processes together can save. {again}.")
         elif self._step > 0:
             try:
                 self._store.wait()

@@ -47,7 +47,7 @@ class RunMetrics:
     Args:
       names: the metrics that rows have.
       flops: returns the operations of a step on a batch, given the batch and `global_batch_size`.
-      peak: the operations a second that all devices do at most together.
+      peak: the peak operations per second of all devices together.
       skipped: returns the number of steps skipped so far.
     """
 
@@ -63,7 +63,7 @@ class RunMetrics:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to count a run: now. Each `fit` and `training_steps` is one; nothing is kept in checkpoints."""
+        """Start to count a run. Each `fit` and `training_steps` is a run; the counts do not go into checkpoints."""
         self._beginning = self.clock.read()
         self._row: tuple[int, dict[str, float]] | None = None
         self._operations = 0.0  # since the last row

@@ -90,5 +90,5 @@ def after_error(step: int, saved: int | None, directory: Path | None, again: str
             "the latest checkpoint."
         )
     if saved is None:
-        return f"{begin} {directory} holds no checkpoint yet, so the next run begins anew. Save more often: every=."
+        return f"{begin} {directory} holds no checkpoint yet, so the next run starts again. Save more often: every=."
     return f"{begin} Fix the cause and run again with {again}: it goes on from step {saved} of {directory}."

@@ -1,4 +1,4 @@
-"""The unit of a run's throughput, and how many of them a batch has."""
+"""The unit of a run's throughput, and the number of these units in a batch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Throughput:
     Args:
       unit: the name of the unit: rows have `{unit}_per_second`.
       of: the leaf of the batch to count, by its path (`"targets"`, `"inputs/mask"`), or a function of the batch that
-        returns a number; only process 0 counts. None guesses: the size of the first integer leaf with two axes, or
-        else examples.
-      padding: entries of the leaf with this value do not count: 0 for masks.
+        returns a number; only process 0 counts. None counts the entries of the first integer leaf with two axes; if
+        there is none, it counts examples.
+      padding: entries of the leaf with this value are not counted: 0 for masks.
 
     Raises:
-      TypeError, ValueError: naming the value that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> batch = {"tokens": np.array([[5, 7, 0, 0], [1, 0, 0, 0]])}
@@ -66,7 +66,7 @@ class Throughput:
         leaves = flatten(batch)[0]
         if path not in leaves:
             raise ValueError(
-                f"Logging(throughput=Throughput({self.unit!r}, of={path!r})): the batch has no such leaf, but "
+                f"Logging(throughput=Throughput({self.unit!r}, of={path!r})): the batch has no such leaf. Its leaves: "
                 f"{', '.join(map(repr, leaves))}. Pass one of these, or a function of the batch."
             )
         leaf = leaves[path]

@@ -128,7 +128,7 @@ def check_function(name: str, function: Any, arguments: str, advice: str) -> Non
         signature.bind(None, None, **dict.fromkeys(asked_for(function)))
     except TypeError as error:
         raise TypeError(
-            f"{name} is called as {name}{arguments}, but the one that was given takes {signature}. {advice}"
+            f"{name} is called as {name}{arguments}, but the given function takes {signature}. {advice}"
         ) from error
 
 

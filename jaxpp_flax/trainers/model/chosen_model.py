@@ -174,6 +174,6 @@ def check_memory(params: Any, rest: Any, name: str) -> None:
             raise ModelError(
                 f"the leaf {jax.tree_util.keystr(path[1:])} of {name} lies in {leaf.sharding.memory_kind!r} memory, "
                 "but a step computes with it in the devices' own memory. Move the model there first: "
-                "`jax.device_put(state, jax.devices()[0])`. What may lie on the host is the optimizer's state: "
+                "`jax.device_put(state, jax.devices()[0])`. Only the optimizer's state may be in host memory: "
                 'memory=Memory(optimizer_state="pinned_host").'
             )

@@ -271,11 +271,11 @@ class _Reader:
             listing = ", ".join(f"{name!r} (of {path})" for name, path in self.unknown.items())
             rules = ", ".join(f"({name!r}, None)" for name in self.unknown)
             raise MeshError(
-                f"the model's annotations use names without a rule that are {stage}. The names: {listing}. Say what "
-                f"each stands for, an axis or None for a dimension that stays whole: "
+                f"the model's annotations use names without a rule that are {stage}. The names: {listing}. Give each "
+                f"name a rule, with a mesh axis, or None for a dimension that is not sharded: "
                 f"mesh=MeshOptions(sharding_rules=[{rules}]), or make "
-                "the trainer under `nn.logical_axis_rules(rules)`. A name that is meant as an axis of its own belongs "
-                f"into the mesh, as in mesh={{{next(iter(self.unknown))!r}: 2}}.{self._absent_text(' Besides, ')}"
+                "the trainer under `nn.logical_axis_rules(rules)`. If a name is a mesh axis itself, add it to the "
+                f"mesh, as in mesh={{{next(iter(self.unknown))!r}: 2}}.{self._absent_text(' Besides, ')}"
             )
         if self.absent:
             raise MeshError(f"{self._absent_text('')} These are no axes of a stage, which has {dict(self.sizes)}.")

@@ -18,26 +18,26 @@ Directory: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The options of checkpoints, `checkpoints=`: directory, times of saves, number kept.
+    """The options of checkpoints, `checkpoints=`: where and when to save, and how many checkpoints to keep.
 
-    A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use it, and only `save`
-    writes. See `docs/guides/checkpointing.md`.
+    A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use this directory, and
+    `fit` does not save. See `docs/guides/checkpointing.md`.
 
     Args:
-      directory: the parent of one directory for each step.
+      directory: the directory of all checkpoints; it gets one directory for each saved step.
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
-        `save` alone writes.
-      keep: how many of the latest to keep, or an Orbax preservation policy; None keeps all.
+        only `trainer.save` writes.
+      keep: how many of the latest checkpoints to keep, or an Orbax preservation policy. None keeps all.
       best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
         it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps. The summary at the
         end of `fit` names the best value that was logged.
-      best_mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
-      asynchronous: write in the background.
+      best_mode: "min" if smaller values are better; "max" if larger values are, as for an accuracy.
+      asynchronous: write checkpoints in the background while training continues.
       preemption_deadline: SIGTERM ends `fit` as `trainer.stop` does, with a checkpoint, within this many seconds. None
         does not handle the signal.
 
     Raises:
-      TypeError, ValueError: naming the field that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> Checkpoints("run", every=100, keep=3).every

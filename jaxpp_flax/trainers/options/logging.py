@@ -28,25 +28,26 @@ class Logging(Options):
     A boolean alone means `Logging(progress=...)`: `logging=False` shows nothing.
 
     Args:
-      tracker: gets the configuration and the metrics; with several processes, in process 0.
-      config: a mapping or a dataclass, for the tracker beside the number of stages and the like.
+      tracker: gets the configuration and the metrics; with several processes, only in process 0.
+      config: a mapping or a dataclass. The tracker gets it together with the number of stages and other facts.
       every: steps between two rows of metrics.
-      progress: True for a bar on a terminal and lines elsewhere, False for nothing.
-      metrics: what to measure; True for all of it. "learning_rate", "gradient_norm", "parameter_norm" and
-        "update_ratio" (the norm of the update over the norm of the parameters before it) are computed inside the step,
-        over all trained parameters, and `train_step` returns them. The rows of a tracker have the others: "step_time"
-        (`step_seconds`, and the host's `data_seconds`, `dispatch_seconds`, `device_seconds`, `save_seconds` and
-        `evaluation_seconds` for each step), "goodput" (the share of the time since `fit` began that was spent
-        training), "skipped_steps" (since then), "utilization" (the model's operations over the peak of all devices). A
-        resumed `fit` counts both anew: its goodput leaves out the runs before, and the steps that a crash lost.
-      learning_rate: for the metric of this name: a number, or a function of the number of steps done. None: from
-        `optax.inject_hyperparams`; the metric of another optimizer is left out, and a line says so.
-      throughput: the unit of the rate, for instance without padding: `Throughput("tokens", of="targets")`.
-      peak_flops: the operations a second that one device does at most, for "utilization". None: from a table, which has
-        the data-centre cards of NVIDIA and AMD, and TPUs.
+      progress: True shows a progress bar on a terminal, and prints lines elsewhere. False shows nothing.
+      metrics: the names of the metrics to measure; True measures all. "learning_rate", "gradient_norm",
+        "parameter_norm" and "update_ratio" (the norm of the update divided by the norm of the parameters before it) are
+        computed inside the step over all trained parameters, and `train_step` returns them. The other metrics are in
+        the rows of the tracker: "step_time" (`step_seconds`, and the host's `data_seconds`, `dispatch_seconds`,
+        `device_seconds`, `save_seconds` and `evaluation_seconds` for each step), "goodput" (the share of the time since
+        the start of `fit` that was spent on training), "skipped_steps" (since the start of `fit`), "utilization" (the
+        model's operations per second divided by the peak of all devices). A resumed `fit` counts goodput and skipped
+        steps from zero: they leave out earlier runs, and the steps that a crash lost.
+      learning_rate: the value of the metric "learning_rate": a number, or a function of the number of steps done. None
+        reads it from `optax.inject_hyperparams`. For another optimizer the metric is left out, and a message says so.
+      throughput: what the rate counts, for instance tokens without padding: `Throughput("tokens", of="targets")`.
+      peak_flops: the peak floating-point operations per second of one device, for "utilization". None takes it from a
+        table of NVIDIA's and AMD's data-centre GPUs, and TPUs.
 
     Raises:
-      TypeError, ValueError: naming the field that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> Logging(every=100, progress=False).every
@@ -125,7 +126,7 @@ class Logging(Options):
                 kind = getattr(devices[0], "device_kind", devices[0])
                 raise ValueError(
                     f'Logging(metrics=...) asks for "utilization", and the peak of a device of kind {kind!r} is not '
-                    "known. Pass it: Logging(peak_flops=), the operations a second that one device does at most."
+                    "known. Pass it: Logging(peak_flops=), the peak operations per second of one device."
                 )
             names = tuple(name for name in names if name != "utilization")
         return RunMetrics(names=names, throughput=self.throughput, flops=flops, peak=peak)

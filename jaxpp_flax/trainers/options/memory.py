@@ -1,4 +1,4 @@
-"""The options of memory: what a step keeps, recomputes, or moves to the host."""
+"""The options of memory: what a step keeps, recomputes or moves to the host."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Memory(Options):
     """The options of memory, `memory=`. See `docs/guides/memory.md`.
 
     Args:
-      remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
-        keep. `PipelineStage(remat=)` sets it for one block.
-      residuals: what each stage does with the values that its forward keeps for its backward: keep, recompute or
-        offload them (`jaxpp_flax.schedules.ResidualPlan`). None keeps them on the devices.
-      optimizer_state: the memory kind in which the optimizer's state lies between steps: "pinned_host" is host memory.
-        Each step streams it to the devices, a few leaves at a time, and back; the results are the same. Single numbers
+      remat: "full" recomputes the values between two marks in the backward pass; a `jax.checkpoint` policy selects the
+        values to keep. `PipelineStage(remat=)` sets this for one block. None recomputes nothing.
+      residuals: what each stage does with the values that its forward pass keeps for its backward pass: keep, recompute
+        or offload them (`jaxpp_flax.schedules.ResidualPlan`). None keeps them on the devices.
+      optimizer_state: the memory kind that holds the optimizer's state between steps: "pinned_host" is host memory.
+        Each step copies the state to the devices and back, a few leaves at a time; the results are the same. Scalars
         (counters, hyperparameters) stay on the devices. None: the devices' own memory.
 
     Raises:
-      TypeError, ValueError: naming the field that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> Memory(optimizer_state="pinned_host").optimizer_state

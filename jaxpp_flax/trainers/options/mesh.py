@@ -26,17 +26,18 @@ class MeshOptions:
 
     Args:
       mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`.
-      axes: other axes of the mesh over `jax.devices()`: `{"data": 2}` takes two devices for each rank, `{}` one; -1
-        takes the remaining devices. Each microbatch is divided along "data" and "fsdp". None: `{"data": -1}`.
-      num_ranks: the number of groups of devices, for schedules with several stages on each group. Default: the number
-        of stages.
+      axes: the mesh axes besides "stage", over `jax.devices()`: `{"data": 2}` takes two devices for each rank, `{}`
+        one; the size -1 takes the remaining devices. Each microbatch is divided along "data" and "fsdp". None:
+        `{"data": -1}`.
+      num_ranks: the number of ranks (groups of devices), for schedules with several stages on each rank. Default: the
+        number of stages.
       sharding_rules: pairs (name, mesh axis or None) for the axis names in the annotations of the model's parameters.
-        These rules come before the rules of Flax's `logical_axis_rules` that are active where the trainer is made.
+        They have priority over Flax's `logical_axis_rules` that are active when the trainer is made.
       fsdp: how often a train step gathers parameters that are sharded over "data" or "fsdp": in each task
         ("microbatch"), or once ("step"). See `mpmd_jit_with_loop`.
 
     Raises:
-      ValueError: if both a mesh and axes are given, or for an unknown `fsdp`.
+      ValueError: if both a mesh and axes are given, `num_ranks` is below 1, or `fsdp` is unknown.
       TypeError: if the rules are not pairs.
 
     Example:
@@ -55,7 +56,7 @@ class MeshOptions:
         if self.num_ranks is not None:
             object.__setattr__(self, "num_ranks", check_count("num_ranks", self.num_ranks))
         if self.mesh is not None and self.axes is not None:
-            raise ValueError("both mesh= and axes= are given; a mesh already says which axes it has.")
+            raise ValueError("both mesh= and axes= are given, but a mesh already has its axes. Leave out one of them.")
         _ = self.rules
 
     @cached_property

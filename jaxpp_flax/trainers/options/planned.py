@@ -54,7 +54,7 @@ def take_plan(plan: Plan | str | os.PathLike[str] | None, given: Planned) -> Pla
     if given.assignment != "auto":
         raise ValueError(
             f"both plan= and assignment={given.assignment!r} are given, and both say which blocks form a stage. Leave "
-            "one of them out; to change the stages of a plan, edit its file."
+            "one of them out. To change the stages of a plan, edit its file."
         )
     residuals = None if plan.residuals is None or plan.residuals.is_kept else plan.residuals
     schedule = _schedule(given.schedule, plan)
@@ -98,7 +98,7 @@ def _mesh(given: MeshOptions, plan: Plan) -> MeshOptions:
     if needed > available:
         raise MeshError(
             f"the plan's layout {dict(plan.layout)} needs {needed} devices, but there are {available}. Start the job "
-            f"with as many, or make a plan for {available}."
+            f"with {needed} devices, or make a plan for {available}."
         )
     if needed < available and given.axes is None:  # without a plan the trainer would take all of them
         raise MeshError(

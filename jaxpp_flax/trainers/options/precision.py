@@ -1,4 +1,4 @@
-"""The options of number types: in which one computes, stores and sums."""
+"""The options of precision: the dtypes in which a step computes, stores and sums."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["Precision"]
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The number types of a step, `precision=`; a name such as "bfloat16" is `Precision(compute="bfloat16")`.
+    """The dtypes of a step, `precision=`; a name such as "bfloat16" is `Precision(compute="bfloat16")`.
 
-    With `compute`, each stage converts its parameters once a step, before its microbatches, and the model's call gets
-    its floating inputs in that type. The outputs of the call are float32, so the loss is too. A layer that names a
-    `dtype` of its own keeps it. What other methods of the model get is not converted.
+    With `compute`, each stage converts its parameters once a step, before its microbatches, and the model's `__call__`
+    gets its floating inputs in that dtype. The outputs of `__call__` are converted to float32, so the loss is float32
+    too. A layer that sets its own `dtype` keeps it. The arguments of the model's other methods are not converted.
 
     Args:
-      compute: the type in which the model computes, in training, `evaluate` and `predict`. None: the model's own.
+      compute: the dtype in which the model computes, in training, `evaluate` and `predict`. None: the model's own.
         `generate` computes with the stored parameters.
-      params: the type that the trained parameters must have; others are refused, not converted. None: float32 with
-        `compute`, else any.
-      gradients: the type in which gradients are summed over the microbatches. None: float32 with `compute`, else their
-        own.
+      params: the dtype that the trained parameters must have; a model with another one is refused. None: float32 with
+        `compute`, otherwise any dtype.
+      gradients: the dtype in which gradients are summed over the microbatches. None: float32 with `compute`, otherwise
+        their own.
       loss_scale: "dynamic", a `DynamicLossScale` or a number. The loss is multiplied by this scale before
         differentiation, and a step with a gradient that is not finite is skipped. None: "dynamic" if `compute` is
-        float16, whose gradients underflow, else no scale.
+        float16 (its gradients can underflow), otherwise no scale.
 
     Raises:
-      TypeError, ValueError: naming the field that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> Precision(compute="bfloat16").summed
@@ -56,7 +56,7 @@ class Precision:
             value = getattr(self, name)
             if value is not None and not _is_floating(value):
                 raise ValueError(
-                    f"Precision({name}={value!r}) is no floating point type. Use e.g. {name}='bfloat16', or "
+                    f"Precision({name}={value!r}) is not a floating point type. Use e.g. {name}='bfloat16', or "
                     f"{name}=jnp.float32."
                 )
         scale = self.scale

@@ -1,4 +1,4 @@
-"""The options of what is trained, and from which random numbers; and of inference."""
+"""The options of training (what is trained, with which random numbers) and of inference."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ __all__ = ["Inference", "Training"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Options):
-    """The options of what is trained, and from which random numbers: `training=`.
+    """The options of training: what is trained, and with which random numbers: `training=`.
 
     Args:
-      wrt: filter of the NNX variables to train; the other variables are not changed.
-      frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
-      unused: what becomes of trained parameters that the loss does not use. Their gradients are zero, as under
-        `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
-      ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `gather_model(ema=True)`, and
-        `Inference(params=lambda state: state.ema)`.
-      on_nonfinite: "stop" raises two steps after a loss that is not finite, and before anything is saved. "skip" skips
-        a step whose loss or gradients are not finite. "ignore" goes on. "stop" and "skip" check the parameters before
-        each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss scale (`Precision`).
-      max_batch_shapes: the most shapes of batches that one schedule trains on, such as lengths of padded texts. Each is
-        compiled on its own, and a message says so. One more is refused.
+      wrt: an NNX filter that selects the variables to train; the optimizer does not change other variables.
+      frozen: parameters that are not trained: globs of their paths (`"embed/*"`), or a function of the path.
+      unused: what to do about trained parameters that the loss does not use. Their gradients are zero, as under
+        `jax.grad`. "warn" warns once, with their names, and trains; "error" raises.
+      ema_decay: the decay of a moving average of the trained parameters, kept in float32 or wider. Use the average by
+        `gather_model(ema=True)` or `Inference(params=lambda state: state.ema)`. None: no average.
+      on_nonfinite: "stop" raises `NonFiniteLossError` two steps after a loss that is not finite, and before anything
+        is saved. "skip" skips a step whose loss or gradients are not finite. "ignore" continues. "stop" and "skip"
+        check the parameters before each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss
+        scale (`Precision`).
+      max_batch_shapes: how many different shapes of batches one schedule may train on, such as lengths of padded texts.
+        Each shape is compiled by itself, and a message says so. A batch with one more shape is refused.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds).
 
     Raises:
-      TypeError, ValueError: naming the field that does not fit.
+      TypeError, ValueError: if a field has a value that does not fit; the message names the field.
 
     Example:
       >>> Training(frozen=["embed/*", "blocks/[01]"], ema_decay=0.999).ema_decay
@@ -77,8 +78,8 @@ class Training(Options):
         """
         if scaled and self.on_nonfinite in ("stop", "ignore"):
             raise ValueError(
-                f"on_nonfinite={self.on_nonfinite!r} and a loss scale (precision=): a step whose scaled gradients "
-                'overflow is skipped, and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
+                f"on_nonfinite={self.on_nonfinite!r} does not work with a loss scale (precision=), which must skip a "
+                'step whose scaled gradients overflow. Leave on_nonfinite out, or set it to "skip".'
             )
         return self.on_nonfinite or ("skip" if scaled else "stop")
 
@@ -91,15 +92,16 @@ class Inference(Options):
       params: a function of the `TrainState` that returns the weights for `evaluate`, `predict`, `generate` and
         `export_pretrained`: a tree like `state.params`, such as `lambda state: state.ema` (a moving average), or, for
         schedule-free optimizers, `lambda state: optax.contrib.schedule_free_eval_params(state.opt_state,
-        state.params)`. It is traced, and its result gets the parameters' types. None: the trained weights. Losses that
-        choose the best checkpoint are those of these weights; the checkpoint holds the whole state, of which they are
-        made again. `trainer.gather_model()` has the trained weights.
-      eval_loss_fn: for `evaluate`; by default the trainer's `loss_fn`, with an NNX model in `eval()` mode.
+        state.params)`. It is traced, and its result is converted to the parameters' dtypes. None: the trained weights.
+        `Checkpoints(best=)` compares the losses of these weights; a checkpoint holds the whole state, from which they
+        are computed again. `trainer.gather_model()` returns the trained weights.
+      eval_loss_fn: the loss function of `evaluate`; by default the trainer's `loss_fn`. An NNX model is in `eval()`
+        mode.
       predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`, with `training=False`
-        or `deterministic=True` where the model's `__call__` has such a boolean argument.
+        or `deterministic=True` if the model's `__call__` has such a boolean argument.
 
     Raises:
-      TypeError: if one of them is not a function of such arguments.
+      TypeError: if one of these is not a function that takes such arguments.
 
     Example:
       >>> Inference(predict_fn=lambda model, batch: model(batch["x"])).eval_loss_fn is None

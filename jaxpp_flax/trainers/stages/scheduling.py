@@ -61,8 +61,8 @@ class Scheduling:
                 self.residuals.check(num_stages)
             except ScheduleError as error:
                 raise ScheduleError(
-                    f"use_schedule({schedule!r}) with Memory(residuals=): {error} The plan holds for all schedules of "
-                    f"the trainer: keep num_stages={self.num_stages}, or make a trainer with another plan."
+                    f"use_schedule({schedule!r}) with Memory(residuals=): {error} All schedules of the trainer use the "
+                    f"same plan: keep num_stages={self.num_stages}, or make a trainer with another plan."
                 ) from error
         made, _ = choose_ranks(schedule, num_stages, self.num_microbatches, mesh.mpmd_dim, mesh, None)
         self.schedule, self.num_stages = made, num_stages

@@ -24,8 +24,8 @@ def shapes_of_init(init: Callable[[Any], Any], params: Any) -> Any:
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ModelError(
             f"the optimizer's `init` reads the values of parameters ({str(error).splitlines()[0]}), but it is traced: "
-            "each leaf of its state is made where it lives. Compute with jax.numpy there; `jax.eval_shape(tx.init, "
-            "params)` must work."
+            "each leaf of its state is made on its own devices. Use only jax.numpy in `init`; "
+            "`jax.eval_shape(tx.init, params)` must work."
         ) from error
 
 

@@ -122,9 +122,9 @@ def check_fits(state: Any, shardings: Any) -> None:
     raise ModelError(
         f"the model does not fit, even in parts: the share of {device} in the state is {amount(needed[device], 'B')} "
         f"({listing}; the largest leaf is {largest[device][1]} with {amount(largest[device][0], 'B')}), and {memory} "
-        f"has {amount(short.free, 'B')} free, where {amount(short.needed, 'B')} go. Nothing was placed. Use more "
-        "stages or devices, divide the parameters (mesh={'fsdp': 2} and annotations), narrower parameters, or an "
-        "optimizer with a smaller state."
+        f"has {amount(short.free, 'B')} free, but {amount(short.needed, 'B')} are needed. Nothing was placed. Use more "
+        "stages or devices, shard the parameters (mesh={'fsdp': 2} and annotations), or use a narrower dtype of the "
+        "parameters or an optimizer with a smaller state."
     )
 
 

@@ -29,10 +29,10 @@ WIDENED = "ema/*"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All values that a training step changes: a pytree with logical paths as keys, never stages.
+    """All values that a training step changes: a pytree. Its paths are those of the model and do not name stages.
 
     Args:
-      step: optimizer steps done, an int32 scalar.
+      step: the number of optimizer steps done, an int32 scalar.
       params: the trained parameters: an `nnx.State`, or a Linen tree.
       opt_state: the optimizer's state.
       model_state: the model's other variables: running statistics, frozen parameters, keys of random numbers.
@@ -81,10 +81,10 @@ def abstract_text(lacking: Sequence[str], count: int) -> str:
     """Return the message for a model without values; `lacking` has paths, and `count` is the number of its leaves."""
     return (
         f"the model is abstract: {len(lacking)} of its {count} leaves are shapes without values "
-        f"({listed([*map(own_path, lacking)], 3, str)}), and a module of `nnx.eval_shape` does not know how it was "
-        "made. Give it values first: trainer.restore(path), or fit(resume=True) with a checkpoint. To begin with new "
-        "values, pass the function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is made on "
-        "its ranks."
+        f"({listed([*map(own_path, lacking)], 3, str)}), and the trainer cannot initialize a module of "
+        "`nnx.eval_shape`. Give it values first: trainer.restore(path), or fit(resume=True) with a checkpoint. For new "
+        "values, pass the function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is "
+        "made on its ranks."
     )
 
 

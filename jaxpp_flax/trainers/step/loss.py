@@ -60,10 +60,10 @@ def read_loss(output: Any, *, differentiated: bool = False) -> LossTerms:
         raise LossError(
             f"the loss function returned a {name} of dtype {jnp.result_type(given)}, which has no gradient: nothing "
             "would be trained. Return a float that is computed from the model's outputs, not from their argmax or "
-            "from comparisons; what counts hits or errors is a metric."
+            "from comparisons. Return counts of hits or errors as metrics."
         )
     for reserved in {"loss", "weight", "loss_scale", "skipped_step"} & set(metrics):
-        raise LossError(f"the loss function returned a metric called {reserved!r}, a name of the trainer's. Rename it.")
+        raise LossError(f"the loss function returned a metric called {reserved!r}, a name that is reserved. Rename it.")
     return LossTerms(total=total, weight=weight, metrics={name: _metric(name, v) for name, v in metrics.items()})
 
 

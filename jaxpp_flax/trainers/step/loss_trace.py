@@ -90,8 +90,8 @@ def check_written(trace: LossTrace, stored: Any, computed: Any) -> None:
     if written := sorted(paths[i] for i in {*trace.carried} & {*converted}):
         raise ModelError(
             f"the model's call writes the frozen parameter {shortened(written, 3)}, but with precision= it computes "
-            "with a copy in a narrower type, and what it writes would be rounded. Keep what the call writes in a "
-            "variable of another type (NNX) or collection (Linen)."
+            "with a copy in a narrower dtype, so the written values would be rounded. Keep these values in a variable "
+            "of another type (NNX) or collection (Linen)."
         )
 
 
@@ -113,8 +113,8 @@ def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
         return False
     name = jnp.dtype(compute).name
     warn_user(
-        f"precision={name!r}, but {trace.wide}: a layer that names a dtype keeps it. Make the model with "
-        f"dtype={name!r}, or leave its dtype out. If this is meant, ignore the category "
+        f"precision={name!r}, but {trace.wide}: a layer that sets its own dtype keeps it. Make the model with "
+        f"dtype={name!r}, or leave its dtype out. If you intend this, ignore the category "
         "jaxpp_flax.trainers.PrecisionWarning.",
         PrecisionWarning,
     )
@@ -126,9 +126,9 @@ def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> No
     shown = shortened(paths, 3)
     warn_user(
         f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
-        "BatchNorm normalizes by the mean and variance of this one alone, as in any gradient accumulation, so loss and "
-        "gradients are not those of the whole batch. Use larger microbatches, or a norm within each example "
-        "(LayerNorm, RMSNorm, GroupNorm). If this is meant, ignore the category "
+        "BatchNorm normalizes by the mean and variance of this microbatch alone, as in any gradient accumulation, so "
+        "loss and gradients are not those of the whole batch. Use larger microbatches, or a norm within each example "
+        "(LayerNorm, RMSNorm, GroupNorm). If you intend this, ignore the category "
         "jaxpp_flax.trainers.BatchStatisticsWarning.",
         BatchStatisticsWarning,
     )
@@ -149,7 +149,7 @@ def _warn_of_joins(divided: str | None, mixed: str | None, num_microbatches: int
         )
     warn_user(
         f"the loss is not a mean over equally weighted examples, so the mean over {num_microbatches} microbatches, and "
-        f"its gradients, are not those of the whole batch. {' '.join(found)} If this is meant, ignore the category "
+        f"its gradients, are not those of the whole batch. {' '.join(found)} If you intend this, ignore the category "
         "jaxpp_flax.trainers.MicrobatchLossWarning.",
         MicrobatchLossWarning,
     )

@@ -87,8 +87,8 @@ def check_apart(of_loss: Iterable[str], of_step: Iterable[str]) -> None:
     """
     for name in sorted(set(of_loss) & set(of_step)):
         raise LossError(
-            f"the loss function returned a metric called {name!r}, and the step has its own of this name. Rename "
-            "yours, or leave the step's out of Logging(metrics=...)."
+            f"the loss function returned a metric called {name!r}, but Logging(metrics=...) has a metric of this name. "
+            "Rename yours, or leave the name out of Logging(metrics=...)."
         )
 
 

@@ -29,14 +29,14 @@ _MAX_AHEAD = 2
 _MAX_SKIPPED = 100
 
 _ADVICE = (
-    "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
-    'latest checkpoint; Training(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
+    "Check the data of that step, lower the learning rate, or clip the gradients. fit(resume=True) goes on from the "
+    'latest checkpoint. Training(on_nonfinite="skip") skips such steps, and "ignore" trains on.'
 )
 
 
 _FIRST = (
     "the loss of step 1 is {loss}. Under `{switch}(True)`, a pipeline names the task and stage that makes the first "
-    "such value, and the loss function alone, on one microbatch, the operation. Check the data and the initial "
+    "such value, and a call of the loss function on one microbatch names the operation. Check the data and the initial "
     "parameters, and operations such as log, division and square root of zero; a lower learning rate does not change "
     "the first loss."
 )
@@ -95,7 +95,7 @@ class StepsUnderWay:
         if self._in_a_row == _MAX_SKIPPED:
             raise NonFiniteLossError(
                 f"the last {_MAX_SKIPPED} steps, up to step {step}, were all skipped: none had a finite loss and "
-                "finite gradients, and nothing changes any more. Look at the data, lower the learning rate."
+                "finite gradients, so training makes no progress. Check the data, and lower the learning rate."
             )
         if is_skipped and self._tells and (self.skipped <= 3 or self.skipped & (self.skipped - 1) == 0):
             text = f"step {step} is skipped: its loss or gradients are not finite ({self.skipped} so far)"

@@ -21,12 +21,15 @@ from jaxpp_flax.trainers.step.metrics import NO_METRICS, StepMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """A loss scale that adapts: a gradient that is not finite halves it; good steps in a row double it.
+    """A loss scale that adapts: it shrinks after a gradient that is not finite, and grows after many good steps.
 
     Args:
       initial: the scale of the first step.
-      growth_interval: good steps in a row after which the scale grows.
+      growth_interval: the number of consecutive steps with finite gradients after which the scale grows.
       factor: the scale is multiplied by this number to grow, and divided by it to shrink.
+
+    Raises:
+      ValueError: for a number that is out of range.
 
     Example:
       >>> DynamicLossScale(growth_interval=500).initial
@@ -82,7 +85,7 @@ def _check_shapes(updates: Any, params: Any) -> None:
     for (path, param), update in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=False):
         if jnp.shape(update) != param.shape:
             raise TypeError(
-                f"the optimizer's update of the parameter {path_text(path)} has shape {jnp.shape(update)}, and the "
+                f"the optimizer's update of the parameter {path_text(path)} has shape {jnp.shape(update)}, but the "
                 f"parameter has {param.shape}. An optimizer that takes the gradients of single examples, such as "
                 "optax.contrib.dpsgd, cannot be used: a step has the gradients of the whole batch."
             )

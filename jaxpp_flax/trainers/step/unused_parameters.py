@@ -34,8 +34,8 @@ def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
     paths = parameter_paths(params)
     if len(unused) == len(paths):
         raise ModelError(
-            f"the loss depends on no parameter of the {len(paths)}, so nothing would be trained. Return a loss that is "
-            "computed by the model that the loss function receives, without jax.lax.stop_gradient around it."
+            f"the loss depends on none of the {len(paths)} parameters, so nothing would be trained. Return a loss that "
+            "is computed by the model that the loss function receives, without jax.lax.stop_gradient around it."
         )
     globs = covering_globs(unused, [path for path in paths if path not in set(unused)])
     frozen = f"training=Training(frozen={(globs[0] if len(globs) == 1 else globs)!r})"

@@ -35,20 +35,20 @@ __all__ = ["WholeBatchLoss"]
 
 @dataclass(frozen=True)
 class WholeBatchLoss:
-    """A loss in two parts, exact for the whole batch: for contrastive losses, which compare examples with one another.
+    """A loss in two parts that sees the whole batch: for contrastive losses, which compare examples with one another.
 
-    The step has the loss and the gradients of `loss_fn(embed_fn(model, batch), batch)` with the whole batch. Pass an
-    instance as the `loss_fn` of a `PipelineTrainer`, or as `Inference(eval_loss_fn=)`. A step runs the model forward
-    twice, and keeps between the two passes only the embeddings and their gradients, on the rank that holds the last
+    The step computes the loss and the gradients of `loss_fn(embed_fn(model, batch), batch)` for the whole batch. Pass
+    an instance as the `loss_fn` of a `PipelineTrainer`, or as `Inference(eval_loss_fn=)`. A step runs the model forward
+    twice. Between the two passes it keeps only the embeddings and their gradients, on the rank that holds the last
     embedding.
 
     Args:
-      embed_fn: `embed_fn(model, microbatch)`, called in the pipeline for each microbatch. It may have the parameters
-        `training` and `rngs`, as a loss function. It returns a pytree: arrays of shape (microbatch, ...), and scalars
-        that are equal in every microbatch, such as a learned temperature.
-      loss_fn: `loss_fn(embeddings, batch)`, called once, with arrays of shape (batch, ...) and the same scalars, and
-        with the whole batch. It returns what a loss function returns: a loss, `(loss_sum, weight)`, or either with a
-        dict of metrics. It reads parameters from the embeddings alone: let `embed_fn` return them.
+      embed_fn: `embed_fn(model, microbatch)`, called in the pipeline for each microbatch. Like a loss function, it may
+        have the parameters `training` and `rngs`. It returns a pytree of arrays of shape (microbatch, ...), and of
+        scalars that are equal in every microbatch, such as a learned temperature.
+      loss_fn: `loss_fn(embeddings, batch)`, called once for the whole batch, with embeddings of shape (batch, ...) and
+        the same scalars. It returns what a loss function returns: a loss, `(loss_sum, weight)`, or either with a dict
+        of metrics. It cannot read the model's parameters: if it needs one, let `embed_fn` return it.
 
     Raises:
       TypeError: if a part is not a function of two arguments.
@@ -202,7 +202,7 @@ def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, count: int, state:
         warn_user(
             f"embed_fn combines the examples of a microbatch. It sees one of {count} microbatches, so the loss and "
             "its gradients are not those of the whole batch. Combine examples in loss_fn, which gets the embeddings of "
-            "the whole batch. If this is meant, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
+            "the whole batch. If you intend this, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
             MicrobatchLossWarning,
         )
     return mixes

@@ -64,7 +64,7 @@ def test_an_early_end_writes_the_trace_and_too_few_steps_are_told(tmp_path):
     assert events(tmp_path)
     t.message = seen.append
     t.fit([m.make_batch(8, 0)], steps=2, callbacks=[Profile(start=5, directory=tmp_path)])
-    assert seen == ["no profile: Profile(start=5), and fit ended after 2 steps"]
+    assert seen == ["no profile: Profile(start=5), but fit ended after 2 steps"]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -157,6 +157,6 @@ def test_states_of_callbacks_that_are_gone_are_left_out_with_a_warning():
     """Names of an older version, which counted callbacks of a class, are among them."""
     states, callback = CallbackStates(), EarlyStopping()
     states.restored({"EarlyStopping": {"best": 1.0, "bad": 2}})
-    with pytest.warns(UserWarning, match=r"left out: EarlyStopping\. .* begin anew: EarlyStopping\(loss\)\."):
+    with pytest.warns(UserWarning, match=r"left out: EarlyStopping\. .* without a state: EarlyStopping\(loss\)\."):
         states.begin([callback], resumed=True)
     assert callback.get_state()["bad"] == 0

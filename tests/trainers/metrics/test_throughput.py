@@ -31,7 +31,7 @@ def test_the_rows_of_a_process_stand_for_the_whole_batch():
 
 
 def test_misfits():
-    with pytest.raises(ValueError, match=r"of='labels'.*no such leaf, but 'in/mask', 'tokens'"):
+    with pytest.raises(ValueError, match=r"of='labels'.*no such leaf. Its leaves: 'in/mask', 'tokens'"):
         Throughput("tokens", of="labels").count(BATCH)
     with pytest.raises(ValueError, match=r"only the shape of this leaf"):
         Throughput("tokens", of="x").count({"x": jax.ShapeDtypeStruct((2, 3), np.int32)})

@@ -182,7 +182,7 @@ BOTH = {"data": 2, "fsdp": 2}
 
 
 def test_refusals():
-    with pytest.raises(MeshError, match=NO_AXIS + r"'tensor' \(of blocks/0/down/kernel\)\. Say what each stands for"):
+    with pytest.raises(MeshError, match=NO_AXIS + r"'tensor' \(of blocks/0/down/kernel\)\. Give each name a rule"):
         trainer("nnx", (None, "tensor"), mesh=BOTH)
     with pytest.raises(MeshError, match=r"of shape \(32, 8\) cannot be cut into 3 equal parts"):
         trainer("nnx", (None, "fsdp"), mesh={"fsdp": 3})
@@ -192,7 +192,7 @@ def test_refusals():
 
 def test_all_names_without_a_meaning_are_listed_at_once():
     listed = (
-        r"'embed' \(of Dense_0/kernel\), 'mlp' \(of Dense_0/kernel\)\. Say .*rules=\[\('embed', None\), \('mlp', None"
+        r"'embed' \(of Dense_0/kernel\), 'mlp' \(of Dense_0/kernel\)\. Give .*rules=\[\('embed', None\), \('mlp', None"
     )
     with pytest.raises(MeshError, match=NO_AXIS + listed):
         trainer("linen", mesh=BOTH)

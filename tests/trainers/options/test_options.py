@@ -100,7 +100,7 @@ REFUSED = [
     (lambda: Checkpoints("run", keep=2.5), ValueError, "keep=2.5: it must be a whole number of at least 1"),
     (lambda: Checkpoints("run", preemption_deadline=0), ValueError, "preemption_deadline=0: it must be"),
     (lambda: Training(on_nonfinite="wait"), ValueError, "on_nonfinite='wait': it must be"),
-    (lambda: Training(on_nonfinite="stop").rule(scaled=True), ValueError, "overflow is skipped"),
+    (lambda: Training(on_nonfinite="stop").rule(scaled=True), ValueError, "does not work with a loss scale"),
     (lambda: MeshOptions(mesh=build_mesh(2), axes={"data": 2}), ValueError, "both mesh= and axes= are"),
     (lambda: MeshOptions(sharding_rules=["embed"]), TypeError, "sharding_rules holds 'embed'"),
     (lambda: MeshOptions.of(3), TypeError, "mesh must be a jax.sharding.Mesh, an MpmdMesh"),

@@ -156,7 +156,7 @@ REFUSED = {
         lambda: optax.chain(
             optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)), optax.sgd(0.1)
         ),
-        r"the parameter layers/0/bias has shape \(\), and the parameter has \(4,\)\..*gradients of single examples",
+        r"the parameter layers/0/bias has shape \(\), but the parameter has \(4,\)\..*gradients of single examples",
     ),
     "lbfgs": (
         lambda: optax.lbfgs(),

@@ -168,7 +168,7 @@ def test_what_is_refused():
     for batch, head in ((ONE, "head_two"), (ONE, "head_two"), (TWO, "head")):
         with pytest.raises(ModelError, match=rf"depend on 6 of the 13 .*extra/\*, {head}/\*\. .*freeze them, training"):
             made.step_function(batch)
-    with pytest.raises(ModelError, match="the loss depends on no parameter of the 13, so nothing would be trained"):
+    with pytest.raises(ModelError, match="the loss depends on none of the 13 parameters, so nothing would be trained"):
         trainer(loss_fn=lambda model, batch: jnp.mean(batch["tokens"] * 1.0)).compile(ONE)
     with pytest.raises(ValueError, match=r"unused='ignore': it must be \"warn\" or \"error\""):
         Training(unused="ignore")  # type: ignore[arg-type]

@@ -188,7 +188,7 @@ def test_the_transport_is_closed_behind_the_meeting_at_the_end():
         (FakeCupy(14, available=False), True, "does not load: .*Reason", True),
         (FakeCupy(14, available=False), False, "does not load: .*Reason", False),
         (FakeCupy(14, refused=1), True, "cannot make a communicator: NcclError: NCCL_ERROR_UNHANDLED_CUDA", True),
-        (FakeCupy(14, alone=True), True, "cannot make a communicator: it was not there after 0.1 s", True),
+        (FakeCupy(14, alone=True), True, "cannot make a communicator: NCCL did not return within 0.1 s", True),
     ],
 )
 def test_the_doctor_looks_at_nccl(
