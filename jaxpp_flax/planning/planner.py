@@ -129,11 +129,11 @@ def plan(
       >>> from jaxpp_flax import PipelineStage, PipelineTrainer
       >>> layers = [PipelineStage(nnx.Linear(8, 8, rngs=nnx.Rngs(i)), name=f"layer_{i}") for i in range(4)]
       >>> model, loss = nnx.Sequential(*layers), lambda model, x: jnp.mean(model(x) ** 2)
-      >>> options = {"num_stages": 2, "num_microbatches": 4, "logging": False}
+      >>> options = {"num_stages": 2, "num_microbatches": 4, "mesh": {}, "logging": False}
       >>> found = plan(PipelineTrainer(model, optax.sgd(0.1), loss, **options), jnp.ones((8, 8)))
       >>> found.stage_sizes, found.residuals.is_kept  # what follows the last block counts as one
       ((2, 3), True)
-      >>> PipelineTrainer(model, optax.sgd(0.1), loss, plan=found, logging=False).num_stages
+      >>> PipelineTrainer(model, optax.sgd(0.1), loss, plan=found, mesh={}, logging=False).num_stages
       2
     """
     source = trainer if hasattr(trainer, "planning_step") else cast(Callable[[], Plannable], trainer)()
