@@ -46,7 +46,8 @@ def bytes_on_devices(others: set[int]) -> dict[Any, int]:
     shards = {
         (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
         for array in jax.live_arrays()
-        if id(array) not in others and not array.is_deleted() and not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+        if id(array) not in others and not array.is_deleted()
+        if not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
         for shard in array.addressable_shards
     }
     found: dict[Any, int] = {}
