@@ -48,7 +48,7 @@ class Processes:
         self.begun = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 closed by __exit__
         self.processes: list[Started | subprocess.Popen[bytes]] = []
-        # Threads as under the launcher: with fewer, a collective of two devices may stand still.
+        # Threads as under the launcher: with fewer, a collective of two devices may hang.
         threads = {k: v for k, v in device_environment(os.environ, devices).items() if k == "NPROC"}
         for index, file in enumerate(self.files):
             own = {

@@ -192,9 +192,12 @@ class Quoter:
             found.append(BlockTimes(Work(forward + saving, backward), again, Work(sums, back_sums)))
         return tuple(found)
 
+    def sizes(self, layout: Layout) -> Sizes:
+        """Return the number of blocks in each of a layout's stages, with the fastest slowest stage."""
+        return self._balanced(layout.stages, layout.axes_of_parameters.of_work)
+
     @lru_cache(maxsize=512)  # noqa: B019
-    def sizes(self, stages: int, axes: Axes) -> Sizes:
-        """Return the number of blocks in each of the stages, with the fastest slowest stage."""
+    def _balanced(self, stages: int, axes: Axes) -> Sizes:
         if stages == 1:
             return (len(self.model.names),)
         work = [of.work.total for of in self.work(self.model.traces[0].microbatch, axes)]
@@ -246,13 +249,11 @@ class Quoter:
         if layout.gather == "microbatch":
             return [0.0] * layout.pipeline
         axes, ranks = layout.axes_of_parameters, list(map(layout.order.rank_of, range(layout.stages)))
-        moved = self._gathered(
-            self.sizes(layout.stages, layout.axes_of_parameters.of_work), layout.microbatch, axes, ranks
-        )
+        moved = self._gathered(self.sizes(layout), layout.microbatch, axes, ranks)
         return [2 * nbytes / self.gather_bandwidth(axes) for nbytes in moved]
 
     def _stage_times(self, layout: Layout) -> tuple[StageTimes, ...]:
-        sizes = self.sizes(layout.stages, layout.axes_of_parameters.of_work)
+        sizes = self.sizes(layout)
         return self._times(sizes, layout.microbatch, layout.axes_of_parameters)
 
     @lru_cache(maxsize=4096)  # noqa: B019
@@ -301,7 +302,7 @@ class Quoter:
         """Return the model of the loop over microbatches in a layout."""
         axes, count = layout.axes_of_parameters, layout.num_microbatches(self.model.global_batch)
         loads = self.loads(layout.microbatch, axes, in_one_node=layout.devices <= self.device.per_node)
-        return loads.model(layout.order, count, self.sizes(layout.stages, layout.axes_of_parameters.of_work))
+        return loads.model(layout.order, count, self.sizes(layout))
 
     def quick(self, layout: Layout) -> float:
         """Return a quick estimate of the seconds of a step: without transfers between ranks, without a simulation."""
@@ -320,7 +321,7 @@ class Quoter:
         peak = self.device.peak_of("bfloat16")
         return QuotedStep(
             layout=layout,
-            sizes=self.sizes(layout.stages, layout.axes_of_parameters.of_work),
+            sizes=self.sizes(layout),
             seconds=seconds,
             spread=self.curves.spread,
             parts=parts,
@@ -365,7 +366,7 @@ class Quoter:
 
     def _sums(self, layout: Layout, stages: Sequence[int], *kinds: str) -> float:
         work = self.work(layout.microbatch, layout.axes_of_parameters)
-        sizes = self.sizes(layout.stages, layout.axes_of_parameters.of_work)
+        sizes = self.sizes(layout)
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         return sum(
             getattr(of.sums, kind)
@@ -379,7 +380,7 @@ class Quoter:
         group = self.group(layout.data, layout.tensor * layout.expert * layout.fsdp)
         # With "step", the loop has reduced the sums to shards.
         axes = replace(layout.axes_of_parameters, gather="microbatch")
-        sizes = self.sizes(layout.stages, layout.axes_of_parameters.of_work)
+        sizes = self.sizes(layout)
         found = _state_bytes(self.model, axes, sizes, tuple(map(layout.order.rank_of, range(layout.stages))))
         times = [
             (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device))
