@@ -81,9 +81,7 @@ def find_tree(path: Path) -> Path:
         raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such directory. Check the path.")
     begun = [place for place in (path, path.parent) if (place / "_CHECKPOINT_METADATA").exists()]
     if any(_TMP_MARK in part for part in path.parts) or not all(map(is_complete, begun)):
-        raise UnfinishedCheckpointError(
-            f"{path} is what is left of a save that was cut off, and cannot be restored. Restore an earlier one."
-        )
+        raise _cut_off(path)
     if _is_tree(path):
         return path
     items = sorted(child for child in path.iterdir() if child.is_dir() and _is_tree(child)) if path.is_dir() else []
@@ -99,10 +97,18 @@ def find_tree(path: Path) -> Path:
     if items:
         raise CheckpointNotFoundError(f"{path} holds several trees, {[item.name for item in items]}: pass one of them.")
     if (path / "manifest.ocdbt").exists() or (path / TREE_ITEM).is_dir():
+        if not is_complete(path):  # Orbax writes the mark of a begun checkpoint beside the first arrays, not before them.
+            raise _cut_off(path)
         raise CorruptCheckpointError(
             f"checkpoint {path} is damaged: its file _METADATA is missing. Restore another one (an earlier step)."
         )
     raise CheckpointNotFoundError(f"{path} is no Orbax checkpoint of a tree: it has no file _METADATA.")
+
+
+def _cut_off(path: Path) -> UnfinishedCheckpointError:
+    return UnfinishedCheckpointError(
+        f"{path} is what is left of a save that was cut off, and cannot be restored. Restore an earlier one."
+    )
 
 
 def _is_tree(path: Path) -> bool:
