@@ -19,9 +19,9 @@ from tests.helpers import slow
 from tests.verify.faults import MICROBATCHES, Fault, sums
 from tests.verify.test_faults import Bench
 
-WIDTH, STAGES, LAYERS = 64, 4, 2
+WIDTH, STAGES = 64, 4
 # The bytes of a block's parameters; its gradients, and each of Adam's moments, are as large.
-BLOCK = LAYERS * WIDTH * WIDTH * 4
+BLOCK = WIDTH * WIDTH * 4
 STAGE = 3 * BLOCK  # of one block, with its moments
 WHOLE = STAGES * STAGE
 ROWS = 2  # of a microbatch
@@ -33,12 +33,10 @@ SMALL = 5 * MICROBATCHES * ROWS * WIDTH * 4
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(LAYERS)])
+        self.layer = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = jax.numpy.tanh(layer(x))
-        return x
+        return jax.numpy.tanh(self.layer(x))
 
 
 def bytes_on_devices(others: set[int]) -> dict[Any, int]:
