@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -16,7 +15,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.helpers import batch_of, slow, tree_allclose
+from tests.helpers import batch_of, tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 from tests.trainers.models import Chain
 
@@ -79,22 +78,12 @@ def nnx_state(*features: str, layers: int = STAGES) -> tuple[Any, Any]:
     return graphdef, (params, rest)
 
 
-@pytest.mark.parametrize(
-    ("features", "schedule"),
-    [
-        (("norm", "counter", "dropout"), ZeroBubble),
-        *(slow(features, make) for features in (("norm",), ("counter",)) for make in (ZeroBubble, GPipe, Std1F1B)),
-    ],
-    ids=str,
-)
-def test_nnx_state(features: tuple[str, ...], schedule: type[Schedule]):
-    graphdef, state = nnx_state(*features)
-    ((_, rest), _), *_ = check(nnx_step(graphdef), state, BATCH, mesh_of(STAGES), schedule(STAGES)).history
-    if "norm" in features:
-        for rank, block in rest["blocks"].items():
-            assert block["norm"]["mean"].get_value().mpmd_idxs == (rank,), "statistics live in their own stage"
-    if "counter" in features:
-        assert [int(b["calls"].get_value()) for b in rest["blocks"].values()] == [MICROBATCHES] * STAGES
+def test_nnx_state():
+    graphdef, state = nnx_state("norm", "counter", "dropout")
+    ((_, rest), _), *_ = check(nnx_step(graphdef), state, BATCH, mesh_of(STAGES), ZeroBubble(STAGES)).history
+    for rank, block in rest["blocks"].items():
+        assert block["norm"]["mean"].get_value().mpmd_idxs == (rank,), "statistics live in their own stage"
+    assert [int(b["calls"].get_value()) for b in rest["blocks"].values()] == [MICROBATCHES] * STAGES
 
 
 def test_evaluation_uses_the_running_averages():

@@ -12,10 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import Memory
 from jaxpp_flax.verify import comparison, verification
 from jaxpp_flax.verify.runs import pieces
-from tests.helpers import slow
 from tests.verify.faults import MICROBATCHES, Fault, sums
 from tests.verify.test_faults import Bench
 
@@ -54,8 +52,7 @@ def bytes_on_devices(others: set[int]) -> dict[Any, int]:
     return found
 
 
-@pytest.mark.parametrize("remat", [None, slow("full")])
-def test_no_device_holds_more_than_its_stage_and_a_block(monkeypatch: pytest.MonkeyPatch, remat: Any):
+def test_no_device_holds_more_than_its_stage_and_a_block(monkeypatch: pytest.MonkeyPatch):
     """Clipping by the norm of all gradients needs them one after another; a fault is found with its block."""
     assert WHOLE > LIMIT + SMALL, "one device could hold the model's state"
     gc.collect()
@@ -84,7 +81,6 @@ def test_no_device_holds_more_than_its_stage_and_a_block(monkeypatch: pytest.Mon
         lambda model, x: (model(x) ** 2).mean(),
         num_stages=STAGES,
         num_microbatches=MICROBATCHES,
-        memory=Memory(remat=remat),
         logging=False,
     )
     x = np.random.default_rng(0).normal(size=(ROWS * MICROBATCHES, WIDTH)).astype(np.float32)
