@@ -67,13 +67,14 @@ class Layer(nn.Module):
 
 
 class LinenModel(nn.Module):
+    """Its layers are recomputed."""
+
     staged: bool
-    remat: bool = False
     stages: Any = STAGES
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        layer = nn.remat(Layer, prevent_cse=False)
         x = nn.Dense(DIM, name="first")(x)
         if self.staged:
             layers = linen.scan(layer, stages=self.stages, length=LAYERS, **AXES)
@@ -83,20 +84,9 @@ class LinenModel(nn.Module):
         return nn.Dense(DIM, name="last")(x)
 
 
-def test_linen():
-    plain = LinenModel(staged=False, remat=True)
-    params = plain.init(jax.random.key(0), BATCH["x"][0])
-    compiled, history = compare(plain.apply, LinenModel(staged=True, remat=True).apply, params)
-    (state, _) = history[-1][0]
-    for rank, length in enumerate(LENGTHS):
-        kernel = state["params"]["layers"][f"stage_{rank}"]["Dense_0"]["kernel"]
-        assert (kernel.mpmd_idxs, kernel.shape) == ((rank,), (length, DIM, DIM))
-    scans = count(compiled, "scan")
-    assert scans == {"fwd_0": 1, "fwd_bwd_1": 2, "bwd_0": 1}, "one scan for each stage and direction"
-
-
 DIVISIONS = {
     # parts, number of stages, which marks cut, the stage of each part
+    "a_number": (STAGES, STAGES, None, (0, 1)),
     "one_layer_in_each_part": ((1, 1, 1, 1, 1), 2, [2], (0, 0, 0, 1, 1)),
     "uneven": ((1, 3, 1), 3, None, (0, 1, 2)),
     "uneven_in_fewer_stages": ((2, 1, 1, 1), 3, [0, 2], (0, 1, 1, 2)),
@@ -105,13 +95,14 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("name", slow_but(DIVISIONS, "uneven_in_fewer_stages"))
-def test_divisions(name: str):
-    """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone."""
-    lengths, stages, cuts, home = DIVISIONS[name]
+def test_linen(name: str):
+    """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone, and scans them once."""
+    parts, stages, cuts, home = DIVISIONS[name]
+    lengths = LENGTHS if parts == STAGES else parts
     plain = LinenModel(staged=False)
     params = plain.init(jax.random.key(0), BATCH["x"][0])
-    staged = LinenModel(staged=True, stages=lengths)
-    compiled, history = compare(plain.apply, staged.apply, params, lengths, stages, cuts)
+    staged = LinenModel(staged=True, stages=parts)
+    compiled, history = compare(plain.apply, staged.apply, params, parts, stages, cuts)
     ((state, opt_state), (_, grads)) = history[-1]
     for tree in (state, opt_state[0].trace, grads):
         kernels = [tree["params"]["layers"][f"stage_{i}"]["Dense_0"]["kernel"] for i in range(len(lengths))]

@@ -251,7 +251,7 @@ def test_all_schedules():
     found = plan(trainer_of(num_stages=2), batch, schedules="all", hardware=CARD)
     named = plan(trainer_of(num_stages=2), batch, schedules="zero_bubble", hardware=CARD)
     assert found.seconds <= named.seconds
-    assert trainer_of(plan=found).compile(batch).memory_analysis()
+    assert trainer_of(plan=found, mesh={}).compile(batch).memory_analysis()
 
 
 def test_a_limit_moves_blocks_or_is_refused():

@@ -15,7 +15,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from tests.verify.faults import MICROBATCHES, Fault, sums
 from tests.verify.test_faults import Bench
 
-DIM, WIDE, STAGES = 6, 10, 3
+DIM, WIDE, STAGES = 6, 10, 2
 
 
 class Block(nnx.Module):

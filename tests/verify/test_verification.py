@@ -39,9 +39,8 @@ def square(model: Any, batch: Any) -> Any:
 
 def small_trainer(loss_fn: Any = square, **options: Any) -> PipelineTrainer:
     blocks = [PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i)), name=f"block_{i}") for i in range(2)]
-    return PipelineTrainer(
-        nnx.Sequential(*blocks), optax.adam(1e-3), loss_fn, num_stages=2, num_microbatches=2, logging=False, **options
-    )
+    tx, options = optax.sgd(0.1, momentum=0.9), {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
+    return PipelineTrainer(nnx.Sequential(*blocks), tx, loss_fn, **options)
 
 
 def state_of(trainer: PipelineTrainer) -> list[Any]:
