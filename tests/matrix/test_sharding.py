@@ -285,13 +285,6 @@ def test_explicit_data_parallel():
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
 
 
-def test_explicit_tensor_parallel():
-    check(
-        train_step(explicit_model), state_of(parameters(2)), BATCH, explicit_mesh(2, data=2, tensor=2),
-        state_specs=specs_of(TENSOR), data=DATA, expected=plain(),
-    )  # fmt: skip
-
-
 def stacked(layers: int) -> dict[str, np.ndarray]:
     parts = parameters(layers)
     return {name: np.stack([p[name] for p in parts]) for name in parts[0]}
