@@ -15,7 +15,6 @@ from flax import nnx
 from jaxpp_flax import linen
 from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.tracing.inline import MarkerPlacementError
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
@@ -200,18 +199,3 @@ def test_there_and_back_again():
         split = split_scanned(tree, "layers", stages)
         assert len(split["params"]["layers"]) == len(split["opt"][0].mu["layers"]) == stages
         tree_allclose(join_scanned(split, "layers"), tree, rtol=0, atol=0)
-
-
-def test_a_mark_inside_a_scan_is_refused_with_the_helper_as_remedy():
-    def loss(p: Any, b: Any) -> jax.Array:
-        x, _ = jax.lax.scan(lambda x, w: (mark_stage_end(jnp.tanh(x @ w)), None), b["x"], p)
-        return jnp.mean(x**2)
-
-    def step(params: Any, batch: Any) -> Any:
-        return treduce(lambda b: jax.value_and_grad(loss)(params, b), batch, Std1F1B(2))
-
-    with pytest.raises(
-        MarkerPlacementError,
-        match=r"inside `scan` at .*test_scanned_layers.*jaxpp_flax\.linen\.scan.*split_layers",
-    ):
-        mpmd_jit_with_loop(step, mesh_of(2))(np.zeros((2, DIM, DIM), np.float32), BATCH)
