@@ -103,7 +103,6 @@ def rematted(p: Any, x: jax.Array, mesh: Any = None) -> jax.Array:
 FORMS: dict[str, Callable[..., jax.Array]] = {
     "sums": lambda p, x, mesh=None: mapped(sums, mesh)(p, x),
     "moves": lambda p, x, mesh=None: mapped(moves, mesh)(p, x),
-    "summed": lambda p, x, mesh=None: mapped(summed, mesh)(p, x),
     "local": local,
     "partly_manual": partly_manual,
     "unchecked": lambda p, x, mesh=None: mapped(moves, mesh, check_vma=False)(p, x),
@@ -173,7 +172,7 @@ def test_meshes_of_ranks():
 
     def build(given: Any) -> Any:
         meshes = [None] * 3 if given is None else [given, mesh.unstack[1], mesh.abstract_submesh]
-        blocks = [partial(FORMS["summed"], mesh=each) for each in meshes]
+        blocks = [mapped(summed, each) for each in meshes]
         return step_of(chained(blocks[0], blocks[1]), chained(blocks[1], blocks[2]))
 
     check(build, mesh, "submesh")

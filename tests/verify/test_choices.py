@@ -18,7 +18,6 @@ from jaxpp_flax.engine.program.program import Program, Run
 from jaxpp_flax.schedules.task import TaskKind
 from jaxpp_flax.trainers import Memory
 from jaxpp_flax.verify import Choice, Report, verify
-from tests.helpers import slow
 from tests.verify.faults import MICROBATCHES, Fault, Step, edge
 from tests.verify.test_faults import Bench
 
@@ -84,20 +83,21 @@ def the_choice(report: Report) -> Choice:
     return choice
 
 
-@pytest.mark.parametrize("of_trainer", [False, slow(True)])
-def test_a_recomputed_router_is_told_and_the_remedy_helps(of_trainer: bool):
+def test_a_recomputed_router_is_told_and_the_remedy_helps():
     """A block that recomputes all of its forward makes the choice again; one that keeps the named choice does not."""
-    if of_trainer:
-        recomputing = verify(router_trainer(Router(0), memory=Memory(remat="full")), X)
-        saving = verify(router_trainer(Router(0), memory=Memory(remat=SAVED)), X)
-        assert (the_choice(recomputing).recomputed, the_choice(saving).recomputed) == (len(X), 0)
-        return
     report = verify(router_trainer(Router(0), Router(1), remat=["full", SAVED]), X)
     assert report.agrees, report
     choice = the_choice(report)
     assert (choice.count, choice.differ, choice.recomputed) == (2 * len(X), 0, len(X))
     assert choice.otherwise is None  # of a part, it is unknown
     assert "save_only_these_names" in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "recomputed"), [("full", len(X)), (SAVED, 0)])
+def test_the_remat_of_a_trainer_is_told_alike(remat: Any, recomputed: int):
+    report = verify(router_trainer(Router(0), memory=Memory(remat=remat)), X)
+    assert the_choice(report).recomputed == recomputed
 
 
 class Scanned(nnx.Module):
