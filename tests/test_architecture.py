@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
+import re
+import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -160,3 +164,16 @@ def test_an_exception_may_not_grow_and_is_taken_out_when_it_is_not_needed():
     assert faults(long=450, short=401, gone=500) == [
         f"{name}.py is not above 400 any more: take it out of EXCEPTIONS" for name in ("short", "gone")
     ]
+
+
+def test_each_library_that_a_module_imports_is_declared():
+    """Imports inside of functions are left out: some are of extras."""
+    statements = [s for source in package_sources() for s in ast.iter_child_nodes(source.nodes[0])]
+    imported = {a.name.split(".")[0] for s in statements if isinstance(s, ast.Import) for a in s.names}
+    imported |= {s.module.split(".")[0] for s in statements if isinstance(s, ast.ImportFrom) and s.module}
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[><=]", requirement)[0] for requirement in project["dependencies"]}
+    brought = {"orbax": "orbax-checkpoint", "jaxlib": "jax"}
+    libraries = imported - {*sys.stdlib_module_names, "jaxpp_flax"}
+    assert {"jax", "orbax"} <= libraries
+    assert {brought.get(name, name) for name in libraries} <= declared

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -50,15 +48,3 @@ def test_dockerfiles_copy_what_exists_and_install_extras_that_exist():
 
 def test_the_source_distribution_needs_no_file_that_git_ignores():
     assert all((ROOT / name).is_file() for name in (PROJECT["readme"], *PROJECT["license-files"]))
-
-
-def test_each_library_that_a_module_imports_is_declared():
-    """Imports inside of functions are left out: some are of extras."""
-    statements = [s for path in (ROOT / "jaxpp_flax").rglob("*.py") for s in ast.parse(path.read_text()).body]
-    imported = {a.name.split(".")[0] for s in statements if isinstance(s, ast.Import) for a in s.names}
-    imported |= {s.module.split(".")[0] for s in statements if isinstance(s, ast.ImportFrom) and s.module}
-    declared = {re.split(r"[\[><=]", requirement)[0] for requirement in PROJECT["dependencies"]}
-    brought = {"orbax": "orbax-checkpoint", "jaxlib": "jax"}
-    libraries = imported - {*sys.stdlib_module_names, "jaxpp_flax"}
-    assert {"jax", "orbax"} <= libraries
-    assert {brought.get(name, name) for name in libraries} <= declared

@@ -18,7 +18,7 @@ import jaxpp_flax.api as jaxpp
 from jaxpp_flax.api import distributed_utils
 from jaxpp_flax.engine.passes.place import PlacementWarning
 from jaxpp_flax.engine.program.program import Free, Run, Transfer
-from tests.helpers import slow, tree_allclose
+from tests.helpers import tree_allclose
 
 STAGES = 2
 BATCH = jax.random.normal(jax.random.key(0), (4, 2, 8))
@@ -112,16 +112,15 @@ class TestAcrossRanks:
 
 
 class TestPlaceWith:
-    @pytest.mark.parametrize("rank", [slow(0), 1])
-    def test_a_value_that_no_stage_reads(self, rank: int):
+    def test_a_value_that_no_stage_reads(self):
         def step(params: Any, counter: Any, batch: Any, *, hint: bool = True) -> Any:
             losses, grads = gradients(params, batch)
             count = {"count": counter + 1}
-            return losses, grads, jaxpp.place_with(count, grads[rank]) if hint else count
+            return losses, grads, jaxpp.place_with(count, grads[1]) if hint else count
 
         args = PARAMS, jnp.arange(3), BATCH
         *_, placed = compare(step, *args)
-        assert placed["count"].mpmd_idxs == (rank,)
+        assert placed["count"].mpmd_idxs == (1,)
         alone = jaxpp.mpmd_jit_with_loop(partial(step, hint=False), mesh_of()).compile(*args)
         assert alone.out_shardings[2]["count"].mesh_ids == {0, 1}, "where it goes without the hint"
 

@@ -11,10 +11,11 @@ import pytest
 
 from jaxpp_flax.api import MpmdArray
 from tests.examples.running import load_example
-from tests.helpers import slow, tree_allclose
+from tests.helpers import tree_allclose
 
 
-@pytest.mark.parametrize(("stages", "final_mark"), [(2, "yes"), slow(2, "no"), slow(4, "yes"), slow(4, "no")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "final_mark"), [(2, "yes"), (4, "no")])
 def test_manual_stages_with_both_placements_of_marks(stages: int, final_mark: str):
     example = load_example("jaxpp/manual_stages.py")
     example.main.__globals__["MICROBATCHES"] = 2  # the plain step compiles each of them

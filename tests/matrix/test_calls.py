@@ -136,28 +136,15 @@ def cond_inside(p: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-CASES = [
-    jit_around_each, jit_around_all, custom_vjp_inside, custom_jvp_around, vmap_over_the_batch, vmap_of_a_jit,
-    scan_inside, cond_inside,
-]  # fmt: skip
-
-
 # Bodies that stay whole are where a split backward may go wrong; those that are opened are like any other.
-DEFAULT = [
+CASES = [
     *((model, Std1F1B) for model in (jit_around_all, custom_jvp_around, vmap_of_a_jit)),
     *((model, ZeroBubble) for model in (custom_vjp_inside, scan_inside, cond_inside)),
+    *(slow(model, ZeroBubble) for model in (jit_around_each, vmap_over_the_batch)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "schedule"),
-    [
-        (model, schedule) if (model, schedule) in DEFAULT else slow(model, schedule)
-        for model in CASES
-        for schedule in (Std1F1B, ZeroBubble)
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize(("model", "schedule"), CASES, ids=lambda f: f.__name__)
 def test_equals_plain(model: Callable[..., jax.Array], schedule: type[Schedule]):
     compiled, _ = check(train_step(model), parameters(), BATCH, mesh_of(STAGES), schedule(STAGES))
     # Every stage does its own work: a stage that did nothing would still be right.

@@ -13,8 +13,8 @@ import pytest
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
-from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.helpers import batch_of, slow
+from jaxpp_flax.schedules import Interleaved1F1B, Schedule, ZeroBubble
+from tests.helpers import batch_of, slow_but
 from tests.matrix.harness import check, mesh_of
 
 MICROBATCHES, ROWS, DIM = 4, 16, 16
@@ -120,25 +120,14 @@ def parameters(case: str) -> list[np.ndarray]:
 
 
 # The other cases run in the tests below, on other schedules.
-SPLIT = ("encoder_decoder", "trees", "integers_and_masks")
-
-
-@pytest.mark.parametrize(
-    ("case", "schedule"),
-    [
-        (case, schedule) if case in SPLIT and schedule is ZeroBubble else slow(case, schedule)
-        for case in CASES
-        for schedule in (ZeroBubble, Std1F1B)
-    ],
-)
-def test_equals_plain(case: str, schedule: type[Schedule]):
+@pytest.mark.parametrize("case", slow_but(CASES, "encoder_decoder", "trees", "integers_and_masks"))
+def test_equals_plain(case: str):
     ranks = STAGES[case]
-    check(train_step(CASES[case]), parameters(case), BATCH, mesh_of(ranks), schedule(ranks))
+    check(train_step(CASES[case]), parameters(case), BATCH, mesh_of(ranks), ZeroBubble(ranks))
 
 
-@pytest.mark.parametrize("case", [slow("u_net"), "branches"])
-def test_interleaved(case: str):
-    check(train_step(CASES[case]), parameters(case), BATCH, mesh_of(2), Interleaved1F1B(4, 2))
+def test_interleaved():
+    check(train_step(branches), parameters("branches"), BATCH, mesh_of(2), Interleaved1F1B(4, 2))
 
 
 def test_a_skip_goes_straight_to_its_user():

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.carries import CarryError
-from jaxpp_flax.engine.tracing.inline import MarkerPlacementError
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.layers import PipelineStage
@@ -84,37 +83,6 @@ def test_a_first_stage_that_needs_what_a_later_one_made():
     assert "forward of stage 0 and written later, in the forward of stage 1" in text
 
 
-def test_a_carry_read_in_forward_and_written_in_backward():
-    def step(params: Any, scale: Any, batch: Any) -> Any:
-        def body(carry: Any, x: Any) -> Any:
-            def loss(p: Any) -> jax.Array:
-                return jnp.mean((mark_stage_end(jnp.tanh(x @ p[0]) * carry["scale"]) @ p[1]) ** 2)
-
-            value, grads = jax.value_and_grad(loss)(params)
-            return {"scale": carry["scale"] + grads[0][0]}, (value, grads)
-
-        return treduce(body, batch, Std1F1B(2), init={"scale": scale})
-
-    text = refusal(CarryError, step, WEIGHTS, np.ones(DIM, np.float32), BATCH)
-    assert "carry['scale']" in text
-    assert "read in the forward of stage 0 and written later, in the backward of stage 0" in text
-    assert "one stage and one direction" in text
-
-
-def test_boundaries_for_each_example():
-    """A loop over the examples would make each of them its own pipeline; `jax.vmap` does not."""
-
-    def step(params: Any, batch: Any) -> Any:
-        def loss(p: Any, x: Any) -> jax.Array:
-            return jnp.mean(jax.lax.map(lambda row: mark_stage_end(jnp.tanh(row @ p[0])) @ p[1], x) ** 2)
-
-        return treduce(lambda x: jax.value_and_grad(loss)(params, x), batch, Std1F1B(2))
-
-    text = refusal(MarkerPlacementError, step, WEIGHTS, BATCH)
-    assert "inside `scan` at " in text
-    assert "test_refusals.py" in text
-
-
 def train(params: Any, batch: Any, constraint: Any = None) -> Any:
     def loss(p: Any, x: Any) -> jax.Array:
         x = mark_stage_end(jnp.tanh(x @ p[0]))
@@ -124,24 +92,8 @@ def train(params: Any, batch: Any, constraint: Any = None) -> Any:
     return treduce(lambda x: jax.value_and_grad(loss)(params, x), batch, Std1F1B(2))
 
 
-def test_a_spec_with_an_axis_that_the_submesh_lacks():
-    text = refusal(ValueError, train, WEIGHTS, BATCH, mesh=mesh_of(2, data=2), in_specs=(P(), P(None, "model")))
-    assert "in_specs[1] is " in text
-    assert "no axis 'model'" in text
-    assert "['data', 'stage']. Use one of these, or make a mesh that has it" in text
-
-
 def test_a_constraint_with_an_axis_that_the_submesh_lacks():
     step = lambda p, b: train(p, b, P("model"))  # noqa: E731
     text = refusal(ValueError, step, WEIGHTS, BATCH, mesh=mesh_of(2, data=2))
     assert "axis: model of P" in text
     assert "may name ['data']. Use one of these, or make a mesh that has the axis" in text
-
-
-def test_mapping_the_loop():
-    def step(params: Any, batch: Any) -> Any:
-        return jax.vmap(lambda b: train(params, b))(batch)
-
-    text = refusal(TypeError, step, WEIGHTS, np.stack([BATCH, BATCH]))
-    assert "treduce cannot be vmapped from outside" in text
-    assert "inside its body" in text

@@ -15,7 +15,6 @@ from flax import nnx
 from jaxpp_flax import linen
 from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.tracing.inline import MarkerPlacementError
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
@@ -67,13 +66,14 @@ class Layer(nn.Module):
 
 
 class LinenModel(nn.Module):
+    """Its layers are recomputed."""
+
     staged: bool
-    remat: bool = False
     stages: Any = STAGES
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        layer = nn.remat(Layer, prevent_cse=False)
         x = nn.Dense(DIM, name="first")(x)
         if self.staged:
             layers = linen.scan(layer, stages=self.stages, length=LAYERS, **AXES)
@@ -83,21 +83,9 @@ class LinenModel(nn.Module):
         return nn.Dense(DIM, name="last")(x)
 
 
-@pytest.mark.parametrize("remat", [slow(False), True])
-def test_linen(remat: bool):
-    plain = LinenModel(staged=False, remat=remat)
-    params = plain.init(jax.random.key(0), BATCH["x"][0])
-    compiled, history = compare(plain.apply, LinenModel(staged=True, remat=remat).apply, params)
-    (state, _) = history[-1][0]
-    for rank, length in enumerate(LENGTHS):
-        kernel = state["params"]["layers"][f"stage_{rank}"]["Dense_0"]["kernel"]
-        assert (kernel.mpmd_idxs, kernel.shape) == ((rank,), (length, DIM, DIM))
-    scans = count(compiled, "scan")
-    assert scans == {"fwd_0": 1, "fwd_bwd_1": 2, "bwd_0": 1}, "one scan for each stage and direction"
-
-
 DIVISIONS = {
     # parts, number of stages, which marks cut, the stage of each part
+    "a_number": (STAGES, STAGES, None, (0, 1)),
     "one_layer_in_each_part": ((1, 1, 1, 1, 1), 2, [2], (0, 0, 0, 1, 1)),
     "uneven": ((1, 3, 1), 3, None, (0, 1, 2)),
     "uneven_in_fewer_stages": ((2, 1, 1, 1), 3, [0, 2], (0, 1, 1, 2)),
@@ -106,13 +94,14 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("name", slow_but(DIVISIONS, "uneven_in_fewer_stages"))
-def test_divisions(name: str):
-    """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone."""
-    lengths, stages, cuts, home = DIVISIONS[name]
+def test_linen(name: str):
+    """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone, and scans them once."""
+    parts, stages, cuts, home = DIVISIONS[name]
+    lengths = LENGTHS if parts == STAGES else parts
     plain = LinenModel(staged=False)
     params = plain.init(jax.random.key(0), BATCH["x"][0])
-    staged = LinenModel(staged=True, stages=lengths)
-    compiled, history = compare(plain.apply, staged.apply, params, lengths, stages, cuts)
+    staged = LinenModel(staged=True, stages=parts)
+    compiled, history = compare(plain.apply, staged.apply, params, parts, stages, cuts)
     ((state, opt_state), (_, grads)) = history[-1]
     for tree in (state, opt_state[0].trace, grads):
         kernels = [tree["params"]["layers"][f"stage_{i}"]["Dense_0"]["kernel"] for i in range(len(lengths))]
@@ -210,18 +199,3 @@ def test_there_and_back_again():
         split = split_scanned(tree, "layers", stages)
         assert len(split["params"]["layers"]) == len(split["opt"][0].mu["layers"]) == stages
         tree_allclose(join_scanned(split, "layers"), tree, rtol=0, atol=0)
-
-
-def test_a_mark_inside_a_scan_is_refused_with_the_helper_as_remedy():
-    def loss(p: Any, b: Any) -> jax.Array:
-        x, _ = jax.lax.scan(lambda x, w: (mark_stage_end(jnp.tanh(x @ w)), None), b["x"], p)
-        return jnp.mean(x**2)
-
-    def step(params: Any, batch: Any) -> Any:
-        return treduce(lambda b: jax.value_and_grad(loss)(params, b), batch, Std1F1B(2))
-
-    with pytest.raises(
-        MarkerPlacementError,
-        match=r"inside `scan` at .*test_scanned_layers.*jaxpp_flax\.linen\.scan.*split_layers",
-    ):
-        mpmd_jit_with_loop(step, mesh_of(2))(np.zeros((2, DIM, DIM), np.float32), BATCH)

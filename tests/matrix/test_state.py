@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -16,7 +15,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.helpers import batch_of, slow, tree_allclose
+from tests.helpers import batch_of, tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 from tests.trainers.models import Chain
 
@@ -79,22 +78,12 @@ def nnx_state(*features: str, layers: int = STAGES) -> tuple[Any, Any]:
     return graphdef, (params, rest)
 
 
-@pytest.mark.parametrize(
-    ("features", "schedule"),
-    [
-        (("norm", "counter", "dropout"), ZeroBubble),
-        *(slow(features, make) for features in (("norm",), ("counter",)) for make in (ZeroBubble, GPipe, Std1F1B)),
-    ],
-    ids=str,
-)
-def test_nnx_state(features: tuple[str, ...], schedule: type[Schedule]):
-    graphdef, state = nnx_state(*features)
-    ((_, rest), _), *_ = check(nnx_step(graphdef), state, BATCH, mesh_of(STAGES), schedule(STAGES)).history
-    if "norm" in features:
-        for rank, block in rest["blocks"].items():
-            assert block["norm"]["mean"].get_value().mpmd_idxs == (rank,), "statistics live in their own stage"
-    if "counter" in features:
-        assert [int(b["calls"].get_value()) for b in rest["blocks"].values()] == [MICROBATCHES] * STAGES
+def test_nnx_state():
+    graphdef, state = nnx_state("norm", "counter", "dropout")
+    ((_, rest), _), *_ = check(nnx_step(graphdef), state, BATCH, mesh_of(STAGES), ZeroBubble(STAGES)).history
+    for rank, block in rest["blocks"].items():
+        assert block["norm"]["mean"].get_value().mpmd_idxs == (rank,), "statistics live in their own stage"
+    assert [int(b["calls"].get_value()) for b in rest["blocks"].values()] == [MICROBATCHES] * STAGES
 
 
 def test_evaluation_uses_the_running_averages():
@@ -116,15 +105,13 @@ def test_evaluation_uses_the_running_averages():
 
 
 class LinenBlock(nn.Module):
-    train: bool = True
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.BatchNorm(use_running_average=not self.train, momentum=0.5)(nn.Dense(DIM, use_bias=False)(x))
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(DIM, use_bias=False)(x))
         count = self.variable("counts", "calls", lambda: jnp.int32(0))
         if not self.is_initializing():
             count.value = count.value + 1
-        return nn.Dropout(0.3, deterministic=not self.train)(jnp.tanh(x))
+        return jnp.tanh(x)
 
 
 class LinenModel(nn.Module):
@@ -136,27 +123,23 @@ class LinenModel(nn.Module):
 
 
 def linen_step(state: Any, batch: Any, schedule: Schedule | None) -> Any:
-    """Dropout's key is made from a step counter and the microbatch's index."""
-    params, rest, number = state
-    key = jax.random.fold_in(jax.random.key(7), number)
+    params, rest = state
 
     def loss(params: Any, rest: Any, b: Any) -> Any:
-        rngs = {"dropout": jax.random.fold_in(key, b["index"])}
-        x, rest = LinenModel().apply({"params": params, **rest}, b["x"], mutable=["batch_stats", "counts"], rngs=rngs)
+        x, rest = LinenModel().apply({"params": params, **rest}, b["x"], mutable=["batch_stats", "counts"])
         return jnp.mean((x - b["y"]) ** 2), rest
 
     def body(rest: Any, b: Any) -> Any:
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, b)
         return rest, (value, grads)
 
-    batch = {**batch, "index": jnp.arange(MICROBATCHES)}
     rest, (losses, grads) = treduce(body, batch, schedule, init=rest)
-    return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rest, number + 1), (losses, grads)
+    return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rest), (losses, grads)
 
 
 def test_linen_state():
     variables = LinenModel().init(jax.random.key(0), BATCH["x"][0])
-    state = (variables["params"], {k: v for k, v in variables.items() if k != "params"}, np.int32(0))
+    state = (variables["params"], {k: v for k, v in variables.items() if k != "params"})
     check(linen_step, state, BATCH, mesh_of(STAGES), Std1F1B(STAGES))
 
 

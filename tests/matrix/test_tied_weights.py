@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.helpers import slow, slow_but
+from tests.helpers import slow_but
 from tests.matrix.harness import assert_replicas_agree, check, mesh_of, replicated
 
 STAGES, MICROBATCHES, ROWS, DIM, VOCAB = 4, 4, 8, 16, 32
@@ -140,21 +140,18 @@ def parameters(case: str) -> Any:
     return {**params, "shared": {"kernel": PARAMETERS["shared"]["kernel"]}} if case == "three_stages" else params
 
 
-@pytest.mark.parametrize("schedule", [ZeroBubble, slow(Std1F1B)], ids=lambda schedule: schedule.__name__)
 @pytest.mark.parametrize("case", slow_but(CASES, "embedding", "stacked"))
-def test_gradients_and_updates(case: str, schedule: type[Schedule]):
+def test_gradients_and_updates(case: str):
     # SGD: Adam's division by the root of v would amplify the rounding of the smallest gradients.
     params, tx = parameters(case), optax.sgd(0.1, momentum=0.9)
     step = train_step(CASES[case][0], tx)
-    check(step, (params, tx.init(params)), tokens(), mesh_of(STAGES), schedule(STAGES))
+    check(step, (params, tx.init(params)), tokens(), mesh_of(STAGES), ZeroBubble(STAGES))
 
 
-@pytest.mark.parametrize("case", [slow("embedding"), "every_stage"])
-def test_tied_within_and_across_ranks(case: str):
+def test_tied_within_and_across_ranks():
     """Stages 0 and 2 are on one rank, 1 and 3 on the other."""
-    params, tx = parameters(case), optax.sgd(0.1)
-    step = train_step(CASES[case][0], tx)
-    check(step, (params, tx.init(params)), tokens(), mesh_of(2), Interleaved1F1B(STAGES, 2))
+    params, tx = parameters("every_stage"), optax.sgd(0.1)
+    check(train_step(every_stage, tx), (params, tx.init(params)), tokens(), mesh_of(2), Interleaved1F1B(STAGES, 2))
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "embedding"))
@@ -178,14 +175,13 @@ def test_copies_stay_identical_for_50_steps(case: str):
 class NnxTied(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
-        self.norm = nnx.LayerNorm(DIM, rngs=rngs)
         self.blocks = nnx.List([PipelineStage(nnx.Linear(DIM, DIM, rngs=rngs)) for _ in range(2)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.norm(self.embed(tokens))
+        x = self.embed(tokens)
         for block in self.blocks:
             x = jnp.tanh(block(x))
-        return self.embed.attend(self.norm(x))
+        return self.embed.attend(x)
 
 
 class LinenTied(nn.Module):

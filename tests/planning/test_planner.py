@@ -16,6 +16,7 @@ from jaxpp_flax.trainers import Memory, MeshOptions, Training
 from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 
+WIDTH = 16
 CARD = Hardware(flops=1e9, host_bandwidth=1e12)  # copies are almost free, and recomputation is not
 SLOW_LINK = Hardware(flops=1e12, host_bandwidth=1e3)
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.engine.passes.fsdp.rule.FsdpWarning")
@@ -25,7 +26,18 @@ def trainer_of(tx=None, **options) -> PipelineTrainer:
     options = {"num_microbatches": 8, "logging": False, **options}
     if "plan" not in options:
         options = {"num_stages": 4, **options}
-    return PipelineTrainer(m.Model(8, rngs=nnx.Rngs(0)), tx or optax.sgd(0.1), m.mean_loss, **options)
+    return PipelineTrainer(model(), tx or optax.sgd(0.1), m.squared_error, **options)
+
+
+def model() -> m.Chain:
+    """Eight blocks of one weight each: planning traces each leaf's sum again for every assignment."""
+    rngs = nnx.Rngs(0)
+    blocks = [nnx.Sequential(nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs), jnp.tanh) for _ in range(8)]
+    return m.Chain(PipelineStage(block, name=f"block_{i}") for i, block in enumerate(blocks))
+
+
+def batch_of(size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    return m.make_xy(size, WIDTH, seed)
 
 
 def exact_bytes(trainer, batch) -> list[int]:
@@ -41,7 +53,7 @@ def exact_bytes(trainer, batch) -> list[int]:
     ids=["1f1b", "interleaved"],
 )
 def test_sixty_percent_of_the_peak_trains_as_plain_jit_does(options, card, does, tmp_path):
-    batches = [m.make_batch(512, seed=seed) for seed in range(2)]
+    batches = [batch_of(512, seed=seed) for seed in range(2)]
     free = plan(trainer_of(**options), batches[0])
     assert free.residuals.is_kept
     limit = 0.6 * max(free.peak_bytes)
@@ -52,7 +64,7 @@ def test_sixty_percent_of_the_peak_trains_as_plain_jit_does(options, card, does,
     losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     assert trainer.plan.peak_bytes == found.peak_bytes
     assert trainer.plan.residuals == found.residuals
-    expected, after = m.plain_training(m.Model(8, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, batches, 8)
+    expected, after = m.plain_training(model(), optax.sgd(0.1), m.squared_error, batches, 8)
     tree_allclose(losses, expected, rtol=1e-5)
     tree_allclose(jax.device_get(trainer.state.params), after[-1], rtol=1e-5, atol=1e-6)
     assert max(exact_bytes(trainer, batches[0])) <= limit
@@ -78,7 +90,7 @@ DEFAULT = ("zbv", "data")
 
 @pytest.mark.parametrize("name", [*DEFAULT, *(slow(name) for name in OPTIONS if name not in DEFAULT)])
 def test_planned_bytes_are_the_compiled_steps_and_no_limit_that_they_meet_is_refused(name):
-    options, batch = {"tx": optax.adam(1e-2), **OPTIONS[name]}, m.make_batch(64)
+    options, batch = {"tx": optax.adam(1e-2), **OPTIONS[name]}, batch_of(64)
     exact = exact_bytes(trainer_of(assignment="even", **options), batch)
     found = plan(trainer_of(assignment="even", **options), batch, memory_limit=[1.001 * n for n in exact])
     np.testing.assert_allclose(found.peak_bytes, exact, rtol=0.05)
@@ -93,7 +105,7 @@ class Tower(nnx.Module):
         up, down = (nnx.with_partitioning(init, s) if spec else init for s in (spec, spec and spec[::-1]))
         self.layers = nnx.List([])
         with nnx.use_eager_sharding(False):
-            for i in range(4):
+            for i in range(2):
                 pair = (
                     nnx.Linear(width, 2 * width, use_bias=False, kernel_init=up, rngs=rngs),
                     nnx.Linear(2 * width, width, use_bias=False, kernel_init=down, rngs=rngs),
@@ -110,9 +122,7 @@ class Tower(nnx.Module):
     ("axes", "spec", "fsdp", "schedule", "rows"),
     [
         ({"tensor": 2}, (None, "tensor"), "microbatch", "zero_bubble", 64),
-        slow({"data": 2, "tensor": 2}, (None, "tensor"), "microbatch", "1f1b", 64),
         ({"fsdp": 2}, ("fsdp", None), "step", "gpipe", 16),
-        slow({"fsdp": 2}, ("fsdp", None), "microbatch", "1f1b", 64),
         slow({"tensor": 4}, (None, "tensor"), "microbatch", "gpipe", 512),
     ],
 )
@@ -120,7 +130,7 @@ def test_weights_in_parts(axes, spec, fsdp, schedule, rows):
     def trainer():
         return PipelineTrainer(
             Tower(spec, nnx.Rngs(0)), optax.adam(1e-3), m.squared_error, num_stages=2, num_microbatches=4,
-            schedule=schedule, mesh=MeshOptions(axes=axes, fsdp=fsdp), logging=False, assignment=[2, 2],
+            schedule=schedule, mesh=MeshOptions(axes=axes, fsdp=fsdp), logging=False, assignment=[1, 1],
         )  # fmt: skip
 
     batch = {"x": jnp.ones((rows, 64)), "y": jnp.zeros((rows, 64))}
@@ -158,68 +168,11 @@ def test_a_state_of_no_parameter_counts():
         plan(trainer(), batch, memory_limit=0.3 * max(exact))
 
 
-class TransformerBlock(nnx.Module):
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
-        self.qkv, self.out = nnx.Linear(width, 3 * width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
-        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
-
-    def __call__(self, x):
-        heads = (a.reshape(*a.shape[:2], 4, -1) for a in jnp.split(self.qkv(self.norms[0](x)), 3, -1))
-        x = x + self.out(jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape))
-        return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
-
-
-class GPT(nnx.Module):
-    def __init__(self, width: int, num_blocks: int, rngs: nnx.Rngs):
-        self.embed, self.head = nnx.Embed(64, width, rngs=rngs), nnx.Linear(width, 64, rngs=rngs)
-        blocks = [TransformerBlock(width, rngs) for _ in range(num_blocks)]
-        self.blocks = nnx.List([PipelineStage(block, name=f"block_{i}") for i, block in enumerate(blocks)])
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def next_token_loss(model, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
-
-
-@pytest.mark.slow
-def test_a_gpt_trains_with_sixty_percent_of_the_peak_in_at_most_1_05_of_the_step():
-    """Copies take as much of a step as for a model of 7B parameters on PCIe 5 (`benchmarks/residuals.py`)."""
-    rng = np.random.default_rng(0)
-    batches = [{k: rng.integers(0, 64, (32, 16)) for k in "xy"} for _ in range(2)]
-
-    def trainer_with(**options) -> PipelineTrainer:
-        return PipelineTrainer(
-            GPT(64, 8, nnx.Rngs(0)), optax.sgd(0.1), next_token_loss, num_stages=8, num_microbatches=16,
-            schedule="1f1b", logging=False, **options,
-        )  # fmt: skip
-
-    card = Hardware(flops=400e12, host_bandwidth=50e9)
-    full = plan(trainer_with(), batches[0], hardware=card)
-    held = trainer_with().compile(batches[0]).stages[0].activation_bytes
-    seconds = full.seconds / (16 + 7)  # of a forward and a backward
-    card = Hardware(flops=400e12, host_bandwidth=held / (0.79 * seconds))
-    limit = 0.6 * max(full.peak_bytes)
-    found = plan(trainer_with(), batches[0], memory_limit=limit, hardware=card)
-    trainer = trainer_with(plan=found)
-    losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
-    assert max(found.peak_bytes) <= limit
-    assert found.seconds <= 1.05 * full.seconds
-    assert any(stage.offload for stage in found.residuals.stages)
-    expected, _ = m.plain_training(GPT(64, 8, nnx.Rngs(0)), optax.sgd(0.1), next_token_loss, batches, 16)
-    tree_allclose(losses, expected, rtol=1e-5)
-
-
 # ------------------------------------------------------------------ schedules, costs, stages
 
 
 def test_the_best_of_several_schedules():
-    batch = m.make_batch(64)
+    batch = batch_of(64)
     found = plan(trainer_of(), batch, schedules=["1f1b", "zero_bubble"], hardware=CARD)
     assert found.schedule == by_name("zero_bubble", 4)
     assert found.notes[-1] == "the best of 2 schedules"
@@ -237,15 +190,15 @@ def test_the_best_of_several_schedules():
 
 @pytest.mark.slow
 def test_all_schedules():
-    batch = m.make_batch(64)
+    batch = batch_of(64)
     found = plan(trainer_of(num_stages=2), batch, schedules="all", hardware=CARD)
     named = plan(trainer_of(num_stages=2), batch, schedules="zero_bubble", hardware=CARD)
     assert found.seconds <= named.seconds
-    assert trainer_of(plan=found).compile(batch).memory_analysis()
+    assert trainer_of(plan=found, mesh={}).compile(batch).memory_analysis()
 
 
 def test_a_limit_moves_blocks_or_is_refused():
-    batch, options = m.make_batch(64), {"schedule": "gpipe", "num_stages": 3, "assignment": "balanced"}
+    batch, options = batch_of(64), {"schedule": "gpipe", "num_stages": 3, "assignment": "balanced"}
     most = plan(trainer_of(**options), batch).peak_bytes
     tight = plan(trainer_of(**options), batch, memory_limit=[most[0] - 1, 1e12, 1e12])
     assert tight.peak_bytes[0] < most[0]
@@ -262,7 +215,7 @@ def test_a_limit_moves_blocks_or_is_refused():
 
 
 def test_measured_costs_move_blocks():
-    batch, trainer = m.make_batch(16), trainer_of(num_stages=2)
+    batch, trainer = batch_of(16), trainer_of(num_stages=2)
     trainer.train_step(batch)
     profile = trainer.profile_step(batch)
     found = plan(trainer, batch, costs=profile)
@@ -295,18 +248,18 @@ def test_measured_costs_move_blocks():
 )
 def test_what_is_refused(options, error, text):
     with pytest.raises(error, match=text):
-        plan(trainer_of(), m.make_batch(64), **options)
+        plan(trainer_of(), batch_of(64), **options)
 
 
 def test_a_plan_needs_a_pipeline():
     with pytest.raises(ValueError, match=r"a plan needs a pipeline"):
-        plan(trainer_of(num_stages=1), m.make_batch(64))
+        plan(trainer_of(num_stages=1), batch_of(64))
     with pytest.raises(LimitError, match="memory_limit"):  # a pipeline of one rank
-        plan(trainer_of(num_stages=1, mesh={"data": 1}), m.make_batch(64), memory_limit=10)
+        plan(trainer_of(num_stages=1, mesh={"data": 1}), batch_of(64), memory_limit=10)
 
 
 def test_what_the_trainer_fixes_stays():
-    batch, residuals = m.make_batch(64), ResidualPlan([StageResiduals(recompute=True)] * 4)
+    batch, residuals = batch_of(64), ResidualPlan([StageResiduals(recompute=True)] * 4)
     found = plan(lambda: trainer_of(assignment=[1, 2, 3, 2], memory=Memory(residuals=residuals)), batch)
     assert found.stage_sizes == (1, 2, 3, 3)
     assert found.residuals == residuals

@@ -26,7 +26,7 @@ H, X = (64, 256), (64, 64)  # of a microbatch: what a policy names, and what goe
 
 class Block(nnx.Module):
     def __init__(self, policy, effect, rngs):
-        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+        self.up, self.down = (nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((64, 256), (256, 64)))
         self.policy, self.effect = policy, effect
 
     def run(self, x):
@@ -43,7 +43,7 @@ class Block(nnx.Module):
 
 class Blocks(nnx.Module):
     def __init__(self, policy, effect, rngs):
-        blocks = [Block(policy, effect, rngs) for _ in range(4)]
+        blocks = [Block(policy, effect, rngs) for _ in range(2)]
         self.blocks = nnx.List([PipelineStage(block, name=f"b{i}") for i, block in enumerate(blocks)])
 
     def __call__(self, x):
@@ -59,7 +59,7 @@ def trainer_of(policy=None, effect=False, **options):
     return PipelineTrainer(
         Blocks(policy, effect, nnx.Rngs(0)), optax.sgd(0.1), lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2),
         num_stages=2, num_microbatches=8, schedule="gpipe", logging=False,
-        assignment=[2, 2], **options,
+        assignment=[1, 1], **options,
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def kept(trainer) -> list[tuple[int, ...]]:
 def test_a_value_that_a_policy_saves_is_not_recomputed(place):
     residuals, of_trainer = ResidualPlan([StageResiduals(recompute=True)] * 2), None if place == "block" else SAVED
     trainer = trainer_of(SAVED if place == "block" else None, memory=Memory(remat=of_trainer, residuals=residuals))
-    assert kept(trainer).count(H) == 2
+    assert kept(trainer).count(H) == 1
 
 
 def test_full_remat_saves_nothing_from_a_plan():
@@ -81,9 +81,9 @@ def test_full_remat_saves_nothing_from_a_plan():
     assert kept(trainer_of(memory=memory)) == [X]
 
 
-@pytest.mark.parametrize("limit", [1_700_000, 1_250_000])
+@pytest.mark.parametrize("limit", [850_000, 720_000])
 def test_a_limit_counts_what_policies_save(limit):
-    """The saved values of 8 microbatches alone are 1.05 MB in each stage: they move to the host."""
+    """The saved values of 8 microbatches alone are 0.52 MB in each stage: they move to the host."""
     found = plan(trainer_of(SAVED), BATCH, memory_limit=limit, hardware=CARD)
     trainer = trainer_of(SAVED, memory=Memory(residuals=found.residuals))
     for rank, predicted in zip(trainer.compile(BATCH).memory_analysis(), found.peak_bytes, strict=True):
@@ -97,7 +97,7 @@ def test_a_policy_that_offloads_takes_no_device_memory():
     assert [r.held_bytes for r in rows] == list(found.peak_bytes)
 
 
-@pytest.mark.parametrize("limit", [2_600_000, 2_200_000])
+@pytest.mark.parametrize("limit", [1_300_000, 1_100_000])
 def test_a_stage_with_effects_is_not_recomputed(limit):
     residuals = plan(trainer_of(effect=True), BATCH, memory_limit=limit, hardware=CARD).residuals
     assert not residuals.is_kept

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.planning.profile import task_costs
@@ -26,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("verified")
 
 
 def trainer(schedule: object, num_stages: int = 3, **options: object) -> PipelineTrainer:
-    model = m.Model(4, rngs=nnx.Rngs(0))
     options = {"num_microbatches": 4, "logging": False, **options}
-    return PipelineTrainer(model, optax.adam(0.01), m.mean_loss, num_stages=num_stages, schedule=schedule, **options)
+    tx = optax.adam(0.01)
+    return PipelineTrainer(m.Layers(4), tx, m.squared_error, num_stages=num_stages, schedule=schedule, **options)
 
 
 def on_host(tree: object) -> object:
@@ -41,17 +40,17 @@ def measured():
     found = {}
     for name in ("1f1b", "zero_bubble"):
         t = trainer(name)
-        t.train_step(m.make_batch(8, 0))
-        found[name] = (t.profile_step(m.make_batch(8, 1)), t)
+        t.train_step(m.make_xy(8))
+        found[name] = (t.profile_step(m.make_xy(8, seed=1)), t)
     return found
 
 
 def test_a_measured_step_trains_as_any_other(measured):
     profile, t = measured["zero_bubble"]
     same = trainer("zero_bubble")
-    same.train_step(m.make_batch(8, 0))
+    same.train_step(m.make_xy(8))
     before = on_host(same.state.params)
-    metrics = same.train_step(m.make_batch(8, 1))
+    metrics = same.train_step(m.make_xy(8, seed=1))
     assert t.step == 2
     tree_allclose(on_host(profile.metrics), on_host(metrics), rtol=0, atol=0)
     tree_allclose(on_host(t.state), on_host(same.state), rtol=0, atol=0)
@@ -107,7 +106,7 @@ def test_memory_is_in_bytes(measured):
     profile, _ = measured["zero_bubble"]
     held = profile.stages[1].activation_bytes
     # At least the input of the stage's one block: microbatches of two examples, float32.
-    assert held >= 2 * m.LENGTH * m.WIDTH * 4
+    assert held >= 2 * m.Layers.WIDTH * 4
     live = by_name("zero_bubble", 3).max_live_microbatches(1, 4)
     assert profile.measured.peak_memory[1] >= held
     assert profile.measured.peak_memory[1] <= live * max(held, profile.stages[1].weight_bytes)
@@ -119,7 +118,7 @@ def test_memory_is_in_bytes(measured):
 def test_one_stage_without_a_mesh_has_no_tasks():
     t = trainer("1f1b", num_stages=1)
     with pytest.raises(ValueError, match=r"profile_step needs a pipeline.*num_stages=1.*mesh=\{'data': 1\}"):
-        t.profile_step(m.make_batch(8))
+        t.profile_step(m.make_xy(8))
     assert t.step == 0
     with pytest.raises(ValueError, match=r"use_schedule\('gpipe'\) needs a pipeline"):
         t.use_schedule("gpipe")
@@ -165,7 +164,7 @@ def test_changing_the_schedule_changes_no_result():
     steady, moving = trainer("1f1b", 2), trainer("1f1b", 2)
     for number, (name, stages) in enumerate([("zero_bubble", 2), ("zbv", 4), ("interleaved_1f1b", 4), ("1f1b", 2)]):
         moving.use_schedule(name, stages)
-        batch = m.make_batch(8, number)
+        batch = m.make_xy(8, seed=number)
         tree_allclose(on_host(moving.train_step(batch)), on_host(steady.train_step(batch)), rtol=1e-5)
         assert moving.schedule == by_name(name, stages, 2)
         assert moving.num_stages == stages
@@ -173,6 +172,6 @@ def test_changing_the_schedule_changes_no_result():
     moving.use_schedule(by_name("zbv", 4, 2))
     assert moving.num_stages == 4
     # Inference is not bound to the schedule's number of microbatches, nor to its backward.
-    assert moving.evaluate([m.make_batch(3)])["loss"] == pytest.approx(steady.evaluate([m.make_batch(3)])["loss"])
+    assert moving.evaluate([m.make_xy(3)])["loss"] == pytest.approx(steady.evaluate([m.make_xy(3)])["loss"])
     with pytest.raises(ValueError, match=r"num_stages=3 cannot be divided evenly"):
         moving.use_schedule("interleaved_1f1b", 3)

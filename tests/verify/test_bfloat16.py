@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from jaxpp_flax import PipelineStage, PipelineTrainer
 from tests.trainers import models as m
 from tests.trainers.test_matches_plain import make_trainer
 from tests.verify.faults import MICROBATCHES, STAGES, all_faults
 from tests.verify.test_faults import Bench
 
+WIDTH = 8
 # What rounds to bfloat16, or nearly so, is no bug there.
 FAULTS = [fault for fault in all_faults() if "cast" not in fault.name and "in bfloat16" not in fault.name]
 
@@ -24,10 +28,16 @@ def bench() -> Iterator[Bench]:
         yield Bench(patch, trainer, m.make_batch(4 * MICROBATCHES))
 
 
-def test_what_a_late_block_reads_wrongly_is_found(bench: Bench):
+def test_what_a_late_block_reads_wrongly_is_found(monkeypatch: pytest.MonkeyPatch):
     """If the rounding of all blocks before counted, it would explain zeros."""
+    blocks = [PipelineStage(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)), name=f"block_{i}") for i in range(STAGES)]
+    trainer = PipelineTrainer(
+        nnx.Sequential(*blocks), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=STAGES,
+        num_microbatches=MICROBATCHES, precision="bfloat16", logging=False,
+    )  # fmt: skip
+    x = np.random.default_rng(0).normal(size=(4 * MICROBATCHES, WIDTH)).astype(np.float32)
     (fault,) = (fault for fault in FAULTS if fault.name == "1 sends 2 zeros")
-    first = bench.find(fault).first
+    first = Bench(monkeypatch, trainer, x).find(fault).first
     assert first is not None
     assert first.block in fault.blocks
 

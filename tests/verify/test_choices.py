@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jaxpp_flax.engine.program.program import Program, Run
 from jaxpp_flax.schedules.task import TaskKind
 from jaxpp_flax.trainers import Memory
 from jaxpp_flax.verify import Choice, Report, verify
-from tests.helpers import slow
 from tests.verify.faults import MICROBATCHES, Fault, Step, edge
 from tests.verify.test_faults import Bench
 
@@ -60,8 +60,10 @@ class TwinsAndRouter(nnx.Module):
         return nnx.remat(Router.__call__)(self.router, self.twins(x))
 
 
-def router_trainer(*blocks: nnx.Module, remat: Any = None, memory: Memory | None = None) -> PipelineTrainer:
-    stages = [PipelineStage(block, name=f"block_{i}", remat=remat) for i, block in enumerate(blocks)]
+def router_trainer(*blocks: nnx.Module, remat: Any = (), memory: Memory | None = None) -> PipelineTrainer:
+    """A stage for each block; `remat` has what each recomputes."""
+    pairs = zip_longest(blocks, remat)
+    stages = [PipelineStage(block, name=f"block_{i}", remat=of) for i, (block, of) in enumerate(pairs)]
     return PipelineTrainer(
         nnx.Sequential(*stages), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=len(blocks),
         num_microbatches=MICROBATCHES, memory=memory, logging=False,
@@ -81,22 +83,21 @@ def the_choice(report: Report) -> Choice:
     return choice
 
 
-@pytest.mark.parametrize(
-    ("options", "recomputed"),
-    [
-        ({"remat": "full"}, 2 * len(X)),
-        ({"remat": SAVED}, 0),
-        slow({"memory": Memory(remat="full")}, 2 * len(X)),
-        slow({"memory": Memory(remat=SAVED)}, 0),
-    ],
-)
-def test_a_recomputed_router_is_told_and_the_remedy_helps(options: dict[str, Any], recomputed: int):
-    report = verify(router_trainer(Router(0), Router(1), **options), X)
+def test_a_recomputed_router_is_told_and_the_remedy_helps():
+    """A block that recomputes all of its forward makes the choice again; one that keeps the named choice does not."""
+    report = verify(router_trainer(Router(0), Router(1), remat=["full", SAVED]), X)
     assert report.agrees, report
     choice = the_choice(report)
-    assert (choice.count, choice.differ, choice.recomputed) == (2 * len(X), 0, recomputed)
-    assert choice.otherwise == (0 if recomputed else None)
-    assert ("save_only_these_names" in str(report)) == bool(recomputed)
+    assert (choice.count, choice.differ, choice.recomputed) == (2 * len(X), 0, len(X))
+    assert choice.otherwise is None  # of a part, it is unknown
+    assert "save_only_these_names" in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "recomputed"), [("full", len(X)), (SAVED, 0)])
+def test_the_remat_of_a_trainer_is_told_alike(remat: Any, recomputed: int):
+    report = verify(router_trainer(Router(0), memory=Memory(remat=remat)), X)
+    assert the_choice(report).recomputed == recomputed
 
 
 class Scanned(nnx.Module):
@@ -133,29 +134,30 @@ def scanned_choice(report: Report) -> Choice:
     return choice
 
 
-@pytest.mark.parametrize(
-    ("options", "remat", "count", "recomputed"),
-    [
-        ({}, None, 4 * len(X), 4 * len(X)),
-        ({"policy": SAVED}, None, 4 * len(X), 0),
-        ({"twice": True}, None, 8 * len(X), 8 * len(X)),
-        slow({"policy": jax.checkpoint_policies.everything_saveable}, "full", 4 * len(X), 4 * len(X)),
-    ],
-)
-def test_choices_inside_scans_are_counted(options: dict[str, Any], remat: Any, count: int, recomputed: int):
-    report = verify(router_trainer(Scanned(0, **options), Scanned(1, **options), remat=remat), X)
+def test_choices_inside_scans_are_counted():
+    """One block scans its two routers twice and recomputes them; the other one keeps the choices that have a name."""
+    report = verify(router_trainer(Scanned(0, twice=True), Scanned(1, policy=SAVED)), X)
     choice = scanned_choice(report)
-    assert (choice.count, choice.differ, choice.recomputed) == (count, 0, recomputed)
-    assert choice.otherwise == (0 if recomputed else None)
-    assert ("save_only_these_names" in str(report)) == bool(recomputed)
+    assert (choice.count, choice.differ) == ((4 + 2) * len(X), 0)
+    assert (choice.recomputed, choice.otherwise) == (4 * len(X), None)
+    assert "save_only_these_names" in str(report)
+
+
+@pytest.mark.slow
+def test_a_scan_in_a_stage_that_is_recomputed():
+    saves = {"policy": jax.checkpoint_policies.everything_saveable}
+    choice = scanned_choice(verify(router_trainer(Scanned(0, **saves), Scanned(1, **saves), remat=["full"] * 2), X))
+    assert (choice.count, choice.recomputed, choice.otherwise) == (4 * len(X), 4 * len(X), 0)
 
 
 def test_a_tie_that_rounding_decides_otherwise_is_counted_and_is_no_difference(monkeypatch: pytest.MonkeyPatch):
     """A fault behind it is found all the same."""
-    bench = Bench(monkeypatch, router_trainer(Twins(0), Router(1), Router(2)), X)
+    bench = Bench(monkeypatch, router_trainer(Twins(0), Router(1)), X)
     report = bench.find(Fault("", edge(0, 1, lambda x, _: nudged(x)), (), ()))
     assert report.agrees, report
-    assert the_choice(report).differ == len(X)
+    choice = the_choice(report)
+    assert (choice.differ, choice.recomputed, choice.otherwise) == (len(X), 0, None)
+    assert "save_only_these_names" not in str(report)
 
     def both(x: Any, _: Any) -> Any:
         return nudged(x) * 1.01
@@ -163,13 +165,6 @@ def test_a_tie_that_rounding_decides_otherwise_is_counted_and_is_no_difference(m
     report = bench.find(Fault("", edge(0, 1, both), (), ()))
     assert report.first is not None
     assert report.first.kind == "choice"
-
-
-def test_a_tie_inside_a_scan_is_counted_and_is_no_difference(monkeypatch: pytest.MonkeyPatch):
-    """What the pipeline chooses in one step of a scan is what the plain side goes on with."""
-    bench = Bench(monkeypatch, router_trainer(Twins(0), Scanned(1), Scanned(2)), X)
-    choice = scanned_choice(bench.find(Fault("", edge(0, 1, lambda x, _: nudged(x)), (), ())))
-    assert (choice.differ, choice.otherwise) == (len(X), 0)
 
 
 def nudge_residuals(program: Program, instruction: Any, step: Step) -> Step:
@@ -200,8 +195,11 @@ def test_a_recomputation_that_chooses_otherwise_is_counted(monkeypatch: pytest.M
     assert "save_only_these_names" in str(report)
 
 
-def test_a_scan_that_chooses_otherwise_when_it_is_recomputed_is_counted(monkeypatch: pytest.MonkeyPatch):
+def test_a_scan_that_chooses_otherwise_is_counted(monkeypatch: pytest.MonkeyPatch):
+    """What the pipeline chooses in one step of a scan is what the plain side goes on with."""
     bench = Bench(monkeypatch, router_trainer(Twins(0), Scanned(1), Twins(2)), X)
+    choice = scanned_choice(bench.find(Fault("", edge(0, 1, lambda x, _: nudged(x)), (), ())))
+    assert (choice.differ, choice.otherwise) == (len(X), 0)
     choice = scanned_choice(bench.find(Fault("", nudge_residuals, (), ())))
     assert (choice.differ, choice.recomputed) == (0, 2 * len(X))
     assert choice.otherwise is not None

@@ -27,7 +27,9 @@ class Tied(nnx.Module):
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
-        self.blocks = nnx.List([PipelineStage(m.Block(rngs=rngs), name=f"block_{i}") for i in range(2)])
+        self.blocks = nnx.List(
+            [PipelineStage(nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs), name=f"block_{i}") for i in range(2)]
+        )
 
     def __call__(self, tokens: Any) -> Any:
         x = self.embed(tokens)
@@ -66,9 +68,9 @@ FAULTS = {
         "embed/embedding",
         "unknown",
     ),
-    "takes one shard for all": (sums(all_parts, lambda state: state[0]), "blocks/1/narrow/bias", "unknown"),
-    "averages shards": (sums(all_parts, lambda state: state.mean(0)), "blocks/1/narrow/bias", "number of shards (1/2)"),
-    "adds shards twice": (sums(all_parts, lambda state: 2 * state.sum(0)), "blocks/1/narrow/bias", "doubled reduction"),
+    "takes one shard for all": (sums(all_parts, lambda state: state[0]), "blocks/1/bias", "unknown"),
+    "averages shards": (sums(all_parts, lambda state: state.mean(0)), "blocks/1/bias", "number of shards (1/2)"),
+    "adds shards twice": (sums(all_parts, lambda state: 2 * state.sum(0)), "blocks/1/bias", "doubled reduction"),
 }
 
 

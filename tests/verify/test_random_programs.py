@@ -22,7 +22,6 @@ from jaxpp_flax.verify import Report, verify
 from tests.fuzz.layers import DIM
 from tests.fuzz.programs import OPTIMIZERS, Program, arguments, draw, model
 from tests.fuzz.test_random_programs import many
-from tests.helpers import slow_but
 from tests.trainers.test_matches_plain import mesh_of
 
 # A program may mix examples, and its products may take what is random in float32: neither is a difference.
@@ -111,9 +110,9 @@ def check_seeds(seeds: Iterable[int]) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(3), 0))
-def test_a_random_program(seed: int):
-    check_seeds([seed])
+def test_a_random_program():
+    """One of few layers, in bfloat16, sharded, with a choice for each row."""
+    check_seeds([77])
 
 
 @pytest.mark.slow

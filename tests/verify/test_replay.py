@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -20,17 +19,11 @@ from tests.trainers import models as m
 
 def make_trainer(**options: Any) -> PipelineTrainer:
     options = {"num_stages": 2, "mesh": {"data": 2}, **options}
-    return PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)),
-        optax.adam(1e-2),
-        m.loss_with_metrics,
-        num_microbatches=2,
-        logging=False,
-        **options,
-    )
+    tx = optax.sgd(0.1, momentum=0.9)
+    return PipelineTrainer(m.Layers(), tx, m.squared_error, num_microbatches=2, logging=False, **options)
 
 
-BATCHES = [m.make_batch(8, seed) for seed in range(4)]
+BATCHES = [m.make_xy(8, seed=seed) for seed in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -53,19 +46,19 @@ def test_a_device_that_computes_wrongly_is_named(monkeypatch: pytest.MonkeyPatch
     def damaged(self: TrainStep, *of: Any, **named: Any) -> Any:
         """One bit of one number of one device is another one."""
         state, metrics = again(self, *of, **named)
-        kernel: MpmdArray = state.params["head"]["kernel"]
+        kernel: MpmdArray = state.params["layers"][1]["kernel"]
         (array,) = kernel._partially_addressable_arrays.values()
         parts = [np.array(shard.data) for shard in array.addressable_shards]
         parts[1].view(np.uint32)[1, 2] ^= 1
         devices = [shard.device for shard in array.addressable_shards]
         arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
         whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, arrays)
-        state.params["head"]["kernel"] = MpmdArray({1: whole}, kernel.sharding)
+        state.params["layers"][1]["kernel"] = MpmdArray({1: whole}, kernel.sharding)
         return state, metrics
 
     monkeypatch.setattr(TrainStep, "again", damaged)
     trainer = make_trainer()
     with pytest.raises(
-        ReplayError, match=r"step 1 gave other bits .*: params/head/kernel on device .* of rank 1, at \(1, 2\)"
+        ReplayError, match=r"step 1 gave other bits .*: params/layers/1/kernel on device .* of rank 1, at \(1, 2\)"
     ):
         trainer.fit(BATCHES, steps=4, callbacks=[Replay(every=1)])

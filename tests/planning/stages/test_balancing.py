@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -74,28 +73,28 @@ def balanced_for(schedule, forward, num_microbatches, **options):
 SEVERAL_ON_A_RANK = ["interleaved_1f1b", "interleaved_gpipe", "kimi_k2", "circular", "zbv", "dualpipe_v"]
 
 
-def default_and_slow(names: list[str]) -> list[Any]:
-    """Each schedule once, with one kind of costs or the other; the other cases are slow."""
-    costs = {"growing": GROWING, "large_head": LARGE_HEAD}
-    return [
-        pytest.param(name, costs[kind], count, marks=[] if number % 8 in (0, 6) else pytest.mark.slow)
-        for number, (name, kind, count) in enumerate(itertools.product(names, costs, (8, 64)))
-    ]
-
-
-@pytest.mark.parametrize(("name", "forward", "num_microbatches"), default_and_slow(SEVERAL_ON_A_RANK))
-def test_with_several_stages_on_a_rank_the_simulated_step_decides(name, forward, num_microbatches):
-    schedule = by_name(name, 8, 4)
-    found, step = balanced_for(schedule, forward, num_microbatches, even=EVEN)
-    chosen = makespan(schedule, forward, found, num_microbatches)
+@pytest.mark.parametrize("name", SEVERAL_ON_A_RANK)
+def test_with_several_stages_on_a_rank_the_simulated_step_decides(name):
+    """Each schedule with one kind of costs or the other, and so few tasks that all 84 assignments can be tried."""
+    schedule, even = by_name(name, 4, 2), (3, 3, 2, 2)
+    forward = [*GROWING[:9], 0.1] if SEVERAL_ON_A_RANK.index(name) % 2 else LARGE_HEAD[-10:]
+    found, step = balanced_for(schedule, forward, 4, even=even)
+    chosen = makespan(schedule, forward, found, 4)
     assert chosen == pytest.approx(step(found))
-    assert chosen <= makespan(schedule, forward, EVEN, num_microbatches) * (1 + 1e-9)
-    if num_microbatches == 8:  # few enough tasks to try all 792 assignments
-        least = min(step(sizes) for sizes in assignments(len(forward), 8))
-        assert chosen == pytest.approx(least)
-    else:  # a local search: it must at least find more than the starts that need no simulation
-        loads = balance(forward, [schedule.rank_of(stage) for stage in range(8)])
-        assert chosen <= makespan(schedule, forward, loads, num_microbatches) * (1 + 1e-9)
+    assert chosen <= makespan(schedule, forward, even, 4) * (1 + 1e-9)
+    assert chosen == pytest.approx(min(step(sizes) for sizes in assignments(len(forward), 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", [GROWING, LARGE_HEAD], ids=["growing", "large_head"])
+@pytest.mark.parametrize("name", SEVERAL_ON_A_RANK)
+def test_with_many_microbatches_the_search_finds_more_than_its_starts(name, forward):
+    """A local search: it must at least find more than the starts that need no simulation."""
+    schedule = by_name(name, 8, 4)
+    found, step = balanced_for(schedule, forward, 64, even=EVEN)
+    loads = balance(forward, [schedule.rank_of(stage) for stage in range(8)])
+    for start in (EVEN, loads):
+        assert step(found) <= makespan(schedule, forward, start, 64) * (1 + 1e-9)
 
 
 def test_the_fastest_slowest_rank_may_make_a_slower_step_than_even_stages():
