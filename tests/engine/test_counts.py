@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax._compat_executables import Original, compile_original
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, canonical
+from jaxpp_flax.engine.arrays.mesh import canonical
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Run
@@ -140,9 +140,7 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, context: Any
 
     Also inside of a context of this thread alone, which is a part of what was traced.
     """
-    devices = np.array(jax.devices()[:6]).reshape(3, 2)
-    types = (AxisType.Auto if kind is None else kind,) * 2
-    mesh = MpmdMesh(Mesh(devices[:, :1] if kind is None else devices, ("stage", "data"), axis_types=types), "stage")
+    mesh = mesh_of(3, data=1) if kind is None else mesh_of(3, kind, data=2)
     wanted = {"outer_0", "bwd_0"}  # the update comes after the loop
     begun, all_begun = list[str](), threading.Event()
 
@@ -166,7 +164,7 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, context: Any
         compiled = pipelined.compile(params, batch)
     assert compiled.compiler.compilations == compiled.compiler.lowerings == len(begun)
     # float32, and sums over two devices in another order
-    tree_allclose(pipelined(params, batch), jax.jit(sgd_step(None))(params, batch), rtol=1e-5, atol=1e-6)
+    tree_allclose(compiled(params, batch), jax.jit(sgd_step(None))(params, batch), rtol=1e-5, atol=1e-6)
 
 
 def test_a_leaf_of_the_state_takes_few_calls_of_python():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint import restore, save
@@ -31,8 +31,7 @@ SPMD_HOST = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
 def stages(kind: AxisType = AxisType.Auto) -> MpmdMesh:
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return MpmdMesh(Mesh(devices, ("stage", "x"), axis_types=(kind,) * 2), "stage")
+    return mesh_of(2, kind, x=2)
 
 
 def momentum_step(params: Any, momentum: Any, batch: Any) -> Any:
@@ -54,7 +53,7 @@ def kinds(tree: Any) -> set[tuple[str | None, ...]]:
 
 def same(actual: Any, expected: Any) -> None:
     """A few sums of float32 in another order: 1e-6 is sixteen units in the last place."""
-    tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
+    tree_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Run, Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
@@ -98,7 +96,7 @@ def test_every_mixture_computes_what_plain_jit_does(schedule: Schedule):
 
 
 def test_with_rows_on_several_devices_of_a_rank():
-    mesh = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+    mesh = mesh_of(2, data=2)
     args = chain(2), batch_of(4)
     plan = ResidualPlan([OFFLOAD, BOTH])
     step = mpmd_jit_with_loop(sgd_step(GPipe(2)), mesh, in_specs=(None, P(None, "data")), residuals=plan)

@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, mark_stage_end, pipeline_stage
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit
+from tests.engine.toys import mesh_of
 from tests.helpers import tree_allclose
 
 
@@ -199,9 +199,8 @@ def test_a_mark_inside_of_a_scan_is_refused_with_the_users_line():
         return scan(nnx.merge(graphdef, state, copy=True), x)
 
     line = inspect.getsourcelines(model)[1] + 2
-    mesh = MpmdMesh(jax.sharding.Mesh(jax.devices()[:2], ("stage",)), "stage")
     with pytest.raises(ValueError, match=rf"'DecoratedBlock' stands inside `scan` at .*test_nnx.py:{line}\b"):
-        mpmd_jit(model, mesh)(state, X)
+        mpmd_jit(model, mesh_of(2))(state, X)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_each_program_fetches_a_window(monkeypatch: pytest.MonkeyPatch):
         assert counts[0] == counts[1]
     results = jax.tree.map(np.asarray, divided(*arguments))
     # XLA optimizes each program alone, and sums a norm in another order: 1e-6 is sixteen units in the last place.
-    tree_allclose(results, jax.tree.map(np.asarray, expected), rtol=1e-6)
+    tree_allclose(results, expected, rtol=1e-6)
 
 
 def test_work_within_the_window_stays_one_program():
