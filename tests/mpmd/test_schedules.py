@@ -195,7 +195,7 @@ def test_a_schedule_object():
 
 
 def test_loops_number_their_iterations():
-    ws, xs = weights(2), batches(4)
+    ws, xs = weights(2), batches(2)
 
     def by_hand(ws, xs):
         total = jnp.zeros(())
@@ -210,9 +210,10 @@ def test_loops_number_their_iterations():
         stacked = jnp.stack(xs)
         return mpmd.fori_loop(len(xs), lambda i, carry: carry + loss(ws, stacked[i]), jnp.zeros(()))
 
+    expected = jax.jit(jax.value_and_grad(by_hand))(ws, xs)
     for fun in (enumerated, looped):
         grad = jax.value_and_grad(fun)
         step = mpmd.jit(grad, config(topology(1, 1), in_runs(2, 2), "ONE_FWD_ONE_BWD"))
         lowered = step.lower(ws, xs)
-        assert {m for _, m in runs_of(lowered, 0)} == {0, 1, 2, 3}
-        tree_allclose(lowered.compile()(ws, xs), jax.jit(jax.value_and_grad(by_hand))(ws, xs))
+        assert {m for _, m in runs_of(lowered, 0)} == {0, 1}
+        tree_allclose(lowered.compile()(ws, xs), expected)

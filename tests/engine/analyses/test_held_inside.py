@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.held_inside import held_inside
-from jaxpp_flax.engine.compiled import Compiled
-from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
+from jaxpp_flax.engine.predicted import predict_memory
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
@@ -45,9 +45,9 @@ def tasks_of(schedule: Schedule, *, again: bool = False, regions: bool = False) 
     return built(step, 2, *ARGUMENTS, residuals=AGAIN if again else None).program.tasks
 
 
-def compiled(schedule: Schedule, *, again: bool = False) -> Compiled:
-    step = sgd_step(schedule, partial(loss, regions=False))
-    return mpmd_jit_with_loop(step, mesh_of(2), residuals=AGAIN if again else None).compile(*ARGUMENTS)
+def jitted(*, again: bool = False) -> MpmdFunction:
+    step = sgd_step(Std1F1B(2), partial(loss, regions=False))
+    return mpmd_jit_with_loop(step, mesh_of(2), residuals=AGAIN if again else None)
 
 
 def inside(task: ProgramTask) -> float:
@@ -83,8 +83,7 @@ def test_devices_share_what_is_recomputed():
 
 def test_the_memory_of_a_step_counts_it():
     for options in ({}, {"again": True}):
-        step = compiled(Std1F1B(2), **options)
-        first, last = step.memory_analysis()
+        first, last = predict_memory(jitted(**options).place(*ARGUMENTS))
         assert last.held_bytes == last.argument_bytes + last.running_bytes  # the fused task
         assert last.running_bytes >= 4 * H + 2 * X
         # Rank 0 keeps two microbatches; or their batch is there, and the backward makes one again.
@@ -94,7 +93,7 @@ def test_the_memory_of_a_step_counts_it():
 @pytest.mark.full_compilation
 def test_the_workspace_of_xla_is_near():
     """XLA fuses some of these values away, and holds gradients beside the rest."""
-    step = compiled(Std1F1B(2), again=True)
+    step = jitted(again=True).compile(*ARGUMENTS)
     near: dict[str, float] = {}
     for task, executable in zip(step.program.tasks, step._executables.tasks, strict=True):
         if planned := inside(task):
