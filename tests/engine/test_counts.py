@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax._compat_executables import Original, compile_original
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, canonical
+from jaxpp_flax.engine.arrays.mesh import canonical
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Run
@@ -26,10 +26,8 @@ from jaxpp_flax.engine.runtime import executables as compile_module
 from jaxpp_flax.engine.runtime import held_values, task_compiler
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from tests.engine.toys import chain, chain_loss, mesh_of
+from tests.engine.toys import chain, chain_loss, gradients, mesh_of, sgd_step
 from tests.helpers import batch_of, cache_on_disk, slow, tree_allclose
-
-pytestmark = pytest.mark.full_compilation
 
 
 def compiled_loop(num_stages: int, num_microbatches: int) -> Compiled:
@@ -41,10 +39,7 @@ def compiled_for(params: Any, batch: Any) -> Compiled:
     """The same, where making the arguments shall not count."""
     num_stages = len(params)
 
-    def step(params: Any, batch: Any) -> Any:
-        return treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(num_stages))
-
-    return mpmd_jit_with_loop(step, mesh_of(num_stages)).compile(params, batch)
+    return mpmd_jit_with_loop(gradients(Std1F1B(num_stages)), mesh_of(num_stages)).compile(params, batch)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +140,7 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, context: Any
 
     Also inside of a context of this thread alone, which is a part of what was traced.
     """
-    devices = np.array(jax.devices()[:6]).reshape(3, 2)
-    types = (AxisType.Auto if kind is None else kind,) * 2
-    mesh = MpmdMesh(Mesh(devices[:, :1] if kind is None else devices, ("stage", "data"), axis_types=types), "stage")
+    mesh = mesh_of(3, data=1) if kind is None else mesh_of(3, kind, data=2)
     wanted = {"outer_0", "bwd_0"}  # the update comes after the loop
     begun, all_begun = list[str](), threading.Event()
 
@@ -164,18 +157,14 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, context: Any
     for name in ("cpu_count", "process_cpu_count"):  # threads
         monkeypatch.setattr(os, name, lambda: 8, raising=False)
 
-    def step(params: Any, batch: Any) -> Any:
-        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(3))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
-
     params, batch = chain(3), batch_of(4)
     batched = {name: PartitionSpec(None, "data") for name in batch}
-    pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(None, batched))
+    pipelined = mpmd_jit_with_loop(sgd_step(Std1F1B(3)), mesh, in_specs=(None, batched))
     with context():
         compiled = pipelined.compile(params, batch)
     assert compiled.compiler.compilations == compiled.compiler.lowerings == len(begun)
     # float32, and sums over two devices in another order
-    tree_allclose(pipelined(params, batch), jax.jit(step)(params, batch), rtol=1e-5, atol=1e-6)
+    tree_allclose(compiled(params, batch), jax.jit(sgd_step(None))(params, batch), rtol=1e-5, atol=1e-6)
 
 
 def test_a_leaf_of_the_state_takes_few_calls_of_python():
@@ -183,8 +172,8 @@ def test_a_leaf_of_the_state_takes_few_calls_of_python():
 
     def step(state: Any, batch: Any) -> Any:
         params, more = state
-        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(2))
-        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), [x + 1 for x in more]), losses
+        params, losses, _ = sgd_step(Std1F1B(2))(params, batch)
+        return (params, [x + 1 for x in more]), losses
 
     def calls(num_leaves: int) -> int:
         pipelined = mpmd_jit_with_loop(step, mesh_of(2))
@@ -216,7 +205,7 @@ class Counting:
 
     def __call__(self, params: Any, count: Any, batch: Any) -> Any:
         self.traces += 1
-        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, self.schedule)
+        losses, grads = gradients(self.schedule)(params, batch)
         rate = 0.1 / (1 + count)
         return jax.tree.map(lambda p, g: p - rate * g, params, grads), count + 1, losses
 

@@ -78,9 +78,9 @@ def check(schedule: Schedule, num_microbatches: int) -> None:
     ("schedule", "microbatches"),
     [
         (Std1F1B(1), 1),
-        (Eager1F1B(3), 5),
         (Interleaved1F1B(4, 2), 4),
-        (ZBV(4, 2), 4),
+        slow(Eager1F1B(3), 5),
+        slow(ZBV(4, 2), 4),
         *(slow(make(stages), count) for make in (GPipe, Std1F1B, Eager1F1B) for stages, count in [(2, 4), (4, 8)]),
         slow(Interleaved1F1B(8, 4), 8),
         slow(ZeroBubble(3), 8),

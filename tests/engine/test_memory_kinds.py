@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint import restore, save
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.predicted import predict_memory
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.fetching import Wanted
@@ -30,8 +31,7 @@ SPMD_HOST = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
 def stages(kind: AxisType = AxisType.Auto) -> MpmdMesh:
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return MpmdMesh(Mesh(devices, ("stage", "x"), axis_types=(kind,) * 2), "stage")
+    return mesh_of(2, kind, x=2)
 
 
 def momentum_step(params: Any, momentum: Any, batch: Any) -> Any:
@@ -53,7 +53,7 @@ def kinds(tree: Any) -> set[tuple[str | None, ...]]:
 
 def same(actual: Any, expected: Any) -> None:
     """A few sums of float32 in another order: 1e-6 is sixteen units in the last place."""
-    tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
+    tree_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
@@ -108,11 +108,9 @@ def test_memory_asked_for_by_shardings():
 def test_bytes_on_the_host_are_counted(donate: tuple[int, ...]):
     """New momentum takes the place of donated momentum; else it takes as many bytes as the step was given."""
     momentum = jax.device_put(jax.tree.map(np.zeros_like, chain(2)), SPMD_HOST)
-    compiled = mpmd_jit_with_loop(momentum_step, mesh_of(2), donate_argnums=donate).compile(
-        chain(2), momentum, batch_of(2)
-    )
+    plan = mpmd_jit_with_loop(momentum_step, mesh_of(2), donate_argnums=donate).place(chain(2), momentum, batch_of(2))
     each = sum(leaf.nbytes for leaf in jax.tree.leaves(chain(1)))
-    assert [row.host_peak_bytes for row in compiled.memory_analysis()] == [0 if donate else each] * 2
+    assert [row.host_peak_bytes for row in predict_memory(plan)] == [0 if donate else each] * 2
 
 
 def test_what_a_policy_offloads_is_counted():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.sharding import AxisType, Mesh
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
@@ -29,9 +30,11 @@ from jaxpp_flax.schedules.task import TaskKind
 from tests.helpers import DIM, tree_allclose
 
 
-def mesh_of(num_ranks: int) -> MpmdMesh:
-    """One device for each rank."""
-    return MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:num_ranks]), ("stage",)), "stage")
+def mesh_of(num_ranks: int, kind: AxisType = AxisType.Auto, /, **axes: int) -> MpmdMesh:
+    """Ranks times the other axes, on the first devices."""
+    shape = (num_ranks, *axes.values())
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return MpmdMesh(Mesh(devices, ("stage", *axes), axis_types=(kind,) * len(shape)), "stage")
 
 
 def chain(num_stages: int, dim: int = DIM, seed: int = 0) -> list[dict[str, jax.Array]]:
@@ -123,7 +126,7 @@ def same_as_plain(step: Callable[..., Any], num_ranks: int, *args: Any, rtol: fl
     """
     expected = jax.jit(step)(*args, **kwargs)
     actual = mpmd_jit_with_loop(step, mesh_of(num_ranks))(*args, **kwargs)
-    tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=rtol)
+    tree_allclose(actual, expected, rtol=rtol)
     return actual
 
 

@@ -35,6 +35,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "every_second_step": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "average_beside": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
 }
+# A cheap seed for `draw_storage` (both ranks offload, one recomputes): whoever takes it finds its tasks in the cache.
+STORED = 17
 LOOP_CARRIES = ("none", "counter", "statistics")
 OTHER_LOOPS = ("scale_before", "evaluation_after", "gradients_again")
 

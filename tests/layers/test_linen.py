@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpp_flax.linen as pipeline
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit
+from tests.engine.toys import mesh_of
 from tests.helpers import tree_allclose
 from tests.layers.test_nnx import marks
 
@@ -164,10 +164,9 @@ class Scanned(nn.Module):
 def test_a_mark_inside_of_a_scan_is_refused_with_the_users_line():
     model = Scanned()
     variables = model.init(jax.random.key(0), X)
-    mesh = MpmdMesh(jax.sharding.Mesh(jax.devices()[:2], ("stage",)), "stage")
     line = inspect.getsourcelines(Scanned)[1] + 4
     with pytest.raises(ValueError, match=rf"'ScanScannedBlock_0' stands inside `scan` at .*test_linen.py:{line}\b"):
-        mpmd_jit(model.apply, mesh)(variables, X)
+        mpmd_jit(model.apply, mesh_of(2))(variables, X)
 
 
 def test_refusals():

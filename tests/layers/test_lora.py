@@ -17,7 +17,12 @@ from jaxpp_flax import PipelineStage
 from jaxpp_flax.layers import add_lora, merge_lora
 from tests.trainers import models as m
 
-X = jax.random.normal(jax.random.key(0), (2, 5, 8))
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X = normal(0, 2, 5, 8)
 
 
 def paths(model):
@@ -27,7 +32,7 @@ def paths(model):
 def fill(model):
     """Give the second factors values, as training does."""
     for _, factor in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-        factor[...] = jax.random.normal(jax.random.key(factor.shape[0]), factor.shape, factor.dtype)
+        factor[...] = normal(factor.shape[0], *factor.shape).astype(factor.dtype)
     return model
 
 

@@ -48,43 +48,40 @@ SCALES = jnp.linspace(0.5, 1.5, LENGTH)
 KEY = jax.random.key(0)
 
 
+@pytest.fixture(scope="module")
+def variables():
+    """Those of every model here, however it runs its layers."""
+    return Model().init(KEY, X, SCALES)
+
+
 @pytest.mark.parametrize("stages", [slow(1), slow(2), slow(5), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("target", [Layer, nn.remat(Layer, prevent_cse=False)], ids=["plain", "remat"])
-def test_it_computes_what_nn_scan_does(stages, target):
+def test_it_computes_what_nn_scan_does(variables, stages, target):
     plain, divided = Model(target=target), Model(stages=stages, target=target)
-    variables = plain.init(KEY, X, SCALES)
     split = split_scanned(variables, "layers", stages)
-    assert jax.tree.structure(split) == jax.tree.structure(divided.init(KEY, X, SCALES))
+    assert jax.tree.structure(split) == jax.tree.structure(jax.eval_shape(divided.init, KEY, X, SCALES))
     tree_allclose(divided.apply(split, X, SCALES), plain.apply(variables, X, SCALES), rtol=1e-6)
     tree_allclose(join_scanned(split, "layers"), variables, rtol=0, atol=0)
 
 
-def test_inputs_and_outputs_on_other_axes_and_broadcast():
-    plain = Model(options={"in_axes": nn.broadcast, "out_axes": 0})
-    divided = Model(stages=2, options={"in_axes": nn.broadcast, "out_axes": 0})
-    variables = plain.init(KEY, X, 0.7)
-    tree_allclose(
-        divided.apply(split_scanned(variables, "layers", (3, 2)), X, 0.7), plain.apply(variables, X, 0.7), rtol=1e-6
-    )
-    options = {"in_axes": 1, "out_axes": 1}
-
+def test_inputs_and_outputs_on_other_axes_and_broadcast(variables):
     class Vectors(Layer):
         @nn.compact
         def __call__(self, x, scale):
             x = jnp.tanh(nn.Dense(self.features)(x) * scale)
             return x, x.sum(0)
 
-    plain, divided = Model(options=options, target=Vectors), Model(stages=2, options=options, target=Vectors)
-    scales = jnp.tile(SCALES, (4, 1))
-    variables = plain.init(KEY, X, scales)
     split = split_scanned(variables, "layers", (3, 2))
-    tree_allclose(divided.apply(split, X, scales), plain.apply(variables, X, scales), rtol=1e-6)
+    for target, options, scales in [
+        (Layer, {"in_axes": nn.broadcast, "out_axes": 0}, 0.7),
+        (Vectors, {"in_axes": 1, "out_axes": 1}, jnp.tile(SCALES, (4, 1))),
+    ]:
+        plain, divided = (Model(stages=stages, options=options, target=target) for stages in (None, 2))
+        tree_allclose(divided.apply(split, X, scales), plain.apply(variables, X, scales), rtol=1e-6)
 
 
-def test_a_mark_after_each_stage_named_by_its_path():
-    divided = Model(stages=2)
-    variables = divided.init(KEY, X, SCALES)
-    found = marks(divided.apply, variables, X, SCALES)
+def test_a_mark_after_each_stage_named_by_its_path(variables):
+    found = marks(Model(stages=2).apply, split_scanned(variables, "layers", 2), X, SCALES)
     assert found == ["layers/stage_0", "layers/stage_1"]
 
 
@@ -97,7 +94,7 @@ def test_unnamed_modules_are_called_as_by_nn_scan():
             layers = pipeline.scan(Layer, stages=2, **AXES) if self.divided else nn.scan(Layer, **AXES)
             return layers()(x, SCALES)[0]
 
-    names = [sorted(Unnamed(divided).init(KEY, X)["params"]) for divided in (False, True)]
+    names = [sorted(jax.eval_shape(Unnamed(divided).init, KEY, X)["params"]) for divided in (False, True)]
     assert names[0] == names[1] == ["ScanLayer_0"]
 
 
@@ -151,11 +148,8 @@ def test_optimizer_states_and_boxes_are_divided_too():
 
 
 def test_an_nnx_state_goes_there_and_back():
-    @nnx.vmap(in_axes=0)
-    def make(rngs):
-        return nnx.Linear(4, 4, rngs=rngs)
-
-    state = nnx.State({"layers": nnx.state(make(nnx.Rngs(0).split(LENGTH)))})
+    stacked = {"kernel": jnp.arange(80.0).reshape(LENGTH, 4, 4), "bias": jnp.ones((LENGTH, 4))}
+    state = nnx.State({"layers": {name: nnx.Param(value) for name, value in stacked.items()}})
     split = split_scanned(state, "layers", (2, 3))
     assert [leaf.shape[0] for leaf in jax.tree.leaves(split)] == [2, 2, 3, 3]
     tree_allclose(join_scanned(split, "layers"), state, rtol=0, atol=0)

@@ -25,28 +25,32 @@ def topology(*counts: int, axis: str = "data") -> dict[str, Mesh]:
     return meshes
 
 
-def weights(blocks: int, seed: int = 0) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), blocks)
-    return [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+def weights(blocks: int) -> list[jax.Array]:
+    """NumPy's values, so that making them compiles nothing; `batches` too."""
+    return [normal(block, WIDTH, WIDTH**-0.5) for block in range(blocks)]
 
 
 def batches(count: int, rows: int = 4) -> list[jax.Array]:
-    return [jax.random.normal(jax.random.key(100 + i), (rows, WIDTH)) for i in range(count)]
+    return [normal(100 + i, rows) for i in range(count)]
+
+
+def normal(seed: int, rows: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=(rows, WIDTH)), jnp.float32)
 
 
 def block(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.nn.relu(jnp.sin(x @ w)) + x
 
 
-def model(ws: Sequence[jax.Array], x: jax.Array, body: Any = block) -> jax.Array:
+def model(ws: Sequence[jax.Array], x: jax.Array, bodies: Sequence[Any] = ()) -> jax.Array:
     x = x * 2  # without a name
-    for number, w in enumerate(ws):
+    for number, (w, body) in enumerate(zip(ws, bodies or [block] * len(ws), strict=True)):
         x = mpmd.named_computation(body, name=f"block_{number}")(w, x)
     return x
 
 
-def loss(ws: Sequence[jax.Array], x: jax.Array, body: Any = block) -> jax.Array:
-    return jnp.mean(model(ws, x, body) ** 2)
+def loss(ws: Sequence[jax.Array], x: jax.Array, bodies: Sequence[Any] = ()) -> jax.Array:
+    return jnp.mean(model(ws, x, bodies) ** 2)
 
 
 def accumulate(ws: Any, xs: Sequence[jax.Array], loss_fn: Any = loss) -> Any:

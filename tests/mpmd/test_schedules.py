@@ -40,13 +40,13 @@ RUNS = [name for name in mpmd.PIPELINE_SCHEDULES if "CIRCULAR" not in name and "
     ],
 )
 def test_equals_plain_jit(schedule: str | None, microbatches: int):
-    ws, xs = weights(4), batches(microbatches)
-    step = mpmd.jit(accumulate, config(topology(2, 2), in_runs(4, 2), schedule))
+    ws, xs = weights(2), batches(microbatches)
+    step = mpmd.jit(accumulate, config(topology(1, 1), in_runs(2, 2), schedule))
     # Losses and raw gradients; sums of the same float32 numbers in the same order, compiled apart: 1e-5 by the rules.
     tree_allclose(step(ws, xs), jax.jit(accumulate)(ws, xs))
 
 
-@pytest.mark.parametrize("schedule", ["CIRCULAR", "CIRCULAR_WITH_REVERSED_BACKWARD", slow("GPIPE")])
+@pytest.mark.parametrize("schedule", [slow("CIRCULAR"), "CIRCULAR_WITH_REVERSED_BACKWARD", slow("GPIPE")])
 def test_several_stages_on_each_mesh_equal_plain_jit(schedule: str):
     ws, xs = weights(4), batches(3)
     step = mpmd.jit(train_step, config(topology(1, 1), in_turn(4, 2), schedule))
@@ -143,8 +143,8 @@ def test_zero_bubble_splits_the_backward_of_all_stages_but_the_first(schedule: s
 def test_compilations_do_not_grow_with_microbatches():
     counts = []
     for microbatches in (4, 12):
-        step = mpmd.jit(train_step, config(topology(2, 2), in_runs(4, 2), "ONE_FWD_ONE_BWD"))
-        step.lower(weights(4), batches(microbatches)).compile()
+        step = mpmd.jit(train_step, config(topology(1, 1), in_runs(2, 2), "ONE_FWD_ONE_BWD"))
+        step.lower(weights(2), batches(microbatches)).compile()
         counts.append((step.compiler.lowerings, step.compiler.compilations))
     assert counts[0] == counts[1]
 
@@ -195,7 +195,7 @@ def test_a_schedule_object():
 
 
 def test_loops_number_their_iterations():
-    ws, xs = weights(2), batches(4)
+    ws, xs = weights(2), batches(2)
 
     def by_hand(ws, xs):
         total = jnp.zeros(())
@@ -210,9 +210,10 @@ def test_loops_number_their_iterations():
         stacked = jnp.stack(xs)
         return mpmd.fori_loop(len(xs), lambda i, carry: carry + loss(ws, stacked[i]), jnp.zeros(()))
 
+    expected = jax.jit(jax.value_and_grad(by_hand))(ws, xs)
     for fun in (enumerated, looped):
         grad = jax.value_and_grad(fun)
         step = mpmd.jit(grad, config(topology(1, 1), in_runs(2, 2), "ONE_FWD_ONE_BWD"))
         lowered = step.lower(ws, xs)
-        assert {m for _, m in runs_of(lowered, 0)} == {0, 1, 2, 3}
-        tree_allclose(lowered.compile()(ws, xs), jax.jit(jax.value_and_grad(by_hand))(ws, xs))
+        assert {m for _, m in runs_of(lowered, 0)} == {0, 1}
+        tree_allclose(lowered.compile()(ws, xs), expected)

@@ -13,13 +13,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.tasks import MpmdMesh, mpmd, task, transfer
+from tests.engine.toys import mesh_of
 
 X = np.ones((4, 2), np.float32)
 
 
 @pytest.fixture(scope="module")
 def mesh() -> MpmdMesh:
-    return MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "fsdp")), "stage")
+    return mesh_of(2, fsdp=2)
 
 
 def on(mesh: MpmdMesh, rank: int, *spec: Any, memory_kind: str | None = None) -> NamedSharding:
@@ -177,8 +178,6 @@ def test_a_task_without_out_shardings():
 
 
 def test_explicit_types_need_no_out_shardings():
-    mesh = MpmdMesh(
-        Mesh(np.array(jax.devices()[:2])[:, None], ("stage", "fsdp"), axis_types=(AxisType.Explicit,) * 2), "stage"
-    )
+    mesh = mesh_of(2, AxisType.Explicit, fsdp=1)
     f = mpmd(mesh, in_shardings=on(mesh, 0, "fsdp"))(lambda x: double(mesh, x, out_shardings=None))
     assert f.lower(X).out_shardings == on(mesh, 0, "fsdp")

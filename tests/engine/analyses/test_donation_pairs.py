@@ -100,7 +100,7 @@ def test_xla_copies_nothing_in_an_update():
 
         return run
 
-    batch = batch_of(4)
+    batch = batch_of(2)
     expected = jax.jit(step(None))(state, batch)
     pipelined = mpmd_jit_with_loop(step(Std1F1B(2)), mesh_of(2), donate_argnums=(0,))
     compiled = pipelined.compile(state, batch)

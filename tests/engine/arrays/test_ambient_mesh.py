@@ -17,7 +17,7 @@ from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import chain, sgd_step
+from tests.engine.toys import chain, mesh_of, sgd_step
 from tests.helpers import batch_of, slow_but, tree_allclose
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -30,18 +30,13 @@ AMBIENT: dict[str, Callable[[MpmdMesh], Mesh]] = {
 }
 
 
-def mesh_of(kind: AxisType) -> MpmdMesh:
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return MpmdMesh(Mesh(devices, ("stage", "data"), axis_types=(kind,) * 2), "stage")
-
-
 def pipelined(step: Callable[..., Any], mesh: MpmdMesh) -> MpmdFunction:
     return mpmd_jit_with_loop(step, mesh, in_specs=(P(), P(None, "data")))
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, AxisType.Explicit))
 def test_around_the_first_step_and_around_compile(kind: AxisType):
-    mesh = mesh_of(kind)
+    mesh = mesh_of(2, kind, data=2)
     seen: list[AbstractMesh] = []
 
     def step(params: Any, batch: Any) -> Any:
@@ -56,8 +51,8 @@ def test_around_the_first_step_and_around_compile(kind: AxisType):
             compiled = function.compile(PARAMS, BATCH)
             inside = function(PARAMS, BATCH)
             again = alone(PARAMS, BATCH)
-        tree_allclose(jax.tree.map(np.asarray, (inside, again)), (expected, expected), rtol=0, atol=0)
-        tree_allclose(jax.tree.map(np.asarray, compiled(PARAMS, BATCH)), expected, rtol=0, atol=0)
+        tree_allclose((inside, again), (expected, expected), rtol=0, atol=0)
+        tree_allclose(compiled(PARAMS, BATCH), expected, rtol=0, atol=0)
         assert compiled.as_text() == alone.compile(PARAMS, BATCH).as_text()
     assert set(seen) == {mesh.abstract_submesh}
 
@@ -65,7 +60,7 @@ def test_around_the_first_step_and_around_compile(kind: AxisType):
 @pytest.mark.parametrize("kind", KINDS)
 def test_constraints_to_the_mesh_of_a_rank(kind: AxisType):
     """As docs/coming_from/jaxpp.md shows: `NamedSharding` on `mpmd_mesh.lowering_mesh()`, or on another rank's mesh."""
-    mesh = mesh_of(kind)
+    mesh = mesh_of(2, kind, data=2)
     constrain = jax.lax.with_sharding_constraint if kind is AxisType.Auto else jax.sharding.reshard
 
     def step_to(*submeshes: Mesh) -> Callable[..., Any]:
@@ -88,7 +83,7 @@ def test_constraints_to_the_mesh_of_a_rank(kind: AxisType):
         expected = jax.jit(step_to(sub, sub, sub))(*arguments)
     compiled = pipelined(step_to(mesh.lowering_mesh(), *mesh.unstack), mesh)
     # A mean over shards, and a sum of two microbatches in another order.
-    tree_allclose(jax.tree.map(np.asarray, compiled(PARAMS, BATCH)), jax.tree.map(np.asarray, expected), rtol=1e-6)
+    tree_allclose(compiled(PARAMS, BATCH), expected, rtol=1e-6)
 
 
 def test_an_error_of_the_steps_own_is_met_once():
@@ -100,5 +95,5 @@ def test_an_error_of_the_steps_own_is_met_once():
         raise ValueError("my mesh has holes")
 
     with pytest.raises(ValueError, match="my mesh has holes"):
-        pipelined(step, mesh_of(AxisType.Auto))(PARAMS, BATCH)
+        pipelined(step, mesh_of(2, data=2))(PARAMS, BATCH)
     assert len(calls) == 1

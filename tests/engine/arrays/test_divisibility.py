@@ -6,15 +6,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
+from tests.engine.toys import mesh_of
 
 
 def step(params, batch):
@@ -40,7 +39,7 @@ def step(params, batch):
     ],
 )
 def test_refusals(width, examples, specs, message):
-    mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+    mesh = mesh_of(2, data=2)
     function = mpmd_jit_with_loop(step, mesh, **specs)
     with pytest.raises(ValueError, match=message):
         function({"w": jnp.ones((width, 4))}, jnp.ones((2, examples, width)))

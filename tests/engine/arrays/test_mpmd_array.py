@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from tests.engine.toys import mesh_of
 from tests.helpers import slow
 
 
 def stage_data(axis_type: AxisType = AxisType.Auto) -> MpmdMesh:
-    devices = np.array(jax.devices()[:8]).reshape(4, 2)
-    return MpmdMesh(Mesh(devices, ("stage", "data"), axis_types=(axis_type,) * 2), "stage")
+    return mesh_of(4, axis_type, data=2)
 
 
 def make(value: Any, ranks: tuple[int, ...] = (1,), spec: P | None = None, mesh: MpmdMesh | None = None) -> MpmdArray:

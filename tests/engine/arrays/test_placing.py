@@ -15,7 +15,7 @@ from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, gradients
-from tests.helpers import batch_of, tree_allclose
+from tests.helpers import batch_of, slow, tree_allclose
 
 
 def counting_step(state: Any, batch: Any) -> Any:
@@ -34,8 +34,12 @@ def ranks_on(*devices: Any) -> MpmdMesh:
 ONE, TWO = jax.devices()[:2]
 
 
-@pytest.mark.parametrize("mesh", [ranks_on([ONE], [ONE]), ranks_on([ONE, TWO], [TWO, ONE])], ids=["one", "crosswise"])
-@pytest.mark.parametrize("committed", [False, True])
+ON_ONE, CROSSWISE = ranks_on([ONE], [ONE]), ranks_on([ONE, TWO], [TWO, ONE])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "committed"), [(ON_ONE, False), slow(ON_ONE, True), slow(CROSSWISE, False), (CROSSWISE, True)], ids=str
+)
 def test_a_donated_array_that_ranks_of_one_device_read(mesh: MpmdMesh, committed: bool):
     """Adam's count, as it comes before the first step: a plain array, of which each rank wants a replica."""
     count = jax.device_put(jnp.int32(0), ONE) if committed else jnp.int32(0)
@@ -46,8 +50,8 @@ def test_a_donated_array_that_ranks_of_one_device_read(mesh: MpmdMesh, committed
         expected, expected_losses = jax.jit(counting_step)(expected, batch_of(2))
     # A few sums of float32 in another order: 1e-6 is sixteen units in the last place.
     tree_allclose(
-        jax.tree.map(np.asarray, (state, losses)),
-        jax.tree.map(np.asarray, (expected, expected_losses)),
+        (state, losses),
+        (expected, expected_losses),
         rtol=1e-6,
     )
     assert count.is_deleted()
@@ -55,7 +59,7 @@ def test_a_donated_array_that_ranks_of_one_device_read(mesh: MpmdMesh, committed
 
 def test_an_array_that_comes_back_as_it_went_in_may_be_donated_to_the_next_step():
     """Both ranks return the count that they were given: their replicas share no memory that one could give away."""
-    mesh = ranks_on([ONE], [ONE])
+    mesh = ON_ONE
 
     def same(state: Any, batch: Any) -> Any:
         (params, _), losses = counting_step(state, batch)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.placed import Placed
@@ -21,7 +19,7 @@ from jaxpp_flax.engine.passes.runner import observers, run_passes
 from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import GPipe
-from tests.engine.toys import built, chain, sgd_step
+from tests.engine.toys import built, chain, mesh_of, sgd_step
 from tests.helpers import batch_of
 from tests.running import ROOT
 
@@ -96,8 +94,7 @@ def test_text_tells_the_chosen_cuts(tmp_path: Path):
 
 
 def test_text_on_an_explicit_mesh_in_64_bits(tmp_path: Path):
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh = MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data"), axis_types=(AxisType.Explicit,) * 2), "stage")
+    mesh = mesh_of(2, AxisType.Explicit, data=2)
     step = mpmd_jit_with_loop(STEP, mesh, in_specs=(PartitionSpec(), PartitionSpec(None, "data")))
     with jax.enable_x64(True):
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float64"), (chain(2), batch_of(2)))

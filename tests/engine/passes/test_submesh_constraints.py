@@ -12,16 +12,11 @@ from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh, onto_mesh
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
+from tests.engine.toys import mesh_of
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
-
-
-def mesh_of(axis_type: AxisType) -> MpmdMesh:
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return MpmdMesh(Mesh(devices, ("stage", "data"), axis_types=(axis_type,) * 2), "stage")
 
 
 def meshes(node: Any) -> set[AbstractMesh]:
@@ -73,7 +68,7 @@ def constrained(spec: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["spec", "whole_mesh"])
 def test_nothing_of_the_whole_mesh_is_left(way: str):
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(2, data=2)
     spec = P(("stage", "data")) if way == "whole_mesh" else P("data")
     fun = constrained(NamedSharding(mesh.jax_mesh, spec) if way == "whole_mesh" else spec)
     with jax.sharding.use_abstract_mesh(mesh.jax_mesh.abstract_mesh):
@@ -90,7 +85,7 @@ def test_nothing_of_the_whole_mesh_is_left(way: str):
 
 
 def test_explicit_types_move_too():
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(2, AxisType.Explicit, data=2)
     whole = mesh.jax_mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(whole):
         x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(whole, P("data")))
@@ -103,7 +98,7 @@ def test_explicit_types_move_too():
 
 def test_a_graph_without_meshes_is_the_same_object():
     graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: jnp.sin(x) @ x)(X))
-    assert on_submesh(graph, mesh_of(AxisType.Auto)) is graph
+    assert on_submesh(graph, mesh_of(2, data=2)) is graph
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

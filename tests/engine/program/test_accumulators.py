@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
@@ -16,9 +15,8 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
-from tests.engine.toys import chain, gradients
+from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import DIM, batch_of, tree_allclose
-from tests.matrix.harness import mesh_of
 
 
 def square(schedule: Schedule | None, params: Any, batch: Any) -> Any:
@@ -41,7 +39,7 @@ def test_the_numbers_are_those_of_plain_jit():
     compiled = mpmd_jit_with_loop(lambda p, b: square(Std1F1B(2), p, b), mesh, in_specs=(P(), P(None, "data")))
     actual = compiled(params, batch)
     # Sums of two shards and four microbatches in another order.
-    tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
+    tree_allclose(actual, expected, rtol=1e-6)
 
 
 def aval(*shape: int, dtype: str = "float32") -> jax.core.ShapedArray:
@@ -56,25 +54,16 @@ def test_the_argument_whose_spec_is_taken():
     assert accumulator_spec(aval(4), None, P("tensor"), [sharded]) == P("tensor")
 
 
-def test_an_activation_of_the_type_of_a_weight_gives_no_spec():
-    """The step updates nothing: its weights say how their gradients are partitioned."""
-    specs = ([{"w": P(None, "tensor"), "b": P()}] * 2, P(None, "data"))
-    program = mpmd_jit_with_loop(lambda p, b: square(Std1F1B(2), p, b), mesh_of(2, data=2, tensor=2), in_specs=specs)
-    compiled = program.compile(chain(2), batch_of(4, rows=DIM))
-    made = {spec for task in compiled.program.tasks if task.name.startswith("init") for spec in task.out_specs}
-    assert P("data", None, "tensor") in made
-
-
 def specs_of_sums(step: Any, weights: P, **options: Any) -> set[P]:
     """The specs of the first values of a step that updates nothing, on a mesh of data and tensor."""
     in_specs = ([{"w": weights, "b": P()}] * 2, P(None, "data"))
-    program = mpmd_jit_with_loop(step, mesh_of(2, data=2, tensor=2), in_specs=in_specs, **options)
-    compiled = program.compile(chain(2), batch_of(4, rows=DIM))
-    return {spec for task in compiled.program.tasks if task.name.startswith("init") for spec in task.out_specs}
+    jitted = mpmd_jit_with_loop(step, mesh_of(2, data=2, tensor=2), in_specs=in_specs, **options)
+    program = jitted.place(chain(2), batch_of(4, rows=DIM)).built.program
+    return {spec for task in program.tasks if task.name.startswith("init") for spec in task.out_specs}
 
 
-def test_gathered_parameters_and_casts_say_how_their_gradients_are_partitioned():
-    """The loop reads what is made of a parameter before it; its gradients are partitioned as the parameter is."""
+def test_weights_say_how_their_gradients_are_partitioned():
+    """Not activations of their type; nor what is made of a parameter before the loop: a cast, a gathered copy."""
 
     def cast(params: Any, batch: Any) -> Any:
         return square(Std1F1B(2), *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch)))
@@ -83,6 +72,7 @@ def test_gathered_parameters_and_casts_say_how_their_gradients_are_partitioned()
         return square(Std1F1B(2), params, batch)
 
     expected = P("data", None, "tensor")
+    assert expected in specs_of_sums(uncast, P(None, "tensor"))
     assert expected in specs_of_sums(cast, P(None, "tensor"))
     assert expected in specs_of_sums(uncast, P("data", "tensor"), fsdp="step")
 

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Free, Program, Run
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import chain, gradients
+from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, tree_allclose
 
 WANTED = {
@@ -57,8 +56,7 @@ def last_runs_free_what_they_read(program: Program) -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_results_are_partitioned_as_they_are_wanted(kind: AxisType):
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh = MpmdMesh(Mesh(devices, ("stage", "x"), axis_types=(kind,) * 2), "stage")
+    mesh = mesh_of(2, kind, x=2)
     arguments = chain(2), batch_of(2), jnp.arange(8.0)
     pipelined = mpmd_jit_with_loop(step, mesh, out_specs=WANTED, donate_argnums=2)
     compiled = pipelined.compile(*arguments)
@@ -67,7 +65,7 @@ def test_results_are_partitioned_as_they_are_wanted(kind: AxisType):
     results = pipelined(*arguments)
     expected = jax.jit(step)(*(chain(2), batch_of(2), jnp.arange(8.0)))
     # A few sums of float32 in another order: 1e-6 is sixteen units in the last place.
-    tree_allclose(jax.tree.map(np.asarray, results), jax.tree.map(np.asarray, expected), rtol=1e-6)
+    tree_allclose(results, expected, rtol=1e-6)
 
     def check(result: Any, promised: Any, wanted: P | None) -> None:
         for rank, part in result._partially_addressable_arrays.items():
@@ -81,7 +79,9 @@ def test_results_are_partitioned_as_they_are_wanted(kind: AxisType):
 
 
 def test_no_task_for_a_result_that_comes_as_it_is_wanted():
-    mesh = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "x")), "stage")
-    plain = mpmd_jit_with_loop(step, mesh).compile(chain(2), batch_of(2), jnp.arange(8.0))
-    asked = mpmd_jit_with_loop(step, mesh, out_specs=P()).compile(chain(2), batch_of(2), jnp.arange(8.0))
-    assert [t.name for t in asked.program.tasks] == [t.name for t in plain.program.tasks]
+    mesh = mesh_of(2, x=2)
+    plain, asked = (
+        mpmd_jit_with_loop(step, mesh, out_specs=specs).place(chain(2), batch_of(2), jnp.arange(8.0)).built.program
+        for specs in (None, P())
+    )
+    assert [t.name for t in asked.tasks] == [t.name for t in plain.tasks]

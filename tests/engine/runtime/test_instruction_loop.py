@@ -16,13 +16,12 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.transport import routes
-from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
-from tests.engine.toys import chain, chain_loss, mesh_of, sgd_step
-from tests.helpers import batch_of
+from tests.engine.toys import chain, gradients, mesh_of, sgd_step
+from tests.helpers import batch_of, slow
 
 
-@pytest.mark.parametrize("make", [GPipe, Std1F1B, ZeroBubble])
+@pytest.mark.parametrize("make", [slow(GPipe), slow(Std1F1B), ZeroBubble])
 def test_all_ranks_on_one_device_compute_the_same(make: Any):
     step, batch = sgd_step(make(3)), batch_of(4)
     one = MpmdMesh(jax.sharding.Mesh(np.array([jax.devices()[0]] * 3), ("stage",)), "stage")
@@ -56,11 +55,7 @@ def test_a_transfer_between_processes_is_planned_once_for_each_kind(monkeypatch:
     monkeypatch.setattr(instruction_loop, "plan", counted)
     counts = list[tuple[int, int]]()
     for microbatches in (4, 12):
-
-        def step(params: Any, batch: Any) -> Any:
-            return treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(3))
-
-        compiled = mpmd_jit_with_loop(step, mesh_of(3)).compile(chain(3), batch_of(microbatches))
+        compiled = mpmd_jit_with_loop(gradients(Std1F1B(3)), mesh_of(3)).compile(chain(3), batch_of(microbatches))
         window = SimpleNamespace(before_task=lambda: None)
         transport = SimpleNamespace(needs_global_order=False)
         connection = SimpleNamespace(window=window, transport=transport, group=SimpleNamespace())

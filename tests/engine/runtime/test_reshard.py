@@ -15,14 +15,14 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime import reshard
 from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+from tests.engine.toys import mesh_of
 from tests.processes.running import run_processes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
 def make_mesh(axis_type: AxisType = AUTO) -> MpmdMesh:
-    devices = np.array(jax.devices()[:8]).reshape(2, 4)
-    return MpmdMesh(Mesh(devices, ("stage", "fsdp"), axis_types=(axis_type,) * 2), "stage")
+    return mesh_of(2, axis_type, fsdp=4)
 
 
 def values() -> dict[str, np.ndarray]:
@@ -196,7 +196,7 @@ class TestErrors:
             mpmd_to_spmd_reshard(mesh, placed, [P()])
 
     def test_another_mesh(self):
-        other = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+        other = mesh_of(2)
         with pytest.raises(ValueError, match=r"leaf \['a'\] is over MpmdMesh\(\{'stage': 2\}.*not over the given"):
             spmd_to_mpmd_reshard(make_mesh(), {"a": jnp.ones(2)}, MpmdSharding(other, {0}, P()))
 

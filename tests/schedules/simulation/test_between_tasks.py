@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import Costs, GPipe, Link, ScheduleError, Std1F1B, ZeroBubble, simulate
@@ -84,6 +84,7 @@ def test_the_input_gradient_recomputes_for_the_weight_gradient():
     assert lengths == {"fwd_0": 1.0, "bwd_0": 3.0, "fwd_1": 1.0, "bwd_i_1": 2.0, "bwd_w_1": 1.0}
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_copies_are_legal_and_memory_is_given_back(data: st.DataObject):
     schedule = data.draw(schedules())
@@ -113,6 +114,7 @@ def test_copies_are_legal_and_memory_is_given_back(data: st.DataObject):
         assert step.peak_host_memory[rank] == max((held for _, held in step.host_memory(rank)), default=0.0)
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_an_instant_link_delays_nothing_and_a_kept_plan_changes_nothing(data: st.DataObject):
     schedule = data.draw(schedules())

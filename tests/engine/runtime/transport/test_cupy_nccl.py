@@ -21,7 +21,8 @@ from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
 from jaxpp_flax.processes import ProcessFailedError, ProcessGroup
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.runtime.transport.fake_cupy import SIGNATURES, FakeCupy
-from tests.engine.runtime.transport.test_nccl import MemoryStore, on, parcel
+from tests.engine.runtime.transport.test_nccl import on, parcel
+from tests.engine.stores import MemoryStore
 
 TAG = Tag("p", 3, 1, what="rank 1: what task fwd_1 needs of rank 0")
 

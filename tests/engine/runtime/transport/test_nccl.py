@@ -21,6 +21,7 @@ from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
 from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes.failures import Failure
+from tests.engine.stores import MemoryStore
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.bool_, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, jnp.complex64]
 
@@ -87,30 +88,6 @@ class FakeCommunicator:
 
     def close(self) -> None:
         pass
-
-
-class MemoryStore:
-    """A key-value store for two groups in one process."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self.entries[key] = value
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        if key not in self.entries:
-            time.sleep(0.01)
-        return self.entries.get(key)
-
-    def list(self, folder: str) -> dict[str, bytes]:
-        return {}
-
-    def add(self, key: str) -> int:
-        return 1
-
-    def delete(self, key: str) -> None:
-        self.entries.pop(key, None)
 
 
 def parcel(values: Sequence[Any], devices: Sequence[tuple[int, int]], source: int = 0, target: int = 1) -> Parcel:

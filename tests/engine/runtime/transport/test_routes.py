@@ -137,7 +137,7 @@ def test_any_partition_becomes_any_other(source: NamedSharding, target: NamedSha
     values = {
         "float32": rng.normal(size=(8, 4)).astype(np.float32),
         "bool": rng.random((4, 4)) < 0.5,
-        "keys": jax.random.split(jax.random.key(3), (4, 4)),
+        "keys": jax.random.wrap_key_data(rng.integers(0, 99, (4, 4, 2)).astype(np.uint32)),
         "empty": np.zeros((0, 4), np.int8),
     }
     for name, value in values.items():

@@ -117,6 +117,8 @@ def test_an_error_that_its_sender_was_sent_itself_waits_for_the_sender_s_report(
 def test_a_sender_that_nobody_reports_is_named_in_the_end(lives: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxpp_flax.processes.failures._LIVES_SECONDS", 0.4 if lives else 600.0)
     monkeypatch.setattr("jaxpp_flax.processes.failures._REPORT_SECONDS", 600.0 if lives else 0.4)
+    if not lives:
+        monkeypatch.setattr("jaxpp_flax.processes.failures._SILENT_SECONDS", 0.1)
     store = MemoryStore()
     sender, group = ProcessGroup(store, 1, 2), ProcessGroup(store, 0, 2)
     group.watch(100.0, lambda failure: None)
