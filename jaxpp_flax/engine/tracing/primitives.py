@@ -211,7 +211,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("dot ragged_dot_general scaled_dot", product)
 
     # What holds programs.
-    yield from rows("call closed_call", light, body="call_jaxpr", unread=("name",))
+    yield from rows("call closed_call eval_jaxpr", light, body="call_jaxpr", unread=("name",))
     yield from rows("jit", light, body="jaxpr", unread=("name", "inline"))
     yield from rows("checkpoint remat2", light, body="jaxpr", recomputes=True)
     yield from rows("custom_jvp_call", light, body="call_jaxpr", unread=("jvp_jaxpr_fun", "name"))

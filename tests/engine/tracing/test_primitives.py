@@ -32,7 +32,7 @@ UNCLASSIFIED = {
     """,
     "opaque calls, and calls inside transformations": """
         call_exported call_hi_primitive call_hi_primitive_linearized create_linear custom_jvp_call_jaxpr custom_lin
-        custom_vmap_call dce_sink eval_jaxpr jaxpr_call mpmd_map pin remat_opt stage tie unpin xla_metadata_call
+        custom_vmap_call dce_sink jaxpr_call mpmd_map pin remat_opt stage tie unpin xla_metadata_call
         xla_metadata_value
     """,
     "kernels of cuDNN": """
