@@ -15,13 +15,14 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
-from jaxpp_flax.checkpoint.best import Best, read_metrics
+from jaxpp_flax.checkpoint.best import Best
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
 from jaxpp_flax.checkpoint.format.orbax_io import is_complete, multiprocessing_options, under_way
 from jaxpp_flax.checkpoint.owner import Ownership
+from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
 from jaxpp_flax.counts import check_count
@@ -169,7 +170,7 @@ class CheckpointStore:
             raise CheckpointNotFoundError(
                 f'{self.directory}: "best" needs the name of a metric: Checkpoints(..., best="eval_loss").'
             )
-        values = {step: best.value(read_metrics(self.directory / str(step))) for step in self.steps()}
+        values = {step: best.value(read_json(self.directory / str(step), "metrics")) for step in self.steps()}
         known = {step: value for step, value in values.items() if math.isfinite(value)}
         return max(known, key=lambda step: (best.order(known[step]), step), default=None)
 

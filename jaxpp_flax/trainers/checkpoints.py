@@ -14,7 +14,6 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
     UnfinishedCheckpointError,
 )
-from jaxpp_flax.checkpoint.best import read_metrics
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, shortened
@@ -261,7 +260,7 @@ class Checkpointing:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step in memory, from its checkpoint as process 0 sees it; {} without them."""
         store = self.need_store("fit(resume=True)")
-        found = read_metrics(store.directory / str(self.held.step)) or self.measured.at(self.held.step) or {}
+        found = read_json(store.directory / str(self.held.step), "metrics") or self.measured.at(self.held.step) or {}
         return dict(exchange_values(process_group(), "the metrics of the last step", dict(found))[0])
 
     def need_store(self, what: str) -> CheckpointStore:

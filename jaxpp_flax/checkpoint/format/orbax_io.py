@@ -97,7 +97,8 @@ def find_tree(path: Path) -> Path:
     if items:
         raise CheckpointNotFoundError(f"{path} holds several trees, {[item.name for item in items]}: pass one of them.")
     if (path / "manifest.ocdbt").exists() or (path / TREE_ITEM).is_dir():
-        if not is_complete(path):  # Orbax writes the mark of a begun checkpoint beside the first arrays, not before them.
+        # Orbax writes the mark of a begun checkpoint beside the first arrays, not before them.
+        if not is_complete(path):
             raise _cut_off(path)
         raise CorruptCheckpointError(
             f"checkpoint {path} is damaged: its file _METADATA is missing. Restore another one (an earlier step)."
