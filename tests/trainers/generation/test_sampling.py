@@ -22,13 +22,13 @@ def shares(sampling: Sampling) -> np.ndarray:
 
 def expected(temperature: float, kept: list[int]) -> np.ndarray:
     weights = np.zeros(len(LOGITS))
-    weights[kept] = np.exp((LOGITS[kept] - LOGITS.max()) / temperature)
+    weights[kept] = np.exp((LOGITS[kept] - LOGITS.max()).astype(np.float64) / temperature)
     return weights / weights.sum()
 
 
 CASES = [
     (Sampling(temperature=0.7), [0, 1, 2, 3, 4, 5]),
-    (Sampling(temperature=1e38), [0, 1, 2, 3, 4, 5]),
+    (Sampling(temperature=1e60), [0, 1, 2, 3, 4, 5]),  # infinite in float32
     (Sampling(temperature=2.0, top_k=3), [1, 2, 5]),
     (Sampling(temperature=1.0, top_k=1), [1]),
     # The three most likely tokens have 0.47, 0.75 and 0.92 of the probability.
@@ -62,17 +62,11 @@ def test_a_sample_depends_on_the_sequence_and_the_position():
     assert sample(0, 3) != sample(0, 3, seed=1)
 
 
-def test_large_logits_and_a_small_temperature_give_the_most_likely_token():
-    sampling = Sampling(temperature=2e-38)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 2e-38}, {"temperature": 1e-60}, {"temperature": 1, "top_p": 1e-60}]
+)
+def test_large_logits_and_small_numbers_give_the_most_likely_token(options: dict[str, float]):
+    """Float32, in which devices compute, has some of them as 0."""
+    sampling = Sampling(**options)
     logits = jnp.asarray([[500.0, 300.0, 700.0, 600.0, -jnp.inf]])
     assert sampling.choose(logits, sampling.numbers(), jnp.arange(1), jnp.int32(0)).tolist() == [2]
-
-
-def test_numbers_that_float32_has_as_zero_or_as_infinite_are_refused():
-    for value in (1e-45, 1e-38, 3.5e38, float("inf")):
-        with pytest.raises(
-            ValueError, match=r"must be 0 \(greedy\) or a number from 1.2e-38 to 3.4e\+38, as float32 has"
-        ):
-            Sampling(temperature=value)
-        with pytest.raises(ValueError, match=r"it must be a number from 1.2e-38 to 1, or None"):
-            Sampling(temperature=1.0, top_p=value)
