@@ -178,7 +178,7 @@ def _differences(fill: Fill, tensors: Sequence[StoredTensor], leaf: Any, cast: b
             text = f"{where} has shape {tensor.shape}, wanted {wanted} for the leaf's {tuple(np.shape(leaf))}"
             wrong.append(text + _transposed(fill, tensor.shape, wanted))
         if dtype is None:
-            wrong.append(f"{where} has a dtype that JAX does not have. Convert it in the library that wrote it")
+            wrong.append(f"{where} has a dtype that cannot be read into JAX. Convert it in the library that wrote it")
         elif is_key(leaf):
             wrong.append("it holds random keys, which no file of weights has. Name it in keep=")
         elif dtype != leaf.dtype and not (cast and _is_float(dtype) and _is_float(leaf.dtype)):

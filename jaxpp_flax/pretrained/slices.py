@@ -18,7 +18,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTensor:
-    """A tensor on disk: its type is known, its values are read in parts. `dtype` None: JAX does not have it."""
+    """A tensor on disk: its type is known, its values are read in parts. `dtype` None: they cannot be read."""
 
     name: str
     shape: tuple[int, ...]
