@@ -73,19 +73,18 @@ class CheckpointStore:
         self._writing: int | None = None  # the step whose save is under way
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
-        self._ownership = Ownership(self.directory)
-        # The claims of `owned` and of a save under way, counted; and whether a save has a claim.
-        self._claims, self._has_claim = 0, False
+        self._ownership, self._is_owned = Ownership(self.directory), False
 
     @contextmanager
     def owned(self) -> Generator[None]:
         """Keep other jobs from writing here; all processes call this before the first read of the directory."""
-        self.wait()  # else a save under way could have a claim in some processes and not in others
         self._claim(self.directory)
+        self._is_owned = True
         try:
             yield
         finally:
-            self._give_up_claim()
+            self._is_owned = False
+            self._give_back()
 
     def _claim(self, place: Path) -> None:
         def take() -> None:
@@ -96,15 +95,13 @@ class CheckpointStore:
             except OSError as error:
                 raise save_failed(place, error) from error
 
-        if not self._claims:
-            do_in_process_0(
-                process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
-            )
-        self._claims += 1
+        do_in_process_0(
+            process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
+        )
 
-    def _give_up_claim(self) -> None:
-        self._claims -= 1
-        if not self._claims:
+    def _give_back(self) -> None:
+        """Release the directory, unless `owned` or a save under way needs it."""
+        if not self._is_owned and self._writing is None:
             self._ownership.release()
 
     def describe(self) -> str:
@@ -136,20 +133,19 @@ class CheckpointStore:
         """Return the last step with a complete checkpoint; None without one."""
         return max(self.steps(), default=None)
 
-    def path(self, step: int | str) -> Path:
-        """Return the directory of a step, or of the "latest"."""
-        steps = self.steps()
-        if step == "latest" and not steps:
+    def path(self, step: int | None) -> Path:
+        """Return the directory of a step; refuse None, which `latest` returns without a checkpoint."""
+        if step is None:
             raise CheckpointNotFoundError(
                 f"{self.directory} holds no complete checkpoint yet. Save one first (`trainer.save()`, or "
                 "`every=`), or check that this is the directory that the run wrote to."
             )
-        wanted = steps[-1] if step == "latest" else step
-        if wanted not in steps:
+        steps = self.steps()
+        if step not in steps:
             raise CheckpointNotFoundError(
-                f"{self.directory} has no checkpoint of step {wanted!r}; it has {', '.join(map(str, steps)) or 'none'}."
+                f"{self.directory} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}."
             )
-        return self.directory / str(wanted)
+        return self.directory / str(step)
 
     def holds(self, step: int) -> bool:
         """Return True if there is a checkpoint of this step, or a save of it is under way."""
@@ -203,7 +199,7 @@ class CheckpointStore:
             )
         content = to_tree(tree)
         self._saving = step
-        self._claim_for_save(step)
+        self._claim(self.directory / str(step))
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
             # Orbax would count checkpoints that somebody has deleted among those to keep.
@@ -283,19 +279,9 @@ class CheckpointStore:
     def _what(self) -> str:
         return f"the save of step {self._saving}"
 
-    def _claim_for_save(self, step: int) -> None:
-        if self._claims:
-            do_in_process_0(
-                process_group(), "the check of the directory's owner", self._ownership.check, DirectoryInUseError
-            )
-        self._claim(self.directory / str(step))
-        self._has_claim = True
-
     def _written(self) -> None:
         self._writing = None
-        if self._has_claim:
-            self._has_claim = False
-            self._give_up_claim()
+        self._give_back()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         # The next save opens the directory again, which removes the remains of this save.

@@ -202,7 +202,7 @@ def test_cast_keep_and_dtypes_that_do_not_fit(tmp_path: Path):
 def test_a_sharding_that_does_not_divide(tmp_path: Path):
     path = write(tmp_path / "w")
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), P("data"))
-    assert all("does not fit its sharding" in fault for fault in faults(path, abstract(make_tree(), sharding)))
+    assert all("does not fit the wanted sharding" in fault for fault in faults(path, abstract(make_tree(), sharding)))
 
 
 def test_a_shard_that_was_cut_off(tmp_path: Path, reads: list[tuple[str, int]]):

@@ -70,7 +70,10 @@ class Wanted:
         return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
 
     def faults(self, shape: Any, dtype: Any, may_widen: bool = False) -> list[str]:
-        """List the differences from a leaf on disk with this shape and dtype; some leaves may have a narrower type."""
+        """List the differences from a leaf on disk with this shape and dtype, where they are known.
+
+        With `may_widen`, the type on disk may be narrower.
+        """
         found: list[str] = []
         if shape is not None and tuple(shape) != tuple(self.shape):
             found.append(f"shape {tuple(shape)} in the checkpoint, wanted {tuple(self.shape)}")
