@@ -25,7 +25,6 @@ from jaxpp_flax.checkpoint.owner import Ownership
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
-from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
@@ -67,7 +66,7 @@ class CheckpointStore:
         asynchronous: bool = True,
     ) -> None:
         self.directory = checkpoint_location(directory)
-        self._every, self._keep = check_interval("every", every), check_interval("keep", keep)
+        self._every, self._keep = every, keep
         self.ranking, self._asynchronous = best, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: int | None = None  # the step whose save is under way
@@ -332,10 +331,3 @@ class CheckpointStore:
         """List the files of the save in the background, before Orbax renames the directory."""
         if self._writing is not None:
             write_sizes(under_way(self.directory / str(self._writing)))
-
-
-def check_interval(name: str, value: Any) -> Any:
-    """Return a count as an int, and a policy or None unchanged; refuse anything else."""
-    if value is None or hasattr(value, "should_save" if name == "every" else "should_preserve"):
-        return value
-    return check_count(name, value, ", a policy, or None")
