@@ -172,7 +172,7 @@ class ExportPlan:
         try:
             for fill in self.fills:
                 leaf = leaves[fill.leaf]
-                shape = fill.rule.split_shape(leaf.shape)
+                shape = fill.rule.before_transpose(leaf.shape)
                 for index, values in leaf.parts():
                     for part in tensor_parts(fill.rule, leaf.shape, index):
                         file, at = places[fill.tensors[part.number]]

@@ -55,7 +55,7 @@ def test_a_part_is_that_of_the_whole_in_both_directions(case: tuple[Rule, tuple[
     for part in tensor_parts(rule, shape, index):
         read[part.place] = read_part(rule, shape, part, stored(tensors[part.number]))
         block = to_tensor(rule, part, leaf[index])
-        written[part.number].reshape(rule.split_shape(shape))[part.index] = block  # a view
+        written[part.number].reshape(rule.before_transpose(shape))[part.index] = block  # a view
     np.testing.assert_array_equal(read, leaf[index])
     # Exactly the values of this part are written, each to its place.
     marked = np.full_like(leaf, -1)
