@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp_flax.pretrained import Rule
-from jaxpp_flax.pretrained.slices import StoredTensor, full_index, read_part, tensor_parts, to_tensor
+from jaxpp_flax.pretrained.slices import StoredTensor, read_part, tensor_parts, to_tensor
 
 
 @st.composite
@@ -62,7 +62,3 @@ def test_a_part_is_that_of_the_whole_in_both_directions(case: tuple[Rule, tuple[
     marked[index] = leaf[index]
     for tensor, expected in zip(written, tensors_of(rule, marked), strict=True):
         np.testing.assert_array_equal(tensor, expected)
-
-
-def test_indices_of_devices():
-    assert full_index((slice(None), slice(2, 4)), (3, 8)) == (slice(0, 3, 1), slice(2, 4, 1))
