@@ -104,8 +104,8 @@ def users_line(innermost_first: Iterable[tuple[FrameType, int]]) -> str:
     called = ""
     for frame, line in innermost_first:
         if is_users(frame):
-            return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line}){called}"
-        called = f", inside {frame.f_code.co_qualname}"
+            return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line}){called}"
+        called = f", inside {frame.f_code.co_name}"
     return "no line of your program: it starts, or it has ended"
 
 

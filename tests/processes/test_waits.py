@@ -110,7 +110,7 @@ def test_a_failure_tells_the_user_s_line_and_no_line_of_the_package():
     text = group.describe(Failure(1, "killed"))
     me = "test_a_failure_tells_the_user_s_line_and_no_line_of_the_package"
     assert f"Process 0 was at {me} ({__file__}:" in text
-    assert text.endswith("inside ProcessGroup.describe.")
+    assert text.endswith("inside describe.")
 
 
 def test_a_main_thread_with_no_line_of_the_user_is_at_no_place_of_the_package():
