@@ -1,14 +1,26 @@
-"""Parts of messages: names near an unknown one, lists cut short, numbers with a prefix; and warnings."""
+"""Parts of messages: names near an unknown one, lists cut short, numbers, the user's line; and warnings."""
 
 from __future__ import annotations
 
 import difflib
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
-__all__ = ["amount", "known_names", "listed", "missing_name", "near_names", "warn_user"]
+__all__ = [
+    "amount",
+    "error_location",
+    "is_users",
+    "known_names",
+    "listed",
+    "missing_name",
+    "near_names",
+    "users_line",
+    "warn_user",
+]
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
@@ -75,17 +87,40 @@ def missing_name(module: str, name: str, remedies: Mapping[str, str], known: Seq
     return f"module {module!r} has no attribute {name!r}.{near_names(name, known)}"
 
 
-# The packages whose calls may stand between a warning and the line of the user that led to it.
-_BETWEEN = {"jaxpp_flax", "jax", "flax", "contextlib", "functools"}
+# -- the line of the user's program
+
+_LIBRARIES = {"jaxpp_flax", "jax", "flax", *sys.stdlib_module_names}
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return whether a call is one of the user's program: neither of this package nor of an installed one."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    file = frame.f_code.co_filename
+    return package not in _LIBRARIES and "site-packages" not in file and "dist-packages" not in file
+
+
+def users_line(innermost_first: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost line of the user's code among calls, and the function that this line calls."""
+    called = ""
+    for frame, line in innermost_first:
+        if is_users(frame):
+            return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line}){called}"
+        called = f", inside {frame.f_code.co_name}"
+    return "no line of your program: it starts, or it has ended"
+
+
+def error_location(error: BaseException) -> str:
+    """Return the innermost line of the user's code in an error's traceback, and the function that this line calls."""
+    return users_line(reversed([*traceback.walk_tb(error.__traceback__)]))
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and show the line of the user's program that led here: the innermost call from outside of the library.
+    """Warn, and show the line of the user's program that led here.
 
     `stacklevel=` counts calls: it is wrong as soon as a function is called from two depths.
     """
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    while frame.f_back and not is_users(frame):
         frame = frame.f_back
     module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)

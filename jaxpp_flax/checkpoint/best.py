@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from orbax.checkpoint import checkpoint_managers as policies
 
-__all__ = ["Best", "read_metrics"]
+__all__ = ["Best"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,3 @@ class Best:
         return policies.BestN(
             get_metric_fn=lambda metrics: self.order(self.value(metrics)), n=1, keep_checkpoints_without_metrics=False
         )
-
-
-def read_metrics(directory: Path) -> Mapping[str, float] | None:
-    """Read the metrics of a step's directory, as Orbax writes them; None without metrics."""
-    try:
-        return json.loads((directory / "metrics" / "metrics").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None

@@ -15,16 +15,16 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
-from jaxpp_flax.checkpoint.best import Best, read_metrics
+from jaxpp_flax.checkpoint.best import Best
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
 from jaxpp_flax.checkpoint.format.orbax_io import is_complete, multiprocessing_options, under_way
 from jaxpp_flax.checkpoint.owner import Ownership
+from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
-from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
@@ -66,25 +66,24 @@ class CheckpointStore:
         asynchronous: bool = True,
     ) -> None:
         self.directory = checkpoint_location(directory)
-        self._every, self._keep = check_interval("every", every), check_interval("keep", keep)
+        self._every, self._keep = every, keep
         self.ranking, self._asynchronous = best, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: int | None = None  # the step whose save is under way
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
-        self._ownership = Ownership(self.directory)
-        # The claims of `owned` and of a save under way, counted; and whether a save has a claim.
-        self._claims, self._has_claim = 0, False
+        self._ownership, self._is_owned = Ownership(self.directory), False
 
     @contextmanager
     def owned(self) -> Generator[None]:
         """Keep other jobs from writing here; all processes call this before the first read of the directory."""
-        self.wait()  # else a save under way could have a claim in some processes and not in others
         self._claim(self.directory)
+        self._is_owned = True
         try:
             yield
         finally:
-            self._give_up_claim()
+            self._is_owned = False
+            self._give_back()
 
     def _claim(self, place: Path) -> None:
         def take() -> None:
@@ -95,15 +94,13 @@ class CheckpointStore:
             except OSError as error:
                 raise save_failed(place, error) from error
 
-        if not self._claims:
-            do_in_process_0(
-                process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
-            )
-        self._claims += 1
+        do_in_process_0(
+            process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
+        )
 
-    def _give_up_claim(self) -> None:
-        self._claims -= 1
-        if not self._claims:
+    def _give_back(self) -> None:
+        """Release the directory, unless `owned` or a save under way needs it."""
+        if not self._is_owned and self._writing is None:
             self._ownership.release()
 
     def describe(self) -> str:
@@ -135,20 +132,19 @@ class CheckpointStore:
         """Return the last step with a complete checkpoint; None without one."""
         return max(self.steps(), default=None)
 
-    def path(self, step: int | str) -> Path:
-        """Return the directory of a step, or of the "latest"."""
-        steps = self.steps()
-        if step == "latest" and not steps:
+    def path(self, step: int | None) -> Path:
+        """Return the directory of a step; refuse None, which `latest` returns without a checkpoint."""
+        if step is None:
             raise CheckpointNotFoundError(
                 f"{self.directory} holds no complete checkpoint yet. Save one first (`trainer.save()`, or "
                 "`every=`), or check that this is the directory that the run wrote to."
             )
-        wanted = steps[-1] if step == "latest" else step
-        if wanted not in steps:
+        steps = self.steps()
+        if step not in steps:
             raise CheckpointNotFoundError(
-                f"{self.directory} has no checkpoint of step {wanted!r}; it has {', '.join(map(str, steps)) or 'none'}."
+                f"{self.directory} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}."
             )
-        return self.directory / str(wanted)
+        return self.directory / str(step)
 
     def holds(self, step: int) -> bool:
         """Return True if there is a checkpoint of this step, or a save of it is under way."""
@@ -169,7 +165,7 @@ class CheckpointStore:
             raise CheckpointNotFoundError(
                 f'{self.directory}: "best" needs the name of a metric: Checkpoints(..., best="eval_loss").'
             )
-        values = {step: best.value(read_metrics(self.directory / str(step))) for step in self.steps()}
+        values = {step: best.value(read_json(self.directory / str(step), "metrics")) for step in self.steps()}
         known = {step: value for step, value in values.items() if math.isfinite(value)}
         return max(known, key=lambda step: (best.order(known[step]), step), default=None)
 
@@ -202,7 +198,7 @@ class CheckpointStore:
             )
         content = to_tree(tree)
         self._saving = step
-        self._claim_for_save(step)
+        self._claim(self.directory / str(step))
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
             # Orbax would count checkpoints that somebody has deleted among those to keep.
@@ -282,19 +278,9 @@ class CheckpointStore:
     def _what(self) -> str:
         return f"the save of step {self._saving}"
 
-    def _claim_for_save(self, step: int) -> None:
-        if self._claims:
-            do_in_process_0(
-                process_group(), "the check of the directory's owner", self._ownership.check, DirectoryInUseError
-            )
-        self._claim(self.directory / str(step))
-        self._has_claim = True
-
     def _written(self) -> None:
         self._writing = None
-        if self._has_claim:
-            self._has_claim = False
-            self._give_up_claim()
+        self._give_back()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         # The next save opens the directory again, which removes the remains of this save.
@@ -345,10 +331,3 @@ class CheckpointStore:
         """List the files of the save in the background, before Orbax renames the directory."""
         if self._writing is not None:
             write_sizes(under_way(self.directory / str(self._writing)))
-
-
-def check_interval(name: str, value: Any) -> Any:
-    """Return a count as an int, and a policy or None unchanged; refuse anything else."""
-    if value is None or hasattr(value, "should_save" if name == "every" else "should_preserve"):
-        return value
-    return check_count(name, value, ", a policy, or None")

@@ -1,20 +1,14 @@
-"""Finish a save that is under way when the program ends: in bounded time, and with a message."""
+"""Finish a save that is under way when the program ends, and say so."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-import time
 import weakref
 from typing import Protocol
 
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes.waits import print_notice
-
-EXIT_SECONDS = 300.0  # the time that the end of a program waits for a save
-ABANDONED_STATUS = 1  # the exit status if this time was not enough
-_SECONDS_IN_SILENCE = 2.0
 
 
 class Writer(Protocol):
@@ -41,22 +35,8 @@ def finish_at_exit(writer: Writer) -> None:
 def _finish(writer: Writer | None) -> None:
     if writer is None:
         return
-    begin = time.monotonic()
-    told = False
-    while writer.is_writing():
-        waited = time.monotonic() - begin
-        if waited > _SECONDS_IN_SILENCE and not told:
-            told = True
-            print_notice(
-                f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written"
-            )
-        if waited > EXIT_SECONDS:
-            print_notice(
-                f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete"
-            )
-            sys.stdout.flush()
-            os._exit(ABANDONED_STATUS)  # Python would wait for the writing threads without a limit
-        time.sleep(0.01)
+    if writer.is_writing():
+        print_notice("the program ends when the checkpoint that is being written is complete")
     try:
         writer.wait()
     except Exception as error:

@@ -89,8 +89,12 @@ class Ownership:
     def take(self, tell: Callable[[str], None]) -> None:
         """Become the owner of the directory, which is made if it does not exist; a living owner is never replaced.
 
+        If this is the owner already, only `check` that it still is.
+
         `tell` is called with a message before a wait, and with the name of a dead owner that is replaced.
         """
+        if self._own is not None:
+            return self.check()
         own = Owner.of(os.getpid())
         while True:
             found = self._read()
@@ -104,6 +108,7 @@ class Ownership:
                 break
             # Else another job was faster, or the owner has given a sign of life: the next read tells.
         self._own, self._renewed = own, time.monotonic()
+        return None
 
     def renew(self) -> None:
         """Show that the owner is alive, at most once a minute; cheap enough for each step."""

@@ -131,10 +131,6 @@ class RestorePlan:
     chosen: Mapping[str, str]  # from paths of the target to paths on disk
     wants: Mapping[str, Wanted]  # the requested shape, dtype and sharding of each chosen leaf
 
-    def replaced(self) -> list[Any]:
-        """Return the leaves of the target that `read` will replace: their memory may be freed before."""
-        return [self.leaves[name] for name in self.chosen]
-
     def read(self) -> Any:
         """Read a new tree like the target; raise a `CorruptCheckpointError` if a file cannot be read all the same."""
         return jax.tree.unflatten(self.structure, (self.leaves | self.read_leaves()).values())
@@ -178,14 +174,12 @@ def plan_restore(
     rename: Mapping[str, str] | None = None,
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
-    check: bool = True,
     widen: PathFilter = (),
 ) -> RestorePlan:
     """Do all checks of `restore`, without reading the values.
 
     Args:
       path, target, only, rename, missing, extra: as in `restore`.
-      check: False does not compare files with their sizes.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
     """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
@@ -224,10 +218,8 @@ def plan_restore(
         order = {name: i for i, name in enumerate(leaves)}
         faults.sort(key=lambda fault: order.get(fault.partition(":")[0], len(order)))
         raise CheckpointMismatchError(f"checkpoint {directory} does not fit the target.", faults)
-    if check:
-        with process_group().waiting(f"the restore of {name_checkpoint(directory)}"):
-            for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
-                check_files(holder)
+    with process_group().waiting(f"the restore of {name_checkpoint(directory)}"):
+        check_files(directory)
     return RestorePlan(
         directory=directory, metadata=metadata, leaves=leaves, structure=structure, chosen=chosen, wants=wants
     )
@@ -297,14 +289,14 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
 
 
 def read_json(path: str | os.PathLike[str], name: str) -> Any:
-    """Read the JSON called `name` in a step's directory; return None if it does not exist."""
+    """Read the JSON called `name` in a step's directory, such as its "metrics"; return None if it does not exist."""
     item = checkpoint_location(path) / name
     if not item.is_dir():
         return None
     with (
         process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
         # Not an `ocp.Checkpointer`, in which processes wait for each other: the death of one would look like damage.
-        closing(ocp.JsonCheckpointHandler()) as handler,
+        closing(ocp.JsonCheckpointHandler("metrics" if name == "metrics" else None)) as handler,
     ):
         try:
             return handler.restore(epath.Path(item))

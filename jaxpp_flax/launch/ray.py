@@ -18,9 +18,9 @@ from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.connection import connect
 from jaxpp_flax.launch.process.process_end import ProgramExitError, type_and_message
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, describe_preemption, join_host_and_port
+from jaxpp_flax.messages import error_location
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PREEMPTED_STATUS
 from jaxpp_flax.processes.store import ProcessFailedError
-from jaxpp_flax.processes.waits import error_location
 
 __all__ = ["run"]
 

@@ -86,12 +86,13 @@ def export_pretrained(
     number = exchange_values(group, "the name of an export", secrets.token_hex(4))[0]
     unfinished = target.with_name(f".{target.name}.unfinished-{number}")
     try:
-        do_in_process_0(group, "the files of an export", lambda: plan.create(unfinished, config), CheckpointSaveError)
+        create = lambda: plan.create(unfinished, config)  # noqa: E731
+        do_in_process_0(group, "the files of an export", create, CheckpointSaveError, OSError)
         failure = _attempt(lambda: plan.write(unfinished, leaves))
         failures = exchange_values(group, "the parts of an export", failure)
         if text := next(filter(None, failures), None):
             raise CheckpointSaveError(f"exporting to {target} failed: {text}")
-        do_in_process_0(group, "the end of an export", lambda: unfinished.rename(target), CheckpointSaveError)
+        do_in_process_0(group, "the end of an export", lambda: unfinished.rename(target), OSError)
     except OSError as error:
         if group.process_index == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -123,9 +124,9 @@ class ExportPlan:
         """Check the leaves, and divide their tensors among files, in order."""
         fills, faults = map.resolve({path: leaf.shape for path, leaf in leaves.items()})
         faults += [
-            f"{path}: it has no dtype that safetensors and JAX have ({leaf.dtype}). Leave it out by only="
+            f"{path}: its dtype, {leaf.dtype}, cannot be written to safetensors. Leave it out by only="
             for path, leaf in leaves.items()
-            if leaf.dtype is None or is_key(leaf) or dtype_name(leaf.dtype) is None
+            if is_key(leaf) or dtype_name(leaf.dtype) is None
         ]
         if faults:
             raise CheckpointMismatchError(f"cannot export to {target}: the map does not fit the leaves.", faults)
@@ -153,19 +154,16 @@ class ExportPlan:
             raise CheckpointSaveError(
                 f"cannot export to {self.target}: it exists, and is left as it is. Choose another path."
             )
-        try:
-            directory.mkdir(parents=True)
-            for file, tensors in self.files.items():
-                create_file(directory / file, tensors)
-            if config is not None:
-                (directory / "config.json").write_text(json.dumps(dict(config), indent=2), encoding="utf-8")
-            if len(self.files) > 1:
-                sizes = [math.prod(shape) * dtype.itemsize for of in self.files.values() for _, shape, dtype in of]
-                named = {name: file for file, of in self.files.items() for name, _, _ in of}
-                index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(named.items()))}
-                (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointSaveError(f"exporting to {self.target} failed: {type(error).__name__}: {error}") from error
+        directory.mkdir(parents=True)
+        for file, tensors in self.files.items():
+            create_file(directory / file, tensors)
+        if config is not None:
+            (directory / "config.json").write_text(json.dumps(dict(config), indent=2), encoding="utf-8")
+        if len(self.files) > 1:
+            sizes = [math.prod(shape) * dtype.itemsize for of in self.files.values() for _, shape, dtype in of]
+            named = {name: file for file, of in self.files.items() for name, _, _ in of}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(named.items()))}
+            (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def write(self, directory: Path, leaves: Mapping[str, Leaf]) -> None:
         """Write this process's parts."""
@@ -174,7 +172,7 @@ class ExportPlan:
         try:
             for fill in self.fills:
                 leaf = leaves[fill.leaf]
-                shape = fill.rule.split_shape(leaf.shape)
+                shape = fill.rule.before_transpose(leaf.shape)
                 for index, values in leaf.parts():
                     for part in tensor_parts(fill.rule, leaf.shape, index):
                         file, at = places[fill.tensors[part.number]]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
-from jaxpp_flax.checkpoint.format.leaves import abstract_leaf, is_key
+from jaxpp_flax.checkpoint.format.leaves import Wanted, is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -148,7 +148,7 @@ def plan_load(
         raise _mismatch(opened, faults)
     if process_group().process_count > 1:
         compare_lines(process_group(), "the weights to load", [*opened.describe(), *str(map).splitlines()], None)
-    shardings = {path: None if isinstance(leaves[path], np.ndarray) else _sharding(leaves[path]) for path in filled}
+    shardings = {path: Wanted.of(leaves[path]).sharding for path in filled}
     return LoadPlan(opened, filled, shardings)
 
 
@@ -178,18 +178,13 @@ def _differences(fill: Fill, tensors: Sequence[StoredTensor], leaf: Any, cast: b
             text = f"{where} has shape {tensor.shape}, wanted {wanted} for the leaf's {tuple(np.shape(leaf))}"
             wrong.append(text + _transposed(fill, tensor.shape, wanted))
         if dtype is None:
-            wrong.append(f"{where} has a dtype that JAX does not have. Convert it in the library that wrote it")
+            wrong.append(f"{where} has a dtype that cannot be read into JAX. Convert it in the library that wrote it")
         elif is_key(leaf):
             wrong.append("it holds random keys, which no file of weights has. Name it in keep=")
         elif dtype != leaf.dtype and not (cast and _is_float(dtype) and _is_float(leaf.dtype)):
             remedy = ": pass cast=True to convert" if _is_float(dtype) and _is_float(leaf.dtype) else ""
             wrong.append(f"{where} has dtype {dtype}, wanted {leaf.dtype}{remedy}")
-    if not wrong and not isinstance(leaf, np.ndarray):
-        try:
-            _sharding(leaf).shard_shape(tuple(np.shape(leaf)))
-        except ValueError as error:
-            wrong.append(f"shape {np.shape(leaf)} does not fit its sharding {_sharding(leaf)}: {error}")
-    return wrong
+    return wrong or Wanted.of(leaf).faults(None, None)
 
 
 def _is_float(dtype: Any) -> bool:
@@ -215,11 +210,6 @@ def _mismatch(source: WeightSource, faults: list[str]) -> CheckpointMismatchErro
     if len(faults) > _LISTED:
         shown.append(f"and {len(faults) - _LISTED} more. Are these the weights of this model, with its sizes?")
     return CheckpointMismatchError(f"the weights{of} at {source.path} do not fit the model.", shown)
-
-
-def _sharding(leaf: Any) -> Any:
-    sharding = abstract_leaf(leaf).sharding
-    return sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _place(leaf: FilledLeaf, sharding: Any) -> Any:

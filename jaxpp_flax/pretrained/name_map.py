@@ -6,9 +6,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from jaxpp_flax.globs import captures, matches_any
+
+T = TypeVar("T")
 
 _LAYER = "#"  # stands for the number of a layer in the name of a stacked rule's tensor
 
@@ -85,15 +89,16 @@ class Rule:
         counts += [sum(self.merge)] if self.merge is not None else []
         return all(count == inner for count in counts)
 
-    def split_shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of one layer's part of a leaf before `transpose`."""
-        inner = [size for dim, size in enumerate(leaf_shape) if dim != self.stack]
-        if self.transpose is None:
-            return tuple(inner)
-        split = [0] * len(inner)
-        for dim, of in enumerate(self.transpose):
-            split[of] = inner[dim]
-        return tuple(split)
+    def before_transpose(self, of_leaf: Sequence[T]) -> tuple[T, ...]:
+        """Arrange what belongs to the dimensions of a leaf, such as its sizes, as in one layer before `transpose`.
+
+        Example:
+          >>> Rule("q", "#.q.weight", transpose=(2, 0, 1), stack=0).before_transpose((8, "width", "heads", "size"))
+          ('heads', 'size', 'width')
+        """
+        inner = [of for dim, of in enumerate(of_leaf) if dim != self.stack]
+        order = range(len(inner)) if self.transpose is None else np.argsort(self.transpose)
+        return tuple(inner[dim] for dim in order)
 
     def tensor_shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the tensor that fills a leaf of this shape, or one layer of it.
@@ -104,7 +109,7 @@ class Rule:
           >>> Rule("q", "#.q.weight", transpose=(1, 0), stack=0).tensor_shape((8, 2, 3))
           (3, 2)
         """
-        split = self.split_shape(leaf_shape)
+        split = self.before_transpose(leaf_shape)
         if self.merge is None:
             return split
         ends = [sum(self.merge[: i + 1]) for i in range(len(self.merge))]

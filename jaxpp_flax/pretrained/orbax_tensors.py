@@ -30,8 +30,7 @@ def read_orbax(path: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
       CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
     """
     directory = find_tree(checkpoint_location(path))
-    for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
-        check_files(holder)
+    check_files(directory)
     leaves = stored_leaves(read_metadata(directory))
     settings = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
     is_state = {"params", "step"} <= {name.partition("/")[0] for name in leaves}

@@ -24,9 +24,9 @@ from jaxpp_flax.pretrained.slices import Index, StoredTensor
 DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
     "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "BF16": jnp.bfloat16, "F32": np.float32,
-    "F64": np.float64, "C64": np.complex64, "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2,
+    "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
-"""The format's names of dtypes."""
+"""The format's names of the dtypes that the package `safetensors` reads into NumPy arrays."""
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -41,14 +41,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     with _open(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
         types = {name: (tuple(of.get_shape()), str(of.get_dtype())) for name, of in found.items()}
-    tensors: dict[str, StoredTensor] = {}
-    for name, (shape, dtype) in types.items():
-        of = np.dtype(DTYPES[dtype]) if dtype in DTYPES else None
-        read = partial(_read, path, name)
-        if of is not None and dtype.startswith("F8"):
-            read = partial(_read_bytes, path, name, shape, of)
-        tensors[name] = StoredTensor(name=name, shape=shape, dtype=of, file=path, read_values=read)
-    return tensors
+    return {
+        name: StoredTensor(
+            name=name,
+            shape=shape,
+            dtype=np.dtype(DTYPES[dtype]) if dtype in DTYPES else None,
+            file=path,
+            read_values=partial(_read, path, name),
+        )
+        for name, (shape, dtype) in types.items()
+    }
 
 
 def _open(path: Path) -> Any:
@@ -78,14 +80,6 @@ def _read(path: Path, name: str, index: Index) -> np.ndarray:
     # The file is opened for each part: its pages count as memory of this process while it is open.
     with _open(path) as file:
         return file.get_slice(name)[index]
-
-
-def _read_bytes(path: Path, name: str, shape: tuple[int, ...], dtype: Any, index: Index) -> np.ndarray:
-    """Read a part of a tensor of 8-bit floating numbers, which the package gives to PyTorch alone."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        begin = 8 + length + json.loads(file.read(length))[name]["data_offsets"][0]
-    return np.array(np.memmap(path, np.uint8, "r", begin, shape)[index]).view(dtype)
 
 
 def dtype_name(dtype: Any) -> str | None:

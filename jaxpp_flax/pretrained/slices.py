@@ -18,7 +18,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTensor:
-    """A tensor on disk: its type is known, its values are read in parts. `dtype` None: JAX does not have it."""
+    """A tensor on disk: its type is known, its values are read in parts. `dtype` None: they cannot be read."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorPart:
 
     number: int  # of the tensor among the leaf's tensors
     place: tuple[Any, ...]  # where its values lie in the part of the leaf
-    index: Index  # in the tensor, with its dimensions split as in `Rule.split_shape`
+    index: Index  # in the tensor, with its dimensions split as in `Rule.before_transpose`
 
 
 def full_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
@@ -61,15 +61,12 @@ def tensor_parts(rule: Rule, leaf_shape: Sequence[int], index: Sequence[slice]) 
       (slice(2, 4, 1), slice(0, 16, 1), slice(0, 64, 1))
     """
     index = full_index(index, leaf_shape)
-    inner = [of for dim, of in enumerate(index) if dim != rule.stack]
-    split = list(inner)
-    for dim, of in enumerate(rule.transpose or ()):
-        split[of] = inner[dim]
+    split = rule.before_transpose(index)
     if rule.stack is None:
-        yield TensorPart(0, (), tuple(split))
+        yield TensorPart(0, (), split)
         return
     for place, layer in enumerate(range(index[rule.stack].start, index[rule.stack].stop)):
-        yield TensorPart(layer, (slice(None),) * rule.stack + (place,), tuple(split))
+        yield TensorPart(layer, (slice(None),) * rule.stack + (place,), split)
 
 
 def read_part(rule: Rule, leaf_shape: Sequence[int], part: TensorPart, tensor: StoredTensor) -> np.ndarray:
@@ -77,7 +74,7 @@ def read_part(rule: Rule, leaf_shape: Sequence[int], part: TensorPart, tensor: S
 
     Of dimensions that are one of the tensor's, the first one's positions are read, with all of the other ones.
     """
-    split_shape, end = rule.split_shape(leaf_shape), 0
+    split_shape, end = rule.before_transpose(leaf_shape), 0
     stored, shape, cut = list[slice](), list[int](), list[slice]()
     for count in rule.merge or (1,) * len(split_shape):
         sizes, wanted = split_shape[end : end + count], part.index[end : end + count]

@@ -6,16 +6,15 @@ A long wait is reported on stderr. The message of a failure names the waits; if 
 from __future__ import annotations
 
 import gc
-import os
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+
+from jaxpp_flax.messages import users_line
 
 __all__ = [
     "MOST_NAMED",
@@ -24,7 +23,6 @@ __all__ = [
     "WaitReporter",
     "Waits",
     "call_with_limit",
-    "error_location",
     "main_thread_location",
     "name_processes",
     "print_notice",
@@ -38,9 +36,6 @@ REPORT_SECONDS = 60.0
 _POLL_SECONDS = 1.0
 MOST_NAMED = 16
 """The processes that a message names; of the others it gives the number."""
-
-_PATHS = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARIES = tuple(f"{path}{os.sep}" for path in [str(Path(__file__).resolve().parents[1]), *_PATHS])
 
 
 # -- waits
@@ -157,13 +152,7 @@ class WaitReporter:
 
 
 def main_thread_location() -> str:
-    """The innermost line of the user's code that the main thread is at, and the function that this line calls.
-
-    >>> def step():
-    ...     return main_thread_location()
-    >>> step().startswith("step (<doctest")
-    True
-    """
+    """The innermost line of the user's code that the main thread is at, and the function that this line calls."""
     # A frame of a thread that runs on is freed memory. So the walk, which takes microseconds, is one turn with Python's
     # lock: it begins with a new turn, of milliseconds, and no collection of garbage gives the lock away.
     collects = gc.isenabled()
@@ -175,35 +164,7 @@ def main_thread_location() -> str:
     finally:
         if collects:
             gc.enable()
-    return _innermost_user_line((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
-
-
-def error_location(error: BaseException) -> str:
-    """The innermost line of the user's code in an error's traceback, and the function that this line calls.
-
-    >>> try:
-    ...     "a".join([1])
-    ... except TypeError as error:
-    ...     error_location(error).startswith("<module> (<doctest")
-    True
-    """
-    innermost_first = reversed([*traceback.walk_tb(error.__traceback__)])
-    return _innermost_user_line((f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in innermost_first)
-
-
-def _innermost_user_line(innermost_first: Iterable[tuple[str, int, str]]) -> str:
-    called = ""
-    for file, line, function in innermost_first:
-        if _is_users(file):
-            return f"{function} ({file}:{line}){called}"
-        called = f", inside {function}"
-    return "no line of your program: it starts, or it has ended"
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith("<frozen"):
-        return False
-    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+    return users_line(stack)
 
 
 # -- threads and limits of time

@@ -14,13 +14,13 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
     UnfinishedCheckpointError,
 )
-from jaxpp_flax.checkpoint.best import read_metrics
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
-from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, shortened
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.messages import listed
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
@@ -141,8 +141,9 @@ class Checkpointing:
         if isinstance(where, int) or where in ("latest", "best"):
             store = self.need_store("restore")
             store.wait()  # the checkpoint to restore may still be written
-            found: Any = where if isinstance(where, int) else _latest(store) if where == "latest" else _best(store)
-            path = store.path("latest" if found is None else found)
+            path = store.path(
+                where if isinstance(where, int) else _latest(store) if where == "latest" else _best(store)
+            )
         if self.held.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
@@ -151,7 +152,9 @@ class Checkpointing:
         if only is not None or missing == "keep":
             plan, following = self._with_copies(plan)
             if following:
-                self.display.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
+                self.display.message(
+                    f"copies of parameters take their restored values too: {listed(following, 3, str)}"
+                )
         position = own_position(read_json(path, "data"))
         if low_memory:
             self.under_way.clear()
@@ -261,7 +264,7 @@ class Checkpointing:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step in memory, from its checkpoint as process 0 sees it; {} without them."""
         store = self.need_store("fit(resume=True)")
-        found = read_metrics(store.directory / str(self.held.step)) or self.measured.at(self.held.step) or {}
+        found = read_json(store.directory / str(self.held.step), "metrics") or self.measured.at(self.held.step) or {}
         return dict(exchange_values(process_group(), "the metrics of the last step", dict(found))[0])
 
     def need_store(self, what: str) -> CheckpointStore:

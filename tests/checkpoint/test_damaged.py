@@ -78,13 +78,7 @@ def test_none_is_left(run: Any, tmp_path: Path):
         make_trainer(here).fit(BATCHES, steps=8, resume="latest_valid")
 
 
-def test_an_empty_directory_of_a_step_that_never_was(run: Any, tmp_path: Path):
-    here = Path(shutil.copytree(run[0], tmp_path / "copy"))
-    (here / "99").mkdir()
-    assert losses_of(make_trainer(here), steps=8, resume="latest_valid") == {s: run[1][s] for s in (7, 8)}
-
-
-@pytest.mark.parametrize("resume", ["latest", 1, None])
-def test_other_values_are_refused(resume: Any, tmp_path: Path):
-    with pytest.raises(ValueError, match=r'resume=.*: it must be True, False or "latest_valid"'):
-        program.make_trainer(tmp_path / "run").fit(BATCHES, steps=1, resume=resume)
+def test_other_values_are_refused(tmp_path: Path):
+    for resume in ("latest", 1, None):
+        with pytest.raises(ValueError, match=r'resume=.*: it must be True, False or "latest_valid"'):
+            program.make_trainer(tmp_path / "run").fit(BATCHES, steps=1, resume=resume)  # type: ignore[arg-type]

@@ -181,17 +181,6 @@ def test_damage_is_noticed_and_named(damage, tmp_path: Path):
         restore(path, tree)
 
 
-def test_a_value_that_a_disk_has_changed_is_not_noticed(tmp_path: Path):
-    """The format has no checksums of values: `integrity.py` says so."""
-    value = np.random.default_rng(0).normal(size=5000).astype(np.float32)
-    path = save(tmp_path / "ckpt", {"x": value})
-    file = big(path)
-    content = bytearray(file.read_bytes())
-    content[content.index(value.tobytes()) + 1000] ^= 1
-    file.write_bytes(content)
-    assert (restore(path, {"x": value})["x"] != value).sum() == 1
-
-
 def test_damage_without_sizes_gives_orbax_reason(tmp_path: Path):
     tree = {"x": jnp.asarray(np.random.default_rng(0).normal(size=5000), jnp.float32)}
     path = save(tmp_path / "ckpt", tree)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import MpmdArray, MpmdMesh, MpmdSharding
-from jaxpp_flax.checkpoint import CheckpointMismatchError, CorruptCheckpointError, save
+from jaxpp_flax.checkpoint import CheckpointMismatchError, save
 from jaxpp_flax.pretrained import NameMap, Rule, export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.slices import Index, StoredTensor
 from jaxpp_flax.pretrained.sources import INDEX
@@ -202,30 +201,24 @@ def test_cast_keep_and_dtypes_that_do_not_fit(tmp_path: Path):
 def test_a_sharding_that_does_not_divide(tmp_path: Path):
     path = write(tmp_path / "w")
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), P("data"))
-    assert all("does not fit its sharding" in fault for fault in faults(path, abstract(make_tree(), sharding)))
+    assert all("does not fit the wanted sharding" in fault for fault in faults(path, abstract(make_tree(), sharding)))
 
 
-def test_a_shard_that_was_cut_off(tmp_path: Path, reads: list[tuple[str, int]]):
-    path = write(tmp_path / "w")
-    shard = shard_of(path, "lm_head.weight")
-    os.truncate(shard, shard.stat().st_size - 4)
-    with pytest.raises(CorruptCheckpointError, match=f"the shard {shard} cannot be read: it was cut off, or"):
-        load_pretrained(path, make_tree(), map=NAMES)
-    assert not reads
-
-
-def test_an_unknown_dtype_is_named_where_a_leaf_needs_it(tmp_path: Path):
+def test_a_dtype_that_cannot_be_read_is_named_where_a_leaf_needs_it(tmp_path: Path):
     tree = make_tree()
-    tree["head"]["kernel"] = tree["head"]["kernel"].astype(jnp.float8_e4m3fn)
+    tree["head"]["kernel"] = tree["head"]["kernel"].astype(np.uint8)
     path = write(tmp_path / "w", tree)
     shard = shard_of(path, "lm_head.weight")
-    shard.write_bytes(shard.read_bytes().replace(b"F8_E4M3", b"F8_E8M0"))
+    content = shard.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"U8"', b'"F8_E4M3"')  # the package `safetensors` reads it for PyTorch alone
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
     (fault,) = faults(path, make_tree())
     assert fault == (
-        f"head/kernel: lm_head.weight in {shard.name} has a dtype that JAX does not have. Convert it in the library "
-        "that wrote it"
+        f"head/kernel: lm_head.weight in {shard.name} has a dtype that cannot be read into JAX. Convert it in the "
+        "library that wrote it"
     )
-    with pytest.raises(CheckpointMismatchError, match=r"lm_head/weight: it has no dtype that safetensors and JAX have"):
+    with pytest.raises(CheckpointMismatchError, match=r"lm_head/weight: its dtype, None, cannot be written"):
         export_pretrained(path, tmp_path / "again")
     assert json.loads((path / INDEX).read_text())["metadata"]["total_size"] > 0
 

@@ -22,11 +22,6 @@ def test_a_leaf_without_a_rule_with_two_and_with_one_for_other_dimensions():
     ]
 
 
-def test_two_leaves_of_one_tensor():
-    names = NameMap((Rule("a", "w"), Rule("b", "w")))
-    assert faults(names, a=(2,), b=(2,)) == ["b: its tensor w fills a too. Give each leaf its own in the map"]
-
-
 def test_a_stack_has_its_layers_in_the_order_of_its_parts():
     names = NameMap((Rule("layers/*/kernel", "h.#.w", transpose=(1, 0), stack=0),))
     shapes = {f"layers/stage_{i}/kernel": (2 if i else 1, 4, 3) for i in (10, 2, 0)}

@@ -74,7 +74,7 @@ def test_only_the_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_dtype_keeps_every_bit(tmp_path: Path):
-    """All 256 values of a byte in each dtype, NaNs and subnormal numbers too; the package has no fp8 in NumPy."""
+    """All 256 values of a byte in each dtype, NaNs and subnormal numbers too."""
     rng, values = np.random.default_rng(0), dict[str, np.ndarray]()
     for name, dtype in DTYPES.items():
         bits = np.concatenate([np.arange(256), rng.integers(0, 256, 4096 - 256)]).astype(np.uint8)
@@ -118,7 +118,7 @@ def test_the_package_reads_our_files_and_we_read_its(tmp_path: Path):
     for name, value in safetensors.load_file(tmp_path / "ours.safetensors").items():
         np.testing.assert_array_equal(value, VALUES[name])
         assert value.dtype == VALUES[name].dtype
-    kinds = {name: np.ones(3).astype(dtype) for name, dtype in DTYPES.items() if not name.startswith(("F8", "C64"))}
+    kinds = {name: np.ones(3).astype(dtype) for name, dtype in DTYPES.items() if name != "C64"}
     safetensors.save_file(VALUES | kinds, tmp_path / "theirs.safetensors")
     read = read_header(tmp_path / "theirs.safetensors")
     for name, value in (VALUES | kinds).items():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp_flax.pretrained import Rule
-from jaxpp_flax.pretrained.slices import StoredTensor, full_index, read_part, tensor_parts, to_tensor
+from jaxpp_flax.pretrained.slices import StoredTensor, read_part, tensor_parts, to_tensor
 
 
 @st.composite
@@ -55,14 +55,10 @@ def test_a_part_is_that_of_the_whole_in_both_directions(case: tuple[Rule, tuple[
     for part in tensor_parts(rule, shape, index):
         read[part.place] = read_part(rule, shape, part, stored(tensors[part.number]))
         block = to_tensor(rule, part, leaf[index])
-        written[part.number].reshape(rule.split_shape(shape))[part.index] = block  # a view
+        written[part.number].reshape(rule.before_transpose(shape))[part.index] = block  # a view
     np.testing.assert_array_equal(read, leaf[index])
     # Exactly the values of this part are written, each to its place.
     marked = np.full_like(leaf, -1)
     marked[index] = leaf[index]
     for tensor, expected in zip(written, tensors_of(rule, marked), strict=True):
         np.testing.assert_array_equal(tensor, expected)
-
-
-def test_indices_of_devices():
-    assert full_index((slice(None), slice(2, 4)), (3, 8)) == (slice(0, 3, 1), slice(2, 4, 1))

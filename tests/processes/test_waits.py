@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from jaxpp_flax.messages import error_location
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes import waits as waits_module
 from jaxpp_flax.processes.failures import Failure
-from jaxpp_flax.processes.waits import WaitReporter, Waits, error_location
+from jaxpp_flax.processes.waits import WaitReporter, Waits
 
 
 def test_a_long_wait_is_said_again_each_time_that_it_has_doubled():
@@ -70,21 +71,22 @@ def test_a_setting_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch):
         ProcessGroup(None, 0, 1).waiting("x")
 
 
-def place_in(file: str, source: str, **names: object) -> str:
+def place_in(module: str, file: str, source: str, **names: object) -> str:
     """Where the main thread is at the call `here()` of a source that assigns it to `found`."""
-    namespace: dict[str, object] = {"here": waits_module.main_thread_location, **names}
+    namespace: dict[str, object] = {"__name__": module, "here": waits_module.main_thread_location, **names}
     exec(compile(source, file, "exec"), namespace)
     return str(namespace["found"])
 
 
 def test_the_user_s_line_is_the_innermost_one_outside_of_libraries():
-    inside = str(Path(waits_module.__file__).parents[1] / "trainers" / "x.py")
-    namespace: dict[str, Any] = {}
-    exec(compile("def fit(do):\n    return do()\n", inside, "exec"), namespace)
+    inside = ("jaxpp_flax.trainers.x", str(Path(waits_module.__file__).parents[1] / "trainers" / "x.py"))
+    namespace: dict[str, Any] = {"__name__": inside[0]}
+    exec(compile("def fit(do):\n    return do()\n", inside[1], "exec"), namespace)
     source = "def main():\n    return fit(here)\n\nfound = main()\n"
-    assert place_in("/home/me/train.py", source, fit=namespace["fit"]) == "main (/home/me/train.py:2), inside fit"
+    found = place_in("__main__", "/home/me/train.py", source, fit=namespace["fit"])
+    assert found == "main (/home/me/train.py:2), inside fit"
     # However deep in the package, the line of the user is named: here this test's.
-    assert place_in(inside, "def wait():\n    return here()\nfound = wait()\n").startswith(f"place_in ({__file__}:")
+    assert place_in(*inside, "def wait():\n    return here()\nfound = wait()\n").startswith(f"place_in ({__file__}:")
 
 
 def test_the_place_of_a_main_thread_that_runs_on_is_found_by_another_thread():

@@ -12,7 +12,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointNotFoundError
-from jaxpp_flax.checkpoint.best import read_metrics
+from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.trainers import Checkpoints, Inference
 from jaxpp_flax.trainers.callbacks import EarlyStopping
 from tests.trainers.sharing import sharing_steps
@@ -155,5 +155,5 @@ def test_metrics_of_a_step_that_a_restore_has_undone_are_forgotten(tmp_path):
     (tmp_path / "2").rename(tmp_path / "two")
     t.train_step(DATA[0] * 2)  # another second step
     t.save()
-    assert read_metrics(tmp_path / "two") == {"loss": -1.0}
-    assert read_metrics(tmp_path / "2") == {}
+    assert read_json(tmp_path / "two", "metrics") == {"loss": -1.0}
+    assert read_json(tmp_path / "2", "metrics") == {}

@@ -50,11 +50,16 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> str:
     )
 
 
-def check_files(directory: Path) -> None:
-    """Compare the files with the list. A checkpoint without a list, as stock Orbax writes it, is not checked.
+def check_files(tree: Path) -> None:
+    """Compare the files of a tree with their list, which lies beside it if the tree is an item of a step's directory.
 
-    Each process gets the faults that any process sees.
+    A checkpoint without a list, as stock Orbax writes it, is not checked. Each process gets the faults that any sees.
     """
+    for directory in (tree, tree.parent):
+        _check_listed(directory)
+
+
+def _check_listed(directory: Path) -> None:
     record = directory / FILE_SIZES
     if not record.is_file():
         return

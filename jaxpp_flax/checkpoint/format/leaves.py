@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import key_impl, place, place_on_ranks
 
 
 def to_disk(leaf: Any) -> Any:
@@ -59,7 +60,7 @@ class Wanted:
         if not is_key(leaf):
             shape = tuple(leaf.shape)
             return cls(shape=shape, dtype=leaf.dtype, sharding=sharding, restore_type=jax.Array, finish=lambda x: x)
-        implementation, data = _implementation(leaf.dtype), _data_of_keys(leaf)
+        implementation, data = key_impl(leaf.dtype), _data_of_keys(leaf)
 
         def wrap(restored: Any) -> Any:
             if is_key(restored):  # stock Orbax saves that a leaf is a key
@@ -69,7 +70,10 @@ class Wanted:
         return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
 
     def faults(self, shape: Any, dtype: Any, may_widen: bool = False) -> list[str]:
-        """List the differences from a leaf on disk with this shape and dtype; some leaves may have a narrower type."""
+        """List the differences from a leaf on disk with this shape and dtype, where they are known.
+
+        With `may_widen`, the type on disk may be narrower.
+        """
         found: list[str] = []
         if shape is not None and tuple(shape) != tuple(self.shape):
             found.append(f"shape {tuple(shape)} in the checkpoint, wanted {tuple(self.shape)}")
@@ -94,10 +98,6 @@ def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:
 
     If two ranks share a device, each gets its own copy, since steps donate each rank's memory.
     """
-    if is_key(array):
-        implementation = str(jax.random.key_impl(array))
-        data = assemble(jax.random.key_data(array), sharding)
-        return _on_parts(data, lambda x: jax.random.wrap_key_data(x, impl=implementation))
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     parts: dict[int, jax.Array] = {}
     used: set[Any] = set()
@@ -121,23 +121,11 @@ def empty(leaf: Any) -> Any:
     """Make an array without elements like `leaf`, a shape; return `leaf` itself if it is an array."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    sharding = leaf.sharding
-    if not isinstance(sharding, MpmdSharding):
-        return _empty_array(leaf, sharding)
-    local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
-    parts = {rank: _empty_array(leaf, sharding.local_sharding(rank)) for rank in local}
-    return MpmdArray(parts, sharding, shape=leaf.shape, dtype=leaf.dtype)
-
-
-def _empty_array(like: Any, sharding: Any) -> jax.Array:
-    if is_key(like):
-        data = _empty_array(_data_of_keys(like), sharding)
-        return jax.random.wrap_key_data(data, impl=_implementation(like.dtype))
-    value = np.zeros(like.shape, like.dtype)
-    if sharding is None:
-        return jnp.asarray(value)
-    # Unlike `jax.device_put`, this call needs no other process that owns a part of the sharding's devices.
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
+    wanted = Wanted.of(leaf)
+    value, sharding = np.zeros(wanted.shape, wanted.dtype), wanted.sharding
+    # Neither call needs the other processes that own a part of the sharding's devices.
+    made = place_on_ranks(value, sharding) if isinstance(sharding, MpmdSharding) else place(value, sharding)
+    return wanted.finish(made)
 
 
 def _data_of_keys(leaf: Any) -> Any:
@@ -156,12 +144,3 @@ def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
     parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}
     like = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return MpmdArray(parts, leaf.sharding, shape=like.shape, dtype=like.dtype)
-
-
-def _implementation(dtype: Any) -> str:
-    """Return the name of the generator for keys of this dtype."""
-    names = ("threefry2x32", "rbg", "unsafe_rbg")
-    for name in names:
-        if jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)).dtype == dtype:
-            return name
-    raise ValueError(f"random keys of dtype {dtype} cannot be restored: their generator is none of {', '.join(names)}.")

@@ -6,7 +6,7 @@ restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -91,8 +91,3 @@ def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
         if new is not None:
             return "/".join([*(part for part in new.split("/") if part), *parts[length:]])
     return path
-
-
-def shortened(paths: Sequence[str], most: int) -> str:
-    """Return the first `most` paths as text for a message, and the number of the others."""
-    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")

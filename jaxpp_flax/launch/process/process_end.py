@@ -19,10 +19,11 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxpp_flax.error_codes import documented
+from jaxpp_flax.messages import error_location
 from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
-from jaxpp_flax.processes.waits import error_location, print_notice, reporting_thread
+from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
 __all__ = [
     "INTERRUPTED_STATUS",

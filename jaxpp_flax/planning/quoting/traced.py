@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +22,7 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.blocks import Blocks, Holding, Marks
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Value
-from jaxpp_flax.messages import known_names
+from jaxpp_flax.messages import error_location, known_names
 from jaxpp_flax.planning.block_loads import of_optimizer
 from jaxpp_flax.planning.planner import PlanningStep, check_made
 from jaxpp_flax.planning.quoting.facts import TaskFacts, facts_of_task, interpolated
@@ -314,7 +312,7 @@ def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, mic
         step: PlanningStep = trainer.planning_step(shapes)
     except jax.errors.JAXTypeError as error:
         raise ValueError(
-            f"the model or the loss reads the value of an array at {_users_line(error)}, but a quote traces shapes "
+            f"the model or the loss reads the value of an array at {error_location(error)}, but a quote traces shapes "
             f"({str(error).splitlines()[0].rstrip('.')}). Stay in `jax.numpy` (`jnp.where` in place of `if`), or "
             "compute such numbers before, with NumPy."
         ) from error
@@ -338,14 +336,6 @@ def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, mic
     if not len(found[0]):
         raise AssignmentError("the model has no marks, so no pipeline cuts it. Put its blocks into `PipelineStage`s.")
     return _Trace(microbatch, found[0].blocks, step, tuple(segment_names(found[0])))
-
-
-def _users_line(error: BaseException) -> str:
-    """Return the last line of a traceback that is neither of this package nor of an installed one."""
-    package = str(Path(__file__).parents[2])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
 
 
 def _repeated(trace: _Trace, count: int) -> tuple[str, ...]:

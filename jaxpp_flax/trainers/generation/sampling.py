@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from jaxpp_flax.counts import check_count, is_whole
 
 __all__ = ["Sampling"]
 
-# Devices compute in float32, and take smaller numbers for 0.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -39,15 +39,12 @@ class Sampling:
     eos_token_id: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not (self.temperature == 0 or _is_normal(self.temperature)):
-            raise ValueError(
-                f"temperature={self.temperature!r}: it must be 0 (greedy) or a number from {_SMALLEST:.1e} to "
-                f"{_LARGEST:.1e}, as float32 has them."
-            )
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: it must be 0 (greedy) or a positive number.")
         if self.top_k is not None:
             check_count("top_k", self.top_k)
-        if self.top_p is not None and (not _is_number(self.top_p) or not _is_normal(self.top_p) or self.top_p > 1):
-            raise ValueError(f"top_p={self.top_p!r}: it must be a number from {_SMALLEST:.1e} to 1, or None.")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r}: it must be a number above 0, at most 1, or None.")
         if not is_whole(self.seed) or not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed={self.seed!r}: it must be a whole number from 0 to 2**32 - 1.")
         for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
@@ -90,10 +87,13 @@ class Sampling:
                 raise ValueError(f"eos_token_id has the token {token}, but the model has tokens from 0 to {size - 1}.")
 
     def numbers(self) -> dict[str, Any]:
-        """Return the part that a step takes as arguments: scalars."""
+        """Return the part that a step takes as arguments: scalars.
+
+        Devices compute in float32, where a smaller number would be 0 and a larger one infinite.
+        """
         return {
-            "temperature": np.float32(self.temperature),
-            "top_p": np.float32(1.0 if self.top_p is None else self.top_p),
+            "temperature": np.float32(min(max(self.temperature, _SMALLEST), _LARGEST)),
+            "top_p": np.float32(1.0 if self.top_p is None else max(self.top_p, _SMALLEST)),
             "seed": np.uint32(self.seed),
         }
 
@@ -132,11 +132,6 @@ def _least_of_nucleus(logits: Any, top_p: Any) -> Any:
     shares = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares  # the first token always belongs to them
     return jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-
-
-def _is_normal(value: float) -> bool:
-    """Whether a number is positive in float32, and neither flushed to 0 nor infinite."""
-    return _SMALLEST <= value <= _LARGEST
 
 
 def _is_number(value: Any) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias
 
 from jaxpp_flax.checkpoint.best import Best
-from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check_interval
+from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.options.base import misfit
 
 __all__ = ["Checkpoints"]
@@ -56,8 +57,10 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)):
             raise misfit("directory", self.directory, "a path")
-        object.__setattr__(self, "every", check_interval("every", self.every))
-        object.__setattr__(self, "keep", check_interval("keep", self.keep))
+        for name, of_policy in (("every", "should_save"), ("keep", "should_preserve")):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, of_policy):
+                object.__setattr__(self, name, check_count(name, value, ", a policy, or None"))
         _ = self.ranking
         if self.preemption_deadline is not None and not self.preemption_deadline > 0:
             raise ValueError(f"preemption_deadline={self.preemption_deadline!r}: it must be seconds above 0, or None.")

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.checkpoint.format.paths import shortened
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.messages import warn_user
+from jaxpp_flax.messages import listed, warn_user
 from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
 from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError, PrecisionWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -89,7 +88,7 @@ def check_written(trace: LossTrace, stored: Any, computed: Any) -> None:
     converted = [i for i, (kept, used) in enumerate(leaves) if kept.dtype != used.dtype]
     if written := sorted(paths[i] for i in {*trace.carried} & {*converted}):
         raise ModelError(
-            f"the model's call writes the frozen parameter {shortened(written, 3)}, but with precision= it computes "
+            f"the model's call writes the frozen parameter {listed(written, 3, str)}, but with precision= it computes "
             "with a copy in a narrower dtype, so the written values would be rounded. Keep these values in a variable "
             "of another type (NNX) or collection (Linen)."
         )
@@ -123,7 +122,7 @@ def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
 
 def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
     """Warn that the named batch statistics are computed from one microbatch."""
-    shown = shortened(paths, 3)
+    shown = listed(paths, 3, str)
     warn_user(
         f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
         "BatchNorm normalizes by the mean and variance of this microbatch alone, as in any gradient accumulation, so "

@@ -107,5 +107,5 @@ def test_the_place_is_the_line_of_the_program_that_an_error_has_ended(
     with pytest.raises(Ended):
         ProcessEnd(group, 0.1, lambda: None).fail(error_of(train))
     line = train.__code__.co_firstlineno + 1
-    name = train.__code__.co_qualname
+    name = train.__code__.co_name
     assert f"Process 0 was at {name} ({__file__}:{line}), inside loads." in capsys.readouterr().err

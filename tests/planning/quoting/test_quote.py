@@ -208,7 +208,7 @@ def test_bad_input_is_named(tmp_path, capsys):
     )
     reads = lambda model, x: jnp.mean(model(x)) * (1 if jnp.sum(x) > 0 else 2)  # noqa: E731
     refused(
-        "reads the value of an array at .*test_quote.py:[0-9]+, but a quote traces shapes .*jnp.where",
+        r"reads the value of an array at .*test_quote.py:[0-9]+\).*, but a quote traces shapes .*jnp.where",
         factory=lambda layers=8, **options: make(layers, loss_fn=reads, **options),
     )
     plain = lambda layers=8, **options: make(0, **options)  # noqa: E731

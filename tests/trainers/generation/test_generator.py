@@ -250,6 +250,7 @@ REFUSED_ARGUMENTS = [
     ({"groups": -1}, ValueError, "groups=-1"),
     ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
     ({"temperature": float("nan")}, ValueError, "temperature=nan"),
+    ({"temperature": float("inf")}, ValueError, "temperature=inf"),
     ({"top_k": 5}, ValueError, "top_k=5 and temperature=0.0"),
     ({"temperature": 1.0, "top_k": 14}, ValueError, "top_k=14: the model has 13 tokens"),
     ({"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p=0.0"),
