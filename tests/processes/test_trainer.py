@@ -24,7 +24,7 @@ def found(output: str) -> Any:
 
 @pytest.mark.parametrize(
     ("count", "devices", "arguments"),
-    [slow(2, 1, ()), (3, 1, ()), slow(2, 2, ()), (4, 1, ("data",))],
+    [slow(2, 1, ()), slow(3, 1, ()), slow(2, 2, ()), (4, 1, ("data",))],
     ids=["2", "3", "2 with 2 devices", "2x2"],
 )
 def test_losses_metrics_and_weights(count: int, devices: int, arguments: tuple[str, ...]):
