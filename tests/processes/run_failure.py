@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,10 +31,12 @@ from tests.trainers.models import Layers  # noqa: E402
 
 
 class Say(Callback):
-    """Says each step."""
+    """Says each step; later ones come slowly, so that a busy test sees one before the next comparison of batches."""
 
     def on_step(self, trainer: Any, record: Any) -> None:
         print(f"step {record.step}", flush=True)
+        if record.step > 33:
+            time.sleep(0.1)
 
 
 def batches(count: int) -> Iterator[Any]:
