@@ -20,7 +20,7 @@ def test_every_process_gets_the_tokens_of_one_process():
     trainer = PipelineTrainer(
         m.GPT(nnx.Rngs(0)), optax.sgd(0.1), m.loss_fn, num_stages=2, num_microbatches=2, logging=False
     )
-    greedy = m.greedy(m.GPT(nnx.Rngs(0)), m.PROMPTS, m.NEW)
+    greedy = trainer.generate(m.PROMPTS, max_new_tokens=m.NEW)
     tokens = np.arange(20, dtype=np.int32).reshape(4, 5) % m.VOCABULARY
     trainer.train_step({"tokens": tokens, "targets": tokens})
     sampled = trainer.generate(m.PROMPTS, max_new_tokens=m.NEW, temperature=1.0, eos_token_id=3)
