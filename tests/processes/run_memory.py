@@ -25,8 +25,10 @@ from tests.trainers.lives import LIVES, live  # noqa: E402
 SMALL, WIDTH = 64, 1448  # leaves of 8 MiB
 LEAF = WIDTH * WIDTH * 4
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
-# Calls on two ranks would leave two of four processes without a part.
-OWN = {name: life for name, life in LIVES.items() if "2" not in name and name != "restored what is there"}
+# Calls on two ranks would leave two of four processes without a part. The others are left out because a part of a
+# checkpoint is less than a whole one, and because weights before a first step are placed as in "moved".
+LEFT_OUT = ("restored what is there", "saved in part", "evaluated")
+OWN = {name: life for name, life in LIVES.items() if "2" not in name and name not in LEFT_OUT}
 
 
 def memory(field: str) -> int:
