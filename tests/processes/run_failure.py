@@ -5,20 +5,14 @@ Usage: run_failure.py [BATCHES OF PROCESS 1]
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpp_flax.launch import initialize
+from tests.processes.running import join_watched_run
 
-initialize(
-    coordinator_address=os.environ["TEST_COORDINATOR"],
-    num_processes=int(os.environ["TEST_PROCESSES"]),
-    process_id=int(os.environ["TEST_PROCESS"]),
-    failure_timeout_s=10.0,
-)
+join_watched_run()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -8,14 +8,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -62,7 +61,7 @@ def main() -> None:
     gc.freeze()  # what JAX keeps of it need not be looked through again before each call
     before = memory("VmRSS")
     live(folder / "large", WIDTH, watched, OWN)
-    print("found " + json.dumps(over), flush=True)
+    tell(over)
 
 
 main()

@@ -6,12 +6,11 @@ Then the disk of one that writes is full. Usage: run_pretrained.py FOLDER RANKS
 from __future__ import annotations
 
 import faulthandler
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -54,7 +53,7 @@ def main() -> None:
         exporting.write_part = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     with pytest.raises(CheckpointSaveError, match=rf"failed: in process {full}: OSError: \[Errno 28\] No space left"):
         trainer.export_pretrained(folder / "lost", max_shard_bytes=1000)
-    print("found " + json.dumps({"read": read, "loss": float(trainer.train_step(batch)["loss"])}), flush=True)
+    tell({"read": read, "loss": float(trainer.train_step(batch)["loss"])})
 
 
 main()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flax import nnx
@@ -12,7 +10,7 @@ from flax import nnx
 from jaxpp_flax.layers import merge_lora
 from jaxpp_flax.pretrained import export_pretrained
 from tests.helpers import slow
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, told
 from tests.trainers.divided import make_trainer
 from tests.trainers.models import Model
 
@@ -27,15 +25,10 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def found(output: str) -> Any:
-    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
-    return json.loads(line.removeprefix("found "))
-
-
 @pytest.mark.parametrize(("count", "ranks"), [slow(2, 2), (4, 2), slow(4, 4)], ids=["2", "2x2", "4"])
 def test_the_files_come_back_nobody_reads_all_and_a_full_disk_leaves_nothing(tmp_path: Path, count: int, ranks: int):
     source = write_weights(tmp_path)
-    outputs = [found(of) for of in run_processes(count, "run_pretrained.py", str(tmp_path), str(ranks))]
+    outputs = [told(of) for of in run_processes(count, "run_pretrained.py", str(tmp_path), str(ranks))]
     assert files(tmp_path / "out") == files(source)
     assert {file.name for file in tmp_path.iterdir()} == {"in", "out"}, (
         "a write that failed in one process has left something"

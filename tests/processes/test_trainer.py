@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,14 @@ import numpy as np
 import pytest
 
 from tests.helpers import slow, tree_allclose
-from tests.processes.running import run_processes, start_processes
+from tests.processes.running import run_processes, start_processes, told
 
 pytestmark = pytest.mark.processes
 
 
 def found(output: str) -> Any:
     """What a process has printed, with arrays for lists."""
-    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
-    tree = json.loads(line.removeprefix("found "))
-    return {key: np.asarray(value) if isinstance(value, list) else value for key, value in tree.items()}
+    return {key: np.asarray(value) if isinstance(value, list) else value for key, value in told(output).items()}
 
 
 @pytest.mark.parametrize(
