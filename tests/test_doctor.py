@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import resource
-import sys
 from pathlib import Path
 
 import jax
@@ -92,7 +91,7 @@ def test_the_report_has_sizes_and_speeds(capsys: pytest.CaptureFixture[str]):
 
 
 def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
-    with started(tmp_path, [sys.executable, "-m", "jaxpp_flax.doctor"]) as run:
+    with started(tmp_path, ["-m", "jaxpp_flax.doctor"]) as run:
         assert run.finish() == 0, run.stdout + run.stderr
         for size in ("4 KiB", "1 MiB", "64 MiB"):
             assert f"{size} between processes 0 and 1" in run.stdout

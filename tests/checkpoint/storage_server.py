@@ -50,10 +50,21 @@ def storage_server() -> Iterator[tuple[str, Faults, Any]]:
             wanted = query.get("ifGenerationMatch", [None])[0]
             if status is None and wanted is not None and wanted != generation(self.name):
                 status = 412
+            if status is None and "/moveTo/o/" in self.path:
+                return self.move()
             if status is None:
                 return emulator.Router(self).handle(method)
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             return self.send_error(status)
+
+        def move(self) -> None:
+            """By a copy. The emulator does not know this request, which clients then repeat for half a minute."""
+            self.name = self.name.partition("/moveTo/o/")[0]
+            self.path = self.path.replace("/moveTo/o/", f"/copyTo/b/{BUCKET}/o/")
+            exists = generation(self.name) != "0"
+            emulator.Router(self).handle("POST")
+            if exists:
+                storage.delete_file(BUCKET, self.name)
 
         do_GET, do_POST, do_PUT, do_DELETE, do_PATCH = map(  # noqa: N815 (the names of `http.server`)
             answering, ("GET", "POST", "PUT", "DELETE", "PATCH")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,21 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def listening_addresses(processes: list[int]) -> list[str]:
-    """The addresses, as /proc writes them, on which these processes listen for TCP connections."""
+LISTENING, CONNECTED = "0A", "01"  # of a TCP socket, as /proc writes it
+
+
+def addresses(processes: list[int], state: str = LISTENING) -> list[str]:
+    """The addresses, as /proc writes them, at which these processes have TCP sockets in a state."""
     found: list[str] = []
     for process in processes:
         sockets: set[str] = set()
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            try:
+            with suppress(OSError):  # closed meanwhile
                 sockets.add(os.readlink(descriptor))
-            except OSError:
-                continue  # closed meanwhile
         for table in ("tcp", "tcp6"):  # of the network that the process is in
             for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
-                if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                if words[3] == state and f"socket:[{words[9]}]" in sockets:
                     found.append(words[1].rpartition(":")[0])
     return found
 
@@ -101,7 +102,7 @@ class Run:
         """Wait for the end; returns the exit status."""
         return self.popen.wait(timeout=PATIENCE)
 
-    def check_nothing_is_left(self, seconds: float = 5.0) -> None:
+    def check_nothing_is_left(self, seconds: float = 30.0) -> None:
         """Neither a process of the run, nor one that these started."""
         wait_for(lambda: not marked(self.mark), f"the end of {marked(self.mark)}", seconds)
 
@@ -138,12 +139,13 @@ def launched(
     source: str,
     *options: str,
     arguments: tuple[str, ...] = (),
-    failure_timeout: float = 10.0,
+    failure_timeout: float = 20.0,
     launcher: tuple[str, ...] = QUICK,
 ) -> Iterator[Run]:
     """A script, running as several processes under the launcher.
 
-    The failure timeout is a third of the launcher's default: processes wait for shares of it before they end.
+    The failure timeout is below the launcher's default: processes wait for shares of it before they end, and on a busy
+    machine they print within a share of it what they waited for.
     """
     script = folder / "script.py"
     script.write_text(source, encoding="utf-8")

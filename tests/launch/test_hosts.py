@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Run, listening_addresses, started
+from tests.launch.running import Run, addresses, started
 from tests.running import wait_for
 
 pytestmark = pytest.mark.soak
@@ -139,7 +139,7 @@ def test_losses_are_those_of_one_process(
         runs = hosts.start(stack, tmp_path, address=address, JAXPP_FLAX_TRANSPORT=transport)
         wait_for_steps(runs, STEPS)
         processes = [int(process) for host in hosts.names for process in ip("netns", "pids", host).split()]
-        sockets = listening_addresses(processes)
+        sockets = addresses(processes)
     assert len(sockets) >= COUNT
     assert not [found for found in sockets if set(found) == {"0"}], "somebody listens on a wildcard"
     for run in runs:

@@ -7,12 +7,12 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.launch.running import QUICK, REAL, Run, launched, listening_addresses, marked, started
+from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, launched, marked, started
 from tests.processes.faults import says
 from tests.running import wait_for
 
@@ -91,13 +91,13 @@ while not os.path.exists("looked"):
     )
     with launched(tmp_path, source, "-n", "2") as run:
         run.wait_for_output("ready", times=2)
-        addresses = listening_addresses(list(marked(run.mark)))
+        found = addresses(list(marked(run.mark)))
         (tmp_path / "looked").touch()
         assert run.finish() == 0, run.stderr
     # At least the service's, and gloo's and the transfer server's of each process.
-    assert len(addresses) >= 5
+    assert len(found) >= 5
     # 127.0.0.1, as itself and as an IPv6 address, in the byte order of /proc.
-    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert set(found) <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 @pytest.mark.parametrize(
@@ -151,17 +151,8 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
         wait_for(all_started, "the start of both processes")
         os.kill(max(children), signal.SIGSTOP)  # it gets no further, however busy the machine is
 
-        def has_a_place() -> bool:
-            """Whether the other one has made its socket: the next thing that it does is to listen to the launcher."""
-            sockets = set[str]()
-            for file in Path(f"/proc/{min(children)}/fd").iterdir():
-                with suppress(FileNotFoundError):  # closed since
-                    sockets.add(os.readlink(file))
-            lines = Path("/proc/net/unix").read_text().splitlines()
-            return any("@jaxpp_flax process" in line and f"socket:[{line.split()[6]}]" in sockets for line in lines)
-
-        wait_for(has_a_place, "the other one to connect")
-        time.sleep(0.5)
+        # It connects to the service once it listens to the launcher.
+        wait_for(lambda: addresses([min(children)], CONNECTED), "the other one to connect")
         os.kill(max(children), signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         assert "killed by SIGKILL" in error_block(run.stderr)
@@ -171,7 +162,7 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
 
 
 def test_a_process_that_the_launcher_has_to_end_is_named(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2", launcher=REAL) as run:
+    with launched(tmp_path, BEGIN, "-n", "2", failure_timeout=10.0, launcher=REAL) as run:
         wait_for(lambda: sum("launch.child" in line for line in marked(run.mark).values()) == 2, "both processes")
         children = [pid for pid, line in marked(run.mark).items() if "launch.child" in line]
         os.kill(max(children), signal.SIGSTOP)  # it gets no further, however fast the machine is
@@ -237,7 +228,8 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
 
 
 def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
-    with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(0)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
+    source = BEGIN + "if index == 1:\n    sys.exit(0)\n" + WAIT_IN_PYTHON
+    with launched(tmp_path, source, "-n", "2", failure_timeout=10.0) as run:
         # Process 1 is told that it is the one that failed, and may be the first to end by that.
         assert run.finish() in (1, 69)
         assert "process 1: it ended its program while others wait for it" in run.stderr
@@ -258,16 +250,19 @@ def test_what_is_awaited_for_long_is_said_by_all(tmp_path: Path):
         BEGIN
         + """
 with group.waiting("the next batch of the data"):
-    time.sleep(3.0 * index)
+    while index == 1 and not os.path.exists("said"):
+        time.sleep(0.05)
 group.barrier("the loss of step 8")
 """
     )
+    said = [
+        rf"^\[{index}\] jaxpp_flax: process {index} has been waiting for \d+ s for {awaited}$"
+        for index, awaited in enumerate([r"the loss of step 8 \(from process 1\)", "the next batch of the data"])
+    ]
     with started(tmp_path, [*QUICK, "-n", "2", "script.py"], JAXPP_FLAX_REPORT_AFTER="1") as run:
+        wait_for(lambda: all(re.search(line, run.stderr, re.MULTILINE) for line in said), "both lines")
+        (tmp_path / "said").touch()
         assert run.finish() == 0, run.stderr
-    for index, awaited in [(1, "the next batch of the data"), (0, r"the loss of step 8 \(from process 1\)")]:
-        # After 1 s, or as soon as a busy machine lets it.
-        said = rf"^\[{index}\] jaxpp_flax: process {index} has been waiting for [1-3] s for {awaited}$"
-        assert re.search(said, run.stderr, re.MULTILINE), run.stderr
 
 
 def test_one_process_is_an_ordinary_program(tmp_path: Path):
@@ -403,32 +398,32 @@ if index == 1:
 
 
 def test_a_second_signal_kills(tmp_path: Path):
-    source = BEGIN + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('waits')\ntime.sleep(1000)"
+    source = BEGIN + "signal.signal(signal.SIGTERM, lambda *_: print('asked'))\nprint('waits')\ntime.sleep(1000)"
     with launched(tmp_path, source, "-n", "2") as run:
         run.wait_for_output("waits", times=2)
         run.popen.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        run.wait_for_output("asked", times=2)
         run.popen.send_signal(signal.SIGTERM)
         assert run.finish() == 128 + signal.SIGTERM
         run.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("moment", ["while running", "while starting"])
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path, moment: str):
+@pytest.mark.parametrize("launcher", [QUICK, REAL], ids=["while running", "while starting"])
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path, launcher: tuple[str, ...]):
     child = "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n"
-    with launched(tmp_path, BEGIN + child + "print('waits')\ntime.sleep(1000)\n", "-n", "2", launcher=REAL) as run:
-        if moment == "while running":
+    with launched(tmp_path, BEGIN + child + "print('waits')\ntime.sleep(1000)\n", "-n", "2", launcher=launcher) as run:
+        if launcher == QUICK:
             run.wait_for_output("waits", times=2)
         else:
             wait_for(lambda: any("launch.child" in line for line in marked(run.mark).values()), "the first child")
         run.popen.kill()
         run.popen.wait()
         # A process that starts hears of it once it has imported JAX.
-        run.check_nothing_is_left(seconds=10.0 if moment == "while running" else 60.0)
+        run.check_nothing_is_left(seconds=60.0)
 
 
 def test_a_module_runs_too(tmp_path: Path):
     (tmp_path / "program.py").write_text("import sys\nprint('module', __name__, sys.argv[1:])\n")
-    with started(tmp_path, [*REAL, "-n", "2", "-m", "program", "--flag"]) as run:
+    with started(tmp_path, [*QUICK, "-n", "2", "-m", "program", "--flag"]) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("module __main__ ['--flag']") == 2

@@ -129,46 +129,39 @@ print("checkpoint", np.load("weight.npy").tolist())
 
 
 @pytest.mark.extras
-def test_an_exception_in_one_process_reaches_the_driver(tmp_path: Path):
+def test_the_driver_is_told_what_went_wrong(tmp_path: Path):
+    """Hosts that there are not, an exception of one process, a process that is killed and one that stands still."""
     program = """
-def train():
-    from jaxpp_flax.processes import process_group
+from jaxpp_flax.processes import process_group
+
+def raises():
     if process_group().process_index == 1:
         raise KeyError("bad luck")
     process_group().barrier("the moon")  # raises as soon as process 1 has failed, before the driver may know of that
 
-try:
-    run(train, num_processes=2, strategy="PACK", failure_timeout_s=10.0)
-except LaunchError as error:
-    print("caught", str(error).splitlines()[0], "bad luck" in str(error), type(error.__cause__).__name__)
-"""
-    check(tmp_path, program, "caught process 1 raised", "True RayTaskError(KeyError)")
-
-
-@pytest.mark.extras
-def test_a_killed_actor_ends_the_run(tmp_path: Path):
-    program = """
-def train():
-    from jaxpp_flax.processes import process_group
+def struck():
     if process_group().process_index == 1:
         os.kill(os.getpid(), number)
     process_group().barrier("the moon")
 
-for number in signal.SIGKILL, signal.SIGSTOP:
+def caught(function, **options):
     try:
-        run(train, num_processes=2, strategy="PACK", failure_timeout_s=10.0)
+        run(function, num_processes=2, **options)
     except LaunchError as error:
-        print("caught", error)
-"""
-    check(tmp_path, program, "caught process 1 was killed", "no sign of life")
+        print("caught", error, "cause:", type(error.__cause__).__name__)
 
-
-@pytest.mark.extras
-def test_hosts_that_there_are_not(tmp_path: Path):
-    program = """
-try:
-    run(print, num_processes=2, initialization_timeout_s=3.0)
-except LaunchError as error:
-    print("caught", error)
+caught(print, initialization_timeout_s=3.0)
+caught(raises, strategy="PACK", failure_timeout_s=10.0)
+for number in signal.SIGKILL, signal.SIGSTOP:
+    caught(struck, strategy="PACK", failure_timeout_s=10.0)
 """
-    check(tmp_path, program, "caught Ray did not find 2 places (STRICT_SPREAD) with {'CPU': 1.0} within 3 s")
+    check(
+        tmp_path,
+        program,
+        "caught Ray did not find 2 places (STRICT_SPREAD) with {'CPU': 1.0} within 3 s",
+        "caught process 1 raised",
+        "bad luck",
+        "cause: RayTaskError(KeyError)",
+        "caught process 1 was killed",
+        "no sign of life",
+    )

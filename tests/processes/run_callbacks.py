@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -92,4 +92,4 @@ limit = TimeLimit(1000.0)
 limited = make_trainer(None)
 limited.fit(DATA, callbacks=[ClockRunsAhead(limit), limit])
 found["limited"] = [limited.step, limited.stopping]
-print(f"found {json.dumps(found)}", flush=True)
+tell(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpp_flax.trainers import Checkpoints, Inference
-from tests.processes.running import join_run
+from tests.processes.running import join_run, run_case
 
 join_run()
 
@@ -65,11 +65,7 @@ def by_hand(scale: float, offset: float) -> Any:
 
 
 def case(name: str, function: Callable[[], Any]) -> None:
-    try:
-        function()
-        print(f"case {name}: ran", flush=True)
-    except ValuesMismatchError as error:
-        print(f"case {name}: {' | '.join(str(error).splitlines())}", flush=True)
+    run_case(name, function, ValuesMismatchError)
 
 
 case("weights", lambda: trainer(ME).fit(batches(2)))

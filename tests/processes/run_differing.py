@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_flax.trainers import Checkpoints
-from tests.processes.running import join_run
+from tests.processes.running import join_run, run_case
 
 join_run()
 
@@ -41,11 +41,7 @@ def trainer(tx: optax.GradientTransformation | None = None, **arguments: Any) ->
 
 
 def case(name: str, function: Callable[[], Any]) -> None:
-    try:
-        function()
-        print(f"case {name}: ran", flush=True)
-    except (CoordinationError, CheckpointSaveError) as error:
-        print(f"case {name}: {' | '.join(str(error).splitlines())}", flush=True)
+    run_case(name, function, CoordinationError, CheckpointSaveError)
 
 
 def setting() -> None:

@@ -5,19 +5,14 @@ Usage: run_failure.py [BATCHES OF PROCESS 1]
 
 from __future__ import annotations
 
-import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpp_flax.launch import initialize
+from tests.processes.running import join_watched_run
 
-initialize(
-    coordinator_address=os.environ["TEST_COORDINATOR"],
-    num_processes=int(os.environ["TEST_PROCESSES"]),
-    process_id=int(os.environ["TEST_PROCESS"]),
-    failure_timeout_s=10.0,
-)
+join_watched_run()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -30,10 +25,12 @@ from tests.trainers.models import Layers  # noqa: E402
 
 
 class Say(Callback):
-    """Says each step."""
+    """Says each step; later ones come slowly, so that a busy test sees one before the next comparison of batches."""
 
     def on_step(self, trainer: Any, record: Any) -> None:
         print(f"step {record.step}", flush=True)
+        if record.step > 33:
+            time.sleep(0.1)
 
 
 def batches(count: int) -> Iterator[Any]:

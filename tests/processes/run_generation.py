@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -29,7 +28,7 @@ def main() -> None:
     )
     sampled = trainer.generate(PROMPTS, max_new_tokens=NEW, temperature=1.0, eos_token_id=3)
     found = [[row.tolist() for row in rows] for rows in (greedy, sampled)]
-    print("found " + json.dumps(found), flush=True)
+    tell(found)
 
 
 main()

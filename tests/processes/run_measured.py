@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -66,4 +65,4 @@ def planned() -> dict[str, Any]:
     }
 
 
-print("found " + json.dumps({"measured": measured(), "planned": planned()}), flush=True)
+tell({"measured": measured(), "planned": planned()})

@@ -8,14 +8,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -25,8 +24,10 @@ from tests.trainers.lives import LIVES, live  # noqa: E402
 SMALL, WIDTH = 64, 1448  # leaves of 8 MiB
 LEAF = WIDTH * WIDTH * 4
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
-# Calls on two ranks would leave two of four processes without a part.
-OWN = {name: life for name, life in LIVES.items() if "2" not in name and name != "restored what is there"}
+# Calls on two ranks would leave two of four processes without a part. The others are left out because a part of a
+# checkpoint is less than a whole one, and because weights before a first step are placed as in "moved".
+LEFT_OUT = ("restored what is there", "saved in part", "evaluated")
+OWN = {name: life for name, life in LIVES.items() if "2" not in name and name not in LEFT_OUT}
 
 
 def memory(field: str) -> int:
@@ -54,13 +55,13 @@ def main() -> None:
         call()
         over[name] = (memory("VmHWM") - before - share) / LEAF
 
-    before = 0
-    live(folder / "small", SMALL, watched, OWN)  # imports, threads, and the code of XLA
-    over.clear()
+    # Imports, threads, and the code of XLA.
+    live(folder / "small", SMALL, lambda name, call, share: call(), {name: OWN[name] for name in ("new", "speaking")})
     gc.collect()
+    gc.freeze()  # what JAX keeps of it need not be looked through again before each call
     before = memory("VmRSS")
     live(folder / "large", WIDTH, watched, OWN)
-    print("found " + json.dumps(over), flush=True)
+    tell(over)
 
 
 main()

@@ -5,17 +5,11 @@ Usage: run_mpmd_failure.py [STEP]: from this step on, process 0 passes arrays wi
 
 from __future__ import annotations
 
-import os
 import sys
 
-from jaxpp_flax.launch import initialize
+from tests.processes.running import join_watched_run
 
-initialize(
-    coordinator_address=os.environ["TEST_COORDINATOR"],
-    num_processes=int(os.environ["TEST_PROCESSES"]),
-    process_id=int(os.environ["TEST_PROCESS"]),
-    failure_timeout_s=10.0,
-)
+join_watched_run()
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -5,19 +5,13 @@ Usage: run_one_alone.py CALL WHAT_PROCESS_1_DOES FOLDER
 
 from __future__ import annotations
 
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
 
-from jaxpp_flax.launch import initialize
+from tests.processes.running import join_watched_run
 
-initialize(
-    coordinator_address=os.environ["TEST_COORDINATOR"],
-    num_processes=int(os.environ["TEST_PROCESSES"]),
-    process_id=int(os.environ["TEST_PROCESS"]),
-    failure_timeout_s=10.0,
-)
+join_watched_run()
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

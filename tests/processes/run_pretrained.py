@@ -1,17 +1,16 @@
 """Run by `test_pretrained.py` as several processes: weights in, a step, weights out, and what each process has read.
 
-Usage: run_pretrained.py FOLDER RANKS CASE
+Then the disk of one that writes is full. Usage: run_pretrained.py FOLDER RANKS
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -31,7 +30,7 @@ from tests.trainers.models import Model, make_batch, mean_loss  # noqa: E402
 
 def main() -> None:
     faulthandler.dump_traceback_later(200, exit=True)
-    folder, ranks, case = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     read: dict[str, int] = {}
     original = StoredTensor.read
 
@@ -48,14 +47,13 @@ def main() -> None:
     batch = make_batch(8)
     trainer.load_pretrained(folder / "in")
     trainer.compile(batch)
-    if case == "out":
-        trainer.export_pretrained(folder / "out", max_shard_bytes=1000)
-    elif case == "full":
-        if jax.process_index() == 1:
-            exporting.write_part = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        with pytest.raises(CheckpointSaveError, match=r"failed: in process 1: OSError: \[Errno 28\] No space left"):
-            trainer.export_pretrained(folder / "out", max_shard_bytes=1000)
-    print("found " + json.dumps({"read": read, "loss": float(trainer.train_step(batch)["loss"])}), flush=True)
+    trainer.export_pretrained(folder / "out", max_shard_bytes=1000)
+    full = jax.process_count() // 2  # the first process of a stage
+    if jax.process_index() == full:
+        exporting.write_part = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    with pytest.raises(CheckpointSaveError, match=rf"failed: in process {full}: OSError: \[Errno 28\] No space left"):
+        trainer.export_pretrained(folder / "lost", max_shard_bytes=1000)
+    tell({"read": read, "loss": float(trainer.train_step(batch)["loss"])})
 
 
 main()

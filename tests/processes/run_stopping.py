@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, run_case
 
 join_run()
 
@@ -53,10 +53,6 @@ class Begun(Callback):
             trainer.stop("process 1 does not begin")
 
 
-def case(name: str, function: Callable[[], Any]) -> None:
-    print(f"case {name}: {function()}", flush=True)
-
-
 def interrupt(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -77,18 +73,18 @@ def interrupted(directory: Path, processes: set[int]) -> str:
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a program that a user starts
 stopped = make_trainer(None)
-case("one process", lambda: stopped.fit(DATA, callbacks=[At(3, {1}, lambda t: t.stop("a clock"))]) and stopped.step)
-case("its reason", lambda: stopped.stopping)
-case("again", lambda: stopped.fit(DATA, steps=9) and stopped.step)
-case("both", lambda: stopped.fit(DATA, callbacks=[At(18, {0, 1}, lambda t: t.stop("both"))]) and stopped.step)
+run_case("one process", lambda: stopped.fit(DATA, callbacks=[At(3, {1}, lambda t: t.stop("a clock"))]) and stopped.step)
+run_case("its reason", lambda: stopped.stopping)
+run_case("again", lambda: stopped.fit(DATA, steps=9) and stopped.step)
+run_case("both", lambda: stopped.fit(DATA, callbacks=[At(18, {0, 1}, lambda t: t.stop("both"))]) and stopped.step)
 evaluated = make_trainer(None)
 evaluated.fit(DATA, callbacks=[Evaluated()], eval_data=DATA[:1], eval_every=2)
-case("at an evaluation", lambda: (evaluated.step, evaluated.stopping))
+run_case("at an evaluation", lambda: (evaluated.step, evaluated.stopping))
 early = make_trainer(None)
 early.fit(DATA, callbacks=[EarlyStopping(patience=1, min_delta=1e9)], eval_data=DATA[:1], eval_every=1)
-case("early stopping", lambda: early.step)
+run_case("early stopping", lambda: early.step)
 begun = make_trainer(None)
 begun.fit(DATA, callbacks=[Begun()])
-case("before the first step", lambda: (begun.step, begun.stopping))
-case("interrupted", lambda: interrupted(DIRECTORY / "one", {1}))
-case("both interrupted", lambda: interrupted(DIRECTORY / "both", {0, 1}))
+run_case("before the first step", lambda: (begun.step, begun.stopping))
+run_case("interrupted", lambda: interrupted(DIRECTORY / "one", {1}))
+run_case("both interrupted", lambda: interrupted(DIRECTORY / "both", {0, 1}))

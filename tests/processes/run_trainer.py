@@ -6,12 +6,11 @@ Usage: run_trainer.py [data]
 from __future__ import annotations
 
 import faulthandler
-import json
 import sys
 from typing import Any
 
 from jaxpp_flax.trainers import Inference, MeshOptions
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()  # does nothing in a single process
 
@@ -90,7 +89,7 @@ def main() -> None:
         jax.tree_util.keystr(path): np.asarray(leaf).tolist()
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
     }
-    print("found " + json.dumps(found), flush=True)
+    tell(found)
 
 
 main()

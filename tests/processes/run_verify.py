@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import ExitStack
 from typing import Any
 
-from tests.processes.running import join_run
+from tests.processes.running import join_run, tell
 
 join_run()
 
@@ -85,4 +84,4 @@ try:
     verify(trainer, batch)
 except VerifyError as error:
     found["not finite"] = str(error)
-print(f"found {json.dumps(found)}", flush=True)
+tell(found)

@@ -8,14 +8,18 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpp_flax.launch.settings import device_environment
 from tests.processes.prepared import Started, start_program
 from tests.running import ROOT, free_port
 
-__all__ = ["Ended", "ProcessesError", "results_of_cases", "run_processes", "start_processes"]
+__all__ = [
+    "Ended", "ProcessesError", "join_run", "join_watched_run", "results_of_cases", "run_case", "run_processes",
+    "said_of_cases", "start_processes", "tell", "told",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,44 @@ def results_of_cases(
         elif failure is not None:  # after the last case
             results[pending[-1]] = failure
     return results
+
+
+def told(output: str) -> Any:
+    """What a process has told of itself by `tell`."""
+    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
+    return json.loads(line.removeprefix("found "))
+
+
+def said_of_cases(output: str) -> dict[str, str]:
+    """What a process has said of each case, by `run_case`."""
+    return dict(line.removeprefix("case ").split(": ", 1) for line in output.splitlines() if line.startswith("case "))
+
+
+def tell(found: Any) -> None:
+    """For the scripts: what the test is to read, as JSON."""
+    print(f"found {json.dumps(found)}", flush=True)
+
+
+def run_case(name: str, function: Callable[[], Any], *errors: type[Exception]) -> None:
+    """For the scripts: say what a case gives; of one that may raise one of these errors, the error, or that it ran."""
+    try:
+        result = function()
+        said = "ran" if errors else result
+    except errors as error:
+        said = " | ".join(str(error).splitlines())
+    print(f"case {name}: {said}", flush=True)
+
+
+def join_watched_run() -> None:
+    """For the scripts: what `join_run` does, by this package's own call, with the watch for a failure within 10 s."""
+    from jaxpp_flax.launch import initialize
+
+    initialize(
+        coordinator_address=os.environ["TEST_COORDINATOR"],
+        num_processes=int(os.environ["TEST_PROCESSES"]),
+        process_id=int(os.environ["TEST_PROCESS"]),
+        failure_timeout_s=10.0,
+    )
 
 
 def join_run(*, optimized: bool = False) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, told
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +21,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(directory: Path) -> list[dict[str, Any]]:
     """What each process has found."""
     outputs = run_processes(2, "run_callbacks.py", str(directory))
-    return [json.loads(output.split("found ")[1].splitlines()[0]) for output in outputs]
+    return [told(output) for output in outputs]
 
 
 def test_the_tracker_of_one_process_is_opened_and_closed(found: list[dict[str, Any]]):

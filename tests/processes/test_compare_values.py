@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, said_of_cases
 
 pytestmark = pytest.mark.processes
 
@@ -23,11 +23,6 @@ EXPECTED = {
     "constant": "where all must have the same: constant 0, float32[4]",
     "equal arguments": "ran",
 }
-
-
-def said_of_cases(output: str) -> dict[str, str]:
-    """What a process has said of each case."""
-    return dict(line.removeprefix("case ").split(": ", 1) for line in output.splitlines() if line.startswith("case "))
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
 
 from tests.helpers import slow
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, told
 
 pytestmark = pytest.mark.processes
 
@@ -24,7 +23,7 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     count, devices, axis, transport = request.param
     environment = {"JAXPP_FLAX_TRANSPORT": transport} if transport else None
     outputs = run_processes(count, "run_measured.py", axis, devices=devices, environment=environment)
-    return [json.loads(output.split("found ")[1].splitlines()[0]) for output in outputs]
+    return [told(output) for output in outputs]
 
 
 def test_all_processes_have_one_picture(found: list[dict[str, Any]]):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, told
 
 pytestmark = pytest.mark.processes
 
@@ -16,8 +15,7 @@ pytestmark = pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak of a process")
 def test_no_process_holds_more_than_its_share_in_any_call(tmp_path: Path):
     for output in run_processes(4, "run_memory.py", str(tmp_path), timeout=400):
-        (line,) = [line for line in output.splitlines() if line.startswith("found ")]
-        over = json.loads(line.removeprefix("found "))
+        over = told(output)
         assert len(over) > 20
         # A copy of all weights is 8 leaves, of the whole state 24; own ones are counted in the share. A restore reads
         # ahead, by up to 256 MiB: here by the share of the process, 6 leaves. A step has temporary values, and moves

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flax import nnx
@@ -12,7 +10,7 @@ from flax import nnx
 from jaxpp_flax.layers import merge_lora
 from jaxpp_flax.pretrained import export_pretrained
 from tests.helpers import slow
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, told
 from tests.trainers.divided import make_trainer
 from tests.trainers.models import Model
 
@@ -23,18 +21,18 @@ def write_weights(folder: Path) -> Path:
     return export_pretrained(nnx.state(Model(4, rngs=nnx.Rngs(3)), nnx.Param), folder / "in", max_shard_bytes=1000)
 
 
-def found(output: str) -> Any:
-    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
-    return json.loads(line.removeprefix("found "))
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize(("count", "ranks"), [slow(2, 2), (4, 2), slow(4, 4)], ids=["2", "2x2", "4"])
-def test_the_files_come_back_bit_by_bit_and_nobody_reads_all(tmp_path: Path, count: int, ranks: int):
+def test_the_files_come_back_nobody_reads_all_and_a_full_disk_leaves_nothing(tmp_path: Path, count: int, ranks: int):
     source = write_weights(tmp_path)
-    outputs = [found(of) for of in run_processes(count, "run_pretrained.py", str(tmp_path), str(ranks), "out")]
-    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == {
-        file.name: file.read_bytes() for file in source.iterdir()
-    }
+    outputs = [told(of) for of in run_processes(count, "run_pretrained.py", str(tmp_path), str(ranks))]
+    assert files(tmp_path / "out") == files(source)
+    assert {file.name for file in tmp_path.iterdir()} == {"in", "out"}, (
+        "a write that failed in one process has left something"
+    )
     assert len({of["loss"] for of in outputs}) == 1
     names = set().union(*(of["read"] for of in outputs))
     assert len(names) == 19
@@ -45,16 +43,6 @@ def test_the_files_come_back_bit_by_bit_and_nobody_reads_all(tmp_path: Path, cou
         assert blocks == {str(block) for block in range(4) if block % ranks == rank}
         assert ("embed.embedding" in of["read"]) == (rank == 0)
         assert ("head.kernel" in of["read"]) == (rank == ranks - 1)
-
-
-def test_a_full_disk_in_one_process_is_an_error_in_all_and_leaves_nothing(tmp_path: Path):
-    write_weights(tmp_path)
-    run_processes(2, "run_pretrained.py", str(tmp_path), "2", "full")
-    assert [file.name for file in tmp_path.iterdir()] == ["in"]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_parts_of_a_model_come_back_bit_by_bit_on_other_stages_and_processes(tmp_path: Path):

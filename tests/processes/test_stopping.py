@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes.running import run_processes
-from tests.processes.test_compare_values import said_of_cases
+from tests.processes.running import run_processes, said_of_cases
 
 pytestmark = pytest.mark.processes
 

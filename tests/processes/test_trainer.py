@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,19 @@ import numpy as np
 import pytest
 
 from tests.helpers import slow, tree_allclose
-from tests.processes.running import run_processes, start_processes
+from tests.processes.running import run_processes, start_processes, told
 
 pytestmark = pytest.mark.processes
 
 
 def found(output: str) -> Any:
     """What a process has printed, with arrays for lists."""
-    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
-    tree = json.loads(line.removeprefix("found "))
-    return {key: np.asarray(value) if isinstance(value, list) else value for key, value in tree.items()}
+    return {key: np.asarray(value) if isinstance(value, list) else value for key, value in told(output).items()}
 
 
 @pytest.mark.parametrize(
     ("count", "devices", "arguments"),
-    [slow(2, 1, ()), (3, 1, ()), slow(2, 2, ()), (4, 1, ("data",))],
+    [slow(2, 1, ()), slow(3, 1, ()), slow(2, 2, ()), (4, 1, ("data",))],
     ids=["2", "3", "2 with 2 devices", "2x2"],
 )
 def test_losses_metrics_and_weights(count: int, devices: int, arguments: tuple[str, ...]):

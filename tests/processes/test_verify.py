@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.helpers import slow
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, told
 
 pytestmark = pytest.mark.processes
 
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.processes
 )
 def test_all_processes_have_one_report_that_names_the_process_at_fault(count: int, devices: int, stages: int):
     outputs = run_processes(count, "run_verify.py", str(stages), devices=devices)
-    first, *others = (json.loads(output.split("found ")[1].splitlines()[0]) for output in outputs)
+    first, *others = map(told, outputs)
     assert all(other == first for other in others)
     assert first["agrees"], first["right"]
     assert first["same loss"]

@@ -57,7 +57,6 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: Path):
     assert int(status) == PREEMPTED_STATUS
     assert 3 < int(step) <= 8
     assert max(steps_in(directory)) == int(step)
-    run(2, [("train", str(directory), 2, int(step) + 1)])
 
     resumed = make_trainer(str(directory), 2)
     resumed.fit(batches(), steps=int(step) + 2, resume=True)
