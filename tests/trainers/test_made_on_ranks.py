@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineTrainer
+from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Training
@@ -27,17 +27,24 @@ from tests.trainers.sharing import sharing_steps
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 
-class Tied(m.Model):
+class Tied(nnx.Module):
     """Dropout, running statistics, an annotated kernel, and an embedding that the first and the last stage read."""
 
     def __init__(self, rngs: nnx.Rngs):
-        super().__init__(2, rngs=rngs, dropout=0.1, batch_norm=True)
         cut = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "tensor"))
-        self.blocks[0].widen = nnx.Linear(m.WIDTH, 2 * m.WIDTH, rngs=rngs, kernel_init=cut)
-        self.blocks[1].narrow = nnx.Linear(2 * m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=nnx.initializers.orthogonal())
+        self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
+        self.layers = nnx.List(
+            PipelineStage(nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=init))
+            for init in (cut, nnx.initializers.orthogonal())
+        )
+        self.norm = nnx.BatchNorm(m.WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, tokens):
-        return super().__call__(tokens) + self.embed.attend(jnp.ones((*tokens.shape, m.WIDTH)))
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return self.embed.attend(self.dropout(self.norm(x)))
 
 
 @sharing_steps("model", "variables")
