@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import jax
+import pytest
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.engine.jit import MpmdFunction
 
 P = ParamSpec("P")
 
@@ -38,3 +40,11 @@ def sharing_steps(*beside: str) -> Callable[[Callable[P, PipelineTrainer]], Call
         return made
 
     return sharing
+
+
+def assign_stages(trainer: PipelineTrainer, batch: Any) -> None:
+    """Trace the step and place it on ranks as `trainer.compile` does; XLA compiles nothing, and no step can follow."""
+    train_step = trainer._parts.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MpmdFunction, "compile", MpmdFunction.place)
+        train_step.executables.for_training(train_step.rows.split(batch), lambda known: None)

@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def trained(schedule: str, num_ranks: int, axes: dict[str, int]) -> list[np.ndarray[Any, Any]]:
     trainer = PipelineTrainer(
-        m.Model(4, rngs=nnx.Rngs(0)), optax.adam(1e-2), m.weighted_loss, num_stages=4, num_microbatches=8,
+        m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.weighted_loss, num_stages=4, num_microbatches=8,
         schedule=schedule, mesh=MeshOptions(num_ranks=num_ranks, axes=axes), logging=False,
     )  # fmt: skip
     losses = [trainer.train_step(m.make_batch(16, seed))["loss"] for seed in range(2)]

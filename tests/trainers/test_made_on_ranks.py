@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Training
@@ -27,30 +27,23 @@ from tests.trainers.sharing import sharing_steps
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 
-class Tied(nnx.Module):
+class Tied(m.Tokens):
     """Dropout, running statistics, an annotated kernel, and an embedding that the first and the last stage read."""
 
     def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs, dropout=0.1, batch_norm=True)
         cut = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "tensor"))
-        self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
-        self.layers = nnx.List(
-            PipelineStage(nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=init))
-            for init in (cut, nnx.initializers.orthogonal())
-        )
-        self.norm = nnx.BatchNorm(m.WIDTH, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        for block, init in zip(self.blocks, (cut, nnx.initializers.orthogonal()), strict=True):
+            block.kernel = nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=init).kernel
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return self.embed.attend(self.dropout(self.norm(x)))
+        return super().__call__(tokens) + self.embed.attend(jnp.ones((*tokens.shape, m.WIDTH)))
 
 
 @sharing_steps("model", "variables")
 def make(model: Any, **options: Any) -> PipelineTrainer:
     options = {"num_microbatches": 2, "logging": False, "training": Training(ema_decay=0.5), **options}
-    return PipelineTrainer(model, optax.adam(1e-2), m.mean_loss, **options)
+    return PipelineTrainer(model, optax.sgd(0.1, momentum=0.9), m.mean_loss, **options)
 
 
 def bits(tree: Any) -> dict[str, bytes]:
@@ -102,10 +95,9 @@ def test_a_factory_gives_every_layout_the_same_bits(every: bool):
 
 @pytest.mark.parametrize("stages", [slow(1), 2])
 def test_linen_variables_from_a_function_have_the_values_of_init(stages: int):
-    module, batch = m.LinenModel(2, dropout=0.1, batch_norm=True), m.make_batch(8)
+    module, batch = m.LinenModel(1, dropout=0.1, batch_norm=True), m.make_batch(8)
     init: Callable[..., Any] = lambda key: module.init(key, batch["tokens"], training=False)  # noqa: E731
     lazy, eager = (make(module, variables=of, num_stages=stages) for of in (init, init(jax.random.key(0))))
-    np.testing.assert_allclose(lazy.evaluate([batch])["loss"], eager.evaluate([batch])["loss"], rtol=1e-6)
     same(lazy.state, eager.state)
     same(lazy.gather_variables(), eager.gather_variables())
     bound = make(module, variables=lambda: init(jax.random.key(3)), num_stages=stages)  # with a key of its own

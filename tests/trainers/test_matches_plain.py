@@ -24,20 +24,13 @@ from tests.trainers import models as m
 
 STEPS = 5
 RATE = 0.1
-# Shapes of schedules are the engine's matter: `tests/engine/test_matches_plain.py` has them all.
+# `tests/engine/test_matches_plain.py` has every schedule and shape; `test_equal_bits.py` each schedule of a trainer.
 CASES = [
-    slow("nnx", "gpipe", 2, 2, 4),
     slow("nnx", "1f1b", 1, 1, 1),
-    slow("nnx", "1f1b", 4, 4, 8),
     slow("nnx", "eager_1f1b", 3, 3, 5),
     ("nnx", "interleaved_1f1b", 4, 2, 4),
-    slow("linen", "gpipe", 4, 4, 4),
     ("linen", "1f1b", 2, 2, 3),
     slow("linen", "interleaved_1f1b", 8, 4, 8),
-    slow("nnx", "zero_bubble", 2, 2, 4),
-    slow("nnx", "zbv", 4, 2, 4),
-    slow("nnx", "circular", 4, 2, 4),
-    slow("nnx", "kimi_k2", 4, 2, 4),
 ]
 
 
@@ -116,6 +109,8 @@ FEATURES: dict[str, Any] = {
     "more blocks than stages": {"num_blocks": 5},
     "assignment": {"num_blocks": 5, "assignment": [1, 4]},
 }
+
+
 def loss_with_all(model, batch):
     """A weighted loss with metrics."""
     losses, metrics = m.loss_with_metrics(model, batch)
@@ -132,8 +127,9 @@ TOGETHER = FEATURES[MOMENTUM] | {
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
-@pytest.mark.parametrize("kind", ["nnx", slow("linen")])
-@pytest.mark.parametrize("feature", ["together", *map(slow, FEATURES)])
+@pytest.mark.parametrize(
+    ("kind", "feature"), [("nnx", "together"), slow("linen", "together"), *(slow("nnx", name) for name in FEATURES)]
+)
 def test_features_equal_the_same_step_in_one_stage(kind, feature):
     """A trainer of one stage runs the whole step under plain `jax.jit`, with the same keys."""
     options = {"num_blocks": 2} | FEATURES.get(feature, TOGETHER)
@@ -191,15 +187,3 @@ def test_data_parallel_stages():
         present = np.mean([np.isin(np.arange(m.VOCABULARY), tokens) for tokens in microbatches], 0)
         np.testing.assert_array_equal(metrics["present"], present.astype(np.float32))
         np.testing.assert_array_equal(metrics["frac"], np.ones(m.LENGTH, np.float32))
-
-
-@pytest.mark.slow
-def test_dropout_does_not_depend_on_the_partition():
-    def losses(stages, schedule):
-        options = {"model_options": {"dropout": 0.4}, "num_blocks": 4}
-        trainer = make_trainer("nnx", schedule, stages, stages, 4, **options)
-        return [float(trainer.train_step(batch)["loss"]) for batch in batches(4)[:3]]
-
-    expected = losses(2, "1f1b")
-    for stages, schedule in [(4, "gpipe"), (3, "1f1b")]:
-        np.testing.assert_allclose(losses(stages, schedule), expected, rtol=1e-5)

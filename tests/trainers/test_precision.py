@@ -141,11 +141,13 @@ def test_gradients_of_bfloat16_weights_summed_in_float32(stages):
         def loss(params, microbatch):
             return loss_fn(nnx.merge(graphdef, params, rest, copy=True), microbatch)
 
-        total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        for i in range(MICROBATCHES):
-            microbatch = jax.tree.map(lambda x, i=i: x.reshape(MICROBATCHES, -1, *x.shape[1:])[i], data)
+        def add(total, microbatch):
             grads = jax.grad(loss)(params, microbatch)
-            total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
+            return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        microbatches = jax.tree.map(lambda x: x.reshape(MICROBATCHES, -1, *x.shape[1:]), data)
+        total, _ = jax.lax.scan(add, zeros, microbatches)
         return jax.tree.map(lambda t: (t / MICROBATCHES).astype(jnp.bfloat16), total)
 
     made.train_step(batch(0))

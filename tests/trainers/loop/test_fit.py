@@ -31,7 +31,7 @@ def trainer(num_stages=1, tracker=None, every=2, progress=False, **options):
     options["logging"] = Logging(tracker=tracker, every=every, progress=progress)
     tx = options.pop("tx", optax.sgd(0.1))
     loss_fn = options.pop("loss_fn", m.mean_loss)
-    model = m.Model(1, rngs=nnx.Rngs(0))
+    model = m.Tokens(1, rngs=nnx.Rngs(0))
     return PipelineTrainer(model, tx, loss_fn, num_stages=num_stages, num_microbatches=2, **options)
 
 
