@@ -342,10 +342,6 @@ def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Pa
         make_trainer(checkpoints=directory).fit(OTHER, steps=5, resume=True, resume_data="x")
 
 
-def test_resuming_a_finished_run(after_four: Path, whole: Whole):
-    assert make_trainer(checkpoints=after_four).fit(OTHER, steps=4, resume=True)["loss"] == whole.losses[4]
-
-
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
     options = {"training": Training(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
     trainer = make_small(tmp_path / "ckpt", **options)

@@ -246,7 +246,7 @@ def test_a_loss_that_takes_a_linen_model_for_its_parameters(name):
         return LINEN.apply({"params": params}, batch["tokens"]).mean()
 
     loss_fn = by_name if name == "params" else lambda p, batch: p["Dense_0"]["kernel"].sum()
-    made = trainer(LINEN, loss_fn, variables=LINEN.init(jax.random.key(0), tokens))
+    made = trainer(LINEN, loss_fn, variables=jax.jit(LINEN.init)(jax.random.key(0), tokens))
     with pytest.raises(LossError, match=rf"'{name}' for parameters; .* \(LinenCall\).*`model\.params`") as error:
         made.train_step(m.make_batch(8))
     check_text(error)
@@ -323,7 +323,7 @@ class ScannedModel(nn.Module):
 def test_a_marked_layer_under_scan():
     model = ScannedModel()
     batch = m.make_batch(4)
-    made = trainer(model, variables=model.init(jax.random.key(0), batch["tokens"]))
+    made = trainer(model, variables=jax.jit(model.init)(jax.random.key(0), batch["tokens"]))
     with pytest.raises(ValueError, match="stands inside `scan`") as error:
         made.train_step(batch)
     check_text(error)

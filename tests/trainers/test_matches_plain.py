@@ -58,7 +58,7 @@ def reference(kind, num_blocks, num_microbatches):
     def loss_of(params, microbatch):
         return m.mean_loss(lambda x: module.apply({"params": params}, x), microbatch)
 
-    start = module.init(jax.random.key(0), data[0]["tokens"])["params"]
+    start = jax.jit(module.init)(jax.random.key(0), data[0]["tokens"])["params"]
     losses, params = m.accumulated(loss_of, start, tx, data, num_microbatches)
     return losses, params[0], params[-1]
 
@@ -73,7 +73,7 @@ def make_trainer(kind, schedule, stages, ranks, count, **options):
     if kind == "nnx":
         return PipelineTrainer(m.Model(num_blocks, rngs=nnx.Rngs(0), **model_options), tx, loss_fn, **common)
     module = m.LinenModel(num_blocks, **model_options)
-    variables = module.init(jax.random.key(0), m.make_batch(2)["tokens"])
+    variables = jax.jit(module.init)(jax.random.key(0), m.make_batch(2)["tokens"])
     return PipelineTrainer(module, tx, loss_fn, variables=variables, **common)
 
 

@@ -93,9 +93,12 @@ def nnx_step(batch):
     return expected_step(lambda p, x: nnx.merge(graphdef, p, rest, copy=True)(x), params, batch)
 
 
+def linen_variables(batch):
+    return jax.jit(LinenModel().init)(jax.random.key(0), batch["x"])
+
+
 def linen_step(batch):
-    variables = LinenModel().init(jax.random.key(0), batch["x"])
-    return expected_step(lambda p, x: LinenModel().apply({"params": p}, x), variables["params"], batch)
+    return expected_step(lambda p, x: LinenModel().apply({"params": p}, x), linen_variables(batch)["params"], batch)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -104,7 +107,7 @@ def test_a_step_equals_the_same_casts_under_plain_jit(kind):
     if kind == "nnx":
         made, (loss, params) = shared(), nnx_step(batch)
     else:
-        variables = LinenModel().init(jax.random.key(0), batch["x"])
+        variables = linen_variables(batch)
         made, (loss, params) = trainer(LinenModel(), variables=variables), linen_step(batch)
     metrics = made.train_step(batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(made.state.params)} == {FLOAT32}

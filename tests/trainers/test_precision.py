@@ -68,14 +68,9 @@ def batch(seed, poisoned=False):
 def trainer(stages=STAGES, dtype=None, tx=None, param_dtype=jnp.float32, **options):
     tx = tx or optax.sgd(1e-2, momentum=0.9)
     return PipelineTrainer(
-        Model(dtype, param_dtype),
-        tx,
-        loss_fn,
-        num_stages=stages,
-        num_microbatches=MICROBATCHES,
-        logging=False,
-        **options,
-    )
+        Model(dtype, param_dtype), tx, loss_fn,
+        num_stages=stages, num_microbatches=MICROBATCHES, logging=False, **options,
+    )  # fmt: skip
 
 
 def snapshot(made):
@@ -170,7 +165,8 @@ def keep_gradients():
 
 
 @OPTIMIZED
-@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), slow(jnp.float16, 2.0**-11)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
 def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
     scale = Precision(loss_scale=2.0**8 if dtype == jnp.float16 else None)
     found, metrics, made = one_step(scale, dtype)

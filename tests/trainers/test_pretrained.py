@@ -175,7 +175,7 @@ def test_a_trainers_checkpoint_of_another_number_of_stages(tmp_path: Path):
 
 def test_a_linen_model(tmp_path: Path):
     module, tokens = LinenModel(1, batch_norm=True), jnp.zeros((1, LENGTH), jnp.int32)
-    source, variables = (module.init(jax.random.key(seed), tokens) for seed in (1, 0))
+    source, variables = (jax.jit(module.init)(jax.random.key(seed), tokens) for seed in (1, 0))
     names = NameMap((Rule("*", "*"),))
     path = export_pretrained({**source["params"], "batch_stats": source["batch_stats"]}, tmp_path / "w", map=names)
     trainer = make_trainer(0, model=module, variables=variables)

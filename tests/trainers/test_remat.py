@@ -118,7 +118,7 @@ def test_linen_equals_plain_and_a_block_recomputes_itself_alone(way):
 
 def test_a_marked_linen_block_recomputes_itself_alone():
     """Under plain `jax.grad`, where a mark does nothing else."""
-    variables = LinenModel().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCH["x"])
+    variables = jax.jit(LinenModel().init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCH["x"])
 
     def loss(of_blocks, variables):
         return LinenModel(of_blocks).apply(variables, BATCH["x"], rngs={"dropout": jax.random.key(1)}).sum()

@@ -119,10 +119,12 @@ def test_halves_that_alternate_need_no_files():
 def test_linen_with_frozen_parameters_and_statistics():
     tokens, batch = m.make_batch(4)["tokens"], m.make_batch(4)
 
+    module = m.LinenModel(1, batch_norm=True)
+    variables = [jax.jit(module.init)(jax.random.key(seed), tokens) for seed in range(2)]
+
     def linen(seed: int, **parameters: Any) -> PipelineTrainer:
-        module = m.LinenModel(1, batch_norm=True)
         return PipelineTrainer(
-            module, optax.sgd(0.1), m.mean_loss, variables=module.init(jax.random.key(seed), tokens), num_stages=2,
+            module, optax.sgd(0.1), m.mean_loss, variables=variables[seed], num_stages=2,
             num_microbatches=1, logging=False, training=Training(**parameters),
         )  # fmt: skip
 

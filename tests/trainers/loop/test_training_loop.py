@@ -280,12 +280,6 @@ def test_a_callback_that_fails_at_the_end_keeps_nothing_from_its_end(tmp_path: P
     assert list(tracker["loss"]) == [1, 2, 3]
 
 
-def test_a_function_is_no_callback(tmp_path: Path):
-    wrong: Any = print
-    with pytest.raises(TypeError, match="callbacks holds a builtin_function_or_method; subclass"):
-        next(make_trainer(tmp_path).training_steps(DATA, callbacks=[wrong]))
-
-
 @pytest.mark.parametrize("limit", [{"steps": 2}, {"epochs": 1}, {"epochs": 2, "resume_data": "refuse"}])
 def test_the_state_after_fit_is_in_memory(limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also where there was nothing to do, or an error before the first step: a property never reads the disk."""
