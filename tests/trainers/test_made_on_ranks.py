@@ -22,7 +22,7 @@ from jaxpp_flax.trainers.state import first_values
 from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
-from tests.trainers.sharing import sharing_steps
+from tests.trainers.sharing import assign_stages, sharing_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
@@ -85,7 +85,8 @@ def test_a_factory_gives_every_layout_the_same_bits(every: bool):
     first, *others = (make(lambda rngs: Tied(rngs), **layout) for layout in layouts)
     with nnx.use_eager_sharding(False):
         eager = make(Tied(nnx.Rngs(0)), **layouts[0])
-    for trainer in (first, *(others if every else ())):  # some before a step is compiled, some after it
+    assign_stages(first, m.make_batch(8))  # some after their leaves have ranks, some before it
+    for trainer in others if every else ():
         trainer.compile(m.make_batch(8))
     for trainer in others:
         assert bits(trainer.state) == bits(first.state)

@@ -121,8 +121,6 @@ def loss_with_all(model, batch):
 TOGETHER = FEATURES[MOMENTUM] | {
     "model_options": {"batch_norm": True, "dropout": 0.3},
     "loss_fn": loss_with_all,
-    "num_blocks": 3,
-    "assignment": [1, 2],
 }
 
 

@@ -22,7 +22,7 @@ from jaxpp_flax.trainers import ModelError, Training
 from jaxpp_flax.trainers.state.placement import to_ordinary
 from tests.helpers import slow, tree_allclose
 from tests.trainers.models import LENGTH, LinenModel, Tokens, make_batch, mean_loss
-from tests.trainers.sharing import sharing_steps
+from tests.trainers.sharing import assign_stages, sharing_steps
 
 NAMES = NameMap(
     (
@@ -119,7 +119,7 @@ def test_every_number_of_stages_writes_the_bits_that_it_reads(files: Path, tmp_p
         trainer = make_trainer(0, stages)
         trainer.load_pretrained(files, map=NAMES)
         if stages == 3:
-            trainer.compile(BATCH)
+            assign_stages(trainer, BATCH)
         out = trainer.export_pretrained(tmp_path / str(stages), map=NAMES, max_shard_bytes=1000)
         assert {file.name: file.read_bytes() for file in out.iterdir()} == expected
         tokens = BATCH["tokens"]
