@@ -104,11 +104,11 @@ def test_one_run_through_trainers_of_every_layout(tmp_path: Path):
 
 
 def test_a_base_model_into_one_with_adapters(tmp_path: Path):
-    base = make_trainer("2 stages", 0, blocks=4)
+    base = make_trainer("2 stages", 0, blocks=3)
     base.train_step(BATCH)
     path = base.save(tmp_path / "base")
     tuned = PipelineTrainer(
-        make_model(seed=1, rank=2, blocks=4), optax.sgd(0.1), loss_fn, num_stages=4, num_microbatches=2, logging=False,
+        make_model(seed=1, rank=2, blocks=3), optax.sgd(0.1), loss_fn, num_stages=3, num_microbatches=2, logging=False,
         training=Training(wrt=nnx.LoRAParam),
     )  # fmt: skip
     tuned.compile(BATCH)  # on its ranks, where the base's weights, frozen, are other state than parameters
@@ -121,7 +121,7 @@ def test_a_base_model_into_one_with_adapters(tmp_path: Path):
         leaf for name, leaf in flatten(to_ordinary(tuned.state.model_state))[0].items()
         if name.endswith(("kernel", "bias"))
     ]  # fmt: skip
-    assert len(restored) == len(kernels) == 2 * 4
+    assert len(restored) == len(kernels) == 2 * 3
     for leaf, kernel in zip(restored, kernels, strict=True):
         np.testing.assert_array_equal(leaf, kernel)
     tree_allclose(to_ordinary(tuned.state.params), adapters, rtol=0, atol=0)

@@ -50,8 +50,9 @@ def reference(kind, num_blocks, num_microbatches):
     tx = optax.sgd(RATE)
     data = batches(num_microbatches)
     if kind == "nnx":
-        model = m.Model(num_blocks, rngs=nnx.Rngs(0), marked=False)
-        losses, params = m.plain_training(model, tx, m.mean_loss, data, num_microbatches)
+        losses, params = m.plain_training(
+            m.Tokens(num_blocks, rngs=nnx.Rngs(0)), tx, m.mean_loss, data, num_microbatches
+        )
         return losses, nnx.to_pure_dict(params[0]), nnx.to_pure_dict(params[-1])
     module = m.LinenModel(num_blocks, marked=False)
 
@@ -71,7 +72,8 @@ def make_trainer(kind, schedule, stages, ranks, count, **options):
     num_blocks = common.pop("num_blocks", stages)
     model_options = common.pop("model_options", {})
     if kind == "nnx":
-        return PipelineTrainer(m.Model(num_blocks, rngs=nnx.Rngs(0), **model_options), tx, loss_fn, **common)
+        make = m.Model if model_options else m.Tokens  # of a model, each block has the options
+        return PipelineTrainer(make(num_blocks, rngs=nnx.Rngs(0), **model_options), tx, loss_fn, **common)
     module = m.LinenModel(num_blocks, **model_options)
     variables = jax.jit(module.init)(jax.random.key(0), m.make_batch(2)["tokens"])
     return PipelineTrainer(module, tx, loss_fn, variables=variables, **common)

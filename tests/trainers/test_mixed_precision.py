@@ -200,7 +200,8 @@ def test_evaluate_and_predict_compute_in_the_same_type():
     made, batch = shared(), batch_of()
     graphdef, params, rest = nnx.split(Model(), nnx.Param, ...)
     narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    outputs = nnx.merge(graphdef, narrow, rest)(batch["x"].astype(jnp.bfloat16)).astype(jnp.float32)
+    plain = jax.jit(lambda params, x: nnx.merge(graphdef, params, rest)(x).astype(jnp.float32))
+    outputs = plain(narrow, batch["x"].astype(jnp.bfloat16))
     found = made.predict(batch["x"])
     assert found.dtype == FLOAT32
     # Outputs are about one: a unit of rounding or two.
