@@ -50,6 +50,26 @@ class Model(nnx.Module):
         return self.head(x)
 
 
+class Tokens(nnx.Module):
+    """Tokens in, logits out: a `Model` with as few operations as a model with an embedding can have."""
+
+    def __init__(self, num_blocks: int = 2, *, rngs: nnx.Rngs, dropout: float = 0.0, batch_norm: bool = False):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        blocks = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(num_blocks)]
+        self.blocks = nnx.List(PipelineStage(block, name=f"block_{i}") for i, block in enumerate(blocks))
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, momentum=0.9) if batch_norm else None
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        x = x if self.norm is None else self.norm(x)
+        x = x if self.dropout is None else self.dropout(x)
+        return self.head(x)
+
+
 class Chain(nnx.Module):
     """Blocks of any kind, one after another."""
 

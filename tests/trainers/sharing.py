@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
+from unittest import mock
 
 import jax
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.engine.jit import MpmdFunction
 
 P = ParamSpec("P")
 
@@ -38,3 +40,14 @@ def sharing_steps(*beside: str) -> Callable[[Callable[P, PipelineTrainer]], Call
         return made
 
     return sharing
+
+
+def assign_stages(trainer: PipelineTrainer, batch: Any) -> None:
+    """Trace the step and place it on ranks as `trainer.compile` does; XLA compiles nothing."""
+    train_step = trainer._parts.train_step
+    executables = train_step.executables
+    compiled = executables.compiled.copy()
+    with mock.patch.object(MpmdFunction, "compile", MpmdFunction.place):
+        executables.for_training(train_step.rows.split(batch), lambda known: None)
+    executables.compiled.clear()  # of what is only placed; other trainers may share it
+    executables.compiled.update(compiled)

@@ -36,9 +36,9 @@ class Block(nnx.Module):
         return x + jnp.tanh(self.linear(x))
 
 
-def make_model(seed: int, rank: int = 0) -> Chain:
+def make_model(seed: int, rank: int = 0, blocks: int = BLOCKS) -> Chain:
     rngs = nnx.Rngs(seed)
-    return Chain(PipelineStage(Block(rngs=rngs, rank=rank), name=f"block_{i}") for i in range(BLOCKS))
+    return Chain(PipelineStage(Block(rngs=rngs, rank=rank), name=f"block_{i}") for i in range(blocks))
 
 
 def loss_fn(model, batch):
@@ -72,11 +72,11 @@ TRAINERS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 }
 
 
-def make_trainer(name: str, seed: int, **options: Any) -> PipelineTrainer:
+def make_trainer(name: str, seed: int, blocks: int = BLOCKS, **options: Any) -> PipelineTrainer:
     layout = dict(TRAINERS[name][0])
     devices = {"sharding_rules": WHOLE, **layout.pop("devices", {})}
     return PipelineTrainer(
-        make_model(seed), optax.adam(1e-2), loss_fn, num_microbatches=2, logging=False,
+        make_model(seed, blocks=blocks), optax.adam(1e-2), loss_fn, num_microbatches=2, logging=False,
         mesh=MeshOptions(**devices), **layout, **options,
     )  # fmt: skip
 
@@ -104,11 +104,11 @@ def test_one_run_through_trainers_of_every_layout(tmp_path: Path):
 
 
 def test_a_base_model_into_one_with_adapters(tmp_path: Path):
-    base = make_trainer("2 stages", 0)
+    base = make_trainer("2 stages", 0, blocks=3)
     base.train_step(BATCH)
     path = base.save(tmp_path / "base")
     tuned = PipelineTrainer(
-        make_model(seed=1, rank=2), optax.adam(1e-2), loss_fn, num_stages=4, num_microbatches=2, logging=False,
+        make_model(seed=1, rank=2, blocks=3), optax.sgd(0.1), loss_fn, num_stages=3, num_microbatches=2, logging=False,
         training=Training(wrt=nnx.LoRAParam),
     )  # fmt: skip
     tuned.compile(BATCH)  # on its ranks, where the base's weights, frozen, are other state than parameters
@@ -121,7 +121,7 @@ def test_a_base_model_into_one_with_adapters(tmp_path: Path):
         leaf for name, leaf in flatten(to_ordinary(tuned.state.model_state))[0].items()
         if name.endswith(("kernel", "bias"))
     ]  # fmt: skip
-    assert len(restored) == len(kernels) == 2 * BLOCKS
+    assert len(restored) == len(kernels) == 2 * 3
     for leaf, kernel in zip(restored, kernels, strict=True):
         np.testing.assert_array_equal(leaf, kernel)
     tree_allclose(to_ordinary(tuned.state.params), adapters, rtol=0, atol=0)

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Inference
 from jaxpp_flax.trainers.data.batch_sharding import own_rows
-from tests.helpers import slow, tree_allclose
+from tests.helpers import tree_allclose
 from tests.trainers.models import Layers
 
 WIDTH = Layers.WIDTH
@@ -35,10 +35,9 @@ def batch():
     return {**arrays, "gain": 0.5, "weight": np.float32(3), "key": jax.random.key(1)}
 
 
-@pytest.mark.parametrize("axes", [slow(None), {"data": 2}], ids=["stages", "data"])
-def test_equal_to_plain(axes):
+def test_equal_to_plain():
     made = PipelineTrainer(
-        Layers(), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, mesh=axes, logging=False,
+        Layers(), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, mesh={"data": 2}, logging=False,
         inference=Inference(predict_fn=outputs),
     )  # fmt: skip
     graph, params = nnx.split(Layers())

@@ -246,7 +246,7 @@ def test_a_loss_that_takes_a_linen_model_for_its_parameters(name):
         return LINEN.apply({"params": params}, batch["tokens"]).mean()
 
     loss_fn = by_name if name == "params" else lambda p, batch: p["Dense_0"]["kernel"].sum()
-    made = trainer(LINEN, loss_fn, variables=LINEN.init(jax.random.key(0), tokens))
+    made = trainer(LINEN, loss_fn, variables=jax.jit(LINEN.init)(jax.random.key(0), tokens))
     with pytest.raises(LossError, match=rf"'{name}' for parameters; .* \(LinenCall\).*`model\.params`") as error:
         made.train_step(m.make_batch(8))
     check_text(error)
@@ -276,31 +276,28 @@ def test_a_name_that_no_block_has():
 class Poisoned(nnx.Module):
     """Takes the logarithm of a negative number in its second block."""
 
-    def __init__(self, where):
-        self.model = m.Model(3, rngs=nnx.Rngs(0))
-        self.where = where
+    def __init__(self):
+        self.layers = m.Layers(3).layers
 
-    def __call__(self, tokens):
-        x = self.model.embed(tokens)
-        for i, block in enumerate(self.model.blocks):
-            x = block(jnp.log(-1.0 - x**2) if i == self.where else x)
-        return self.model.head(x)
+    def __call__(self, x):
+        first, second, third = self.layers
+        return third(second(jnp.log(-1.0 - first(x) ** 2)))
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_first_loss_that_is_not_finite_names_the_switch_that_finds_it(stages):
-    made = trainer(Poisoned(1), num_stages=stages)
+    made, batch = trainer(Poisoned(), m.squared_error, num_stages=stages), m.make_xy(8)
     with pytest.raises(NonFiniteLossError, match=r"loss of step 1 is nan\. Under `jax.debug_nans\(True\)`") as error:
-        made.train_step(m.make_batch(8))
+        made.train_step(batch)
     check_text(error)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in task fwd_0" if stages == 2 else "nan"):
-        made.train_step(m.make_batch(8)) if stages == 2 else m.mean_loss(Poisoned(1), m.make_batch(2))
+        made.train_step(batch) if stages == 2 else m.squared_error(Poisoned(), batch)
 
 
 def test_a_first_loss_that_is_infinite_names_the_switch_for_that():
-    loss = lambda model, batch: m.mean_loss(model, batch) + jnp.inf  # noqa: E731
+    loss = lambda model, batch: m.squared_error(model, batch) + jnp.inf  # noqa: E731
     with pytest.raises(NonFiniteLossError, match=r"the loss of step 1 is inf.*jax.debug_infs"):
-        trainer(SMALL, loss, num_stages=1).train_step(m.make_batch(8))
+        trainer(m.Layers(1), loss, num_stages=1).train_step(m.make_xy(8))
 
 
 def test_predict_of_a_dict():
@@ -326,7 +323,7 @@ class ScannedModel(nn.Module):
 def test_a_marked_layer_under_scan():
     model = ScannedModel()
     batch = m.make_batch(4)
-    made = trainer(model, variables=model.init(jax.random.key(0), batch["tokens"]))
+    made = trainer(model, variables=jax.jit(model.init)(jax.random.key(0), batch["tokens"]))
     with pytest.raises(ValueError, match="stands inside `scan`") as error:
         made.train_step(batch)
     check_text(error)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Logging, MeshError, MeshOptions
@@ -19,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("all_devices")
 
 def trainer(num_stages, num_microbatches=4, logging=False, **options):
     return PipelineTrainer(
-        m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=num_stages,
+        m.Layers(4), optax.sgd(0.1), m.squared_error, num_stages=num_stages,
         num_microbatches=num_microbatches, logging=logging, **options,
     )  # fmt: skip
 
 
 def test_all_devices_are_used_and_the_title_of_the_table_names_them(capsys):
-    four, plain, batch = trainer(4, logging=Logging()), trainer(1, mesh={}), m.make_batch(8)
+    four, plain, batch = trainer(4, logging=Logging()), trainer(1, mesh={}), m.make_xy(8)
     assert plain.mesh is None
     four.compile(batch)
     losses = [float(t.train_step(batch)["loss"]) for t in (four, plain) for _ in range(2)]
@@ -62,4 +61,4 @@ def test_where_devices_do_not_divide_the_numbers_that_do_are_named():
     with pytest.raises(
         BatchError, match=r"a microbatch of 6 examples .* by the 4 .* a multiple of 16, .* mesh={'data': 2}\."
     ):
-        trainer(2).train_step(m.make_batch(24))
+        trainer(2).train_step(m.make_xy(24))

@@ -17,8 +17,10 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax import linen as stages
 from jaxpp_flax.trainers import DynamicLossScale, ModelError, Precision, PrecisionWarning, Training
 from tests.helpers import tree_allclose
+from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
-WIDTH, MICROBATCHES = 16, 4
+WIDTH, MICROBATCHES = 16, 2
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
@@ -58,7 +60,7 @@ def loss_fn(model, batch):
 
 def batch_of(seed=0):
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=(8, WIDTH)).astype(np.float32) for name in "xy"}
+    return {name: rng.normal(size=(2 * MICROBATCHES, WIDTH)).astype(np.float32) for name in "xy"}
 
 
 def trainer(model=None, *, num_stages=2, precision="bfloat16", **options):
@@ -68,25 +70,22 @@ def trainer(model=None, *, num_stages=2, precision="bfloat16", **options):
     )  # fmt: skip
 
 
+@sharing_steps()
+def shared(**options):
+    """A trainer of `Model`."""
+    return trainer(**options)
+
+
 def expected_step(apply, params, batch, dtype=jnp.bfloat16):
     """One step of plain JAX with the same casts: `apply(params, x)`; gradients summed in float32."""
 
-    def loss(narrow, microbatch):
+    def loss(params, microbatch):
+        narrow = jax.tree.map(lambda p: p.astype(dtype), params)
         outputs = apply(narrow, microbatch["x"].astype(dtype))
         return jnp.mean((outputs.astype(jnp.float32) - microbatch["y"]) ** 2)
 
-    @jax.jit
-    def step(params, batch):
-        narrow = jax.tree.map(lambda p: p.astype(dtype), params)
-        parts = jax.tree.map(lambda x: x.reshape(MICROBATCHES, -1, WIDTH), batch)
-        losses, total = [], jax.tree.map(jnp.zeros_like, params)
-        for i in range(MICROBATCHES):
-            value, grads = jax.value_and_grad(loss)(narrow, jax.tree.map(lambda x, i=i: x[i], parts))
-            losses.append(value)
-            total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
-        return jnp.stack(losses).mean(), jax.tree.map(lambda p, t: p - t / MICROBATCHES, params, total)
-
-    return step(params, batch)
+    losses, after = m.accumulated(loss, params, optax.sgd(1.0), [batch], MICROBATCHES)
+    return losses[0], after[0]
 
 
 def nnx_step(batch):
@@ -94,18 +93,21 @@ def nnx_step(batch):
     return expected_step(lambda p, x: nnx.merge(graphdef, p, rest, copy=True)(x), params, batch)
 
 
+def linen_variables(batch):
+    return jax.jit(LinenModel().init)(jax.random.key(0), batch["x"])
+
+
 def linen_step(batch):
-    variables = LinenModel().init(jax.random.key(0), batch["x"])
-    return expected_step(lambda p, x: LinenModel().apply({"params": p}, x), variables["params"], batch)
+    return expected_step(lambda p, x: LinenModel().apply({"params": p}, x), linen_variables(batch)["params"], batch)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_a_step_equals_the_same_casts_under_plain_jit(kind):
     batch = batch_of()
     if kind == "nnx":
-        made, (loss, params) = trainer(), nnx_step(batch)
+        made, (loss, params) = shared(), nnx_step(batch)
     else:
-        variables = LinenModel().init(jax.random.key(0), batch["x"])
+        variables = linen_variables(batch)
         made, (loss, params) = trainer(LinenModel(), variables=variables), linen_step(batch)
     metrics = made.train_step(batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(made.state.params)} == {FLOAT32}
@@ -125,9 +127,9 @@ def outputs_of_forward(compiled):
 
 
 def test_what_is_kept_and_sent_is_narrow_and_parameters_are_converted_outside_the_loop():
-    compiled = trainer().compile(batch_of())
+    compiled = shared().compile(batch_of())
     assert outputs_of_forward(compiled) == {BFLOAT16}
-    assert outputs_of_forward(trainer(precision=None).compile(batch_of())) == {FLOAT32}
+    assert outputs_of_forward(shared(precision=None).compile(batch_of())) == {FLOAT32}
     kernels = {v.aval.dtype for task in compiled.program.tasks if task.name.startswith(("fwd", "bwd"))
                for v in task.graph.inputs if v.aval.shape == (WIDTH, WIDTH)}  # fmt: skip
     assert kernels == {BFLOAT16, FLOAT32}, "the kernel, and the sum of its gradients"
@@ -195,10 +197,11 @@ def test_a_model_that_computes_mostly_in_a_wider_type_is_told(wide: int, recwarn
 
 
 def test_evaluate_and_predict_compute_in_the_same_type():
-    made, batch = trainer(), batch_of()
+    made, batch = shared(), batch_of()
     graphdef, params, rest = nnx.split(Model(), nnx.Param, ...)
     narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    outputs = nnx.merge(graphdef, narrow, rest)(batch["x"].astype(jnp.bfloat16)).astype(jnp.float32)
+    plain = jax.jit(lambda params, x: nnx.merge(graphdef, params, rest)(x).astype(jnp.float32))
+    outputs = plain(narrow, batch["x"].astype(jnp.bfloat16))
     found = made.predict(batch["x"])
     assert found.dtype == FLOAT32
     # Outputs are about one: a unit of rounding or two.
@@ -217,11 +220,11 @@ def test_frozen_parameters_are_narrow_too_and_do_not_change():
 
 
 def test_float16_has_a_dynamic_loss_scale():
-    made = trainer(precision="float16")
+    made = shared(precision="float16")
     metrics = made.train_step(batch_of())
     assert float(metrics["loss_scale"]) == DynamicLossScale().initial
     assert float(metrics["skipped_step"]) == 0
-    plain = trainer(precision=None)
+    plain = shared(precision=None)
     expected = plain.train_step(batch_of())
     # Two layers, each with a few roundings.
     np.testing.assert_allclose(float(metrics["loss"]), float(expected["loss"]), rtol=8 * 2.0**-11)

@@ -68,14 +68,9 @@ def batch(seed, poisoned=False):
 def trainer(stages=STAGES, dtype=None, tx=None, param_dtype=jnp.float32, **options):
     tx = tx or optax.sgd(1e-2, momentum=0.9)
     return PipelineTrainer(
-        Model(dtype, param_dtype),
-        tx,
-        loss_fn,
-        num_stages=stages,
-        num_microbatches=MICROBATCHES,
-        logging=False,
-        **options,
-    )
+        Model(dtype, param_dtype), tx, loss_fn,
+        num_stages=stages, num_microbatches=MICROBATCHES, logging=False, **options,
+    )  # fmt: skip
 
 
 def snapshot(made):
@@ -141,11 +136,13 @@ def test_gradients_of_bfloat16_weights_summed_in_float32(stages):
         def loss(params, microbatch):
             return loss_fn(nnx.merge(graphdef, params, rest, copy=True), microbatch)
 
-        total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        for i in range(MICROBATCHES):
-            microbatch = jax.tree.map(lambda x, i=i: x.reshape(MICROBATCHES, -1, *x.shape[1:])[i], data)
+        def add(total, microbatch):
             grads = jax.grad(loss)(params, microbatch)
-            total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
+            return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        microbatches = jax.tree.map(lambda x: x.reshape(MICROBATCHES, -1, *x.shape[1:]), data)
+        total, _ = jax.lax.scan(add, zeros, microbatches)
         return jax.tree.map(lambda t: (t / MICROBATCHES).astype(jnp.bfloat16), total)
 
     made.train_step(batch(0))
@@ -168,7 +165,8 @@ def keep_gradients():
 
 
 @OPTIMIZED
-@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), slow(jnp.float16, 2.0**-11)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
 def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
     scale = Precision(loss_scale=2.0**8 if dtype == jnp.float16 else None)
     found, metrics, made = one_step(scale, dtype)

@@ -17,7 +17,7 @@ from tests.trainers import models as m
 @pytest.mark.parametrize("stages", [1, 2])
 def test_settings_after_a_call_without_them(stages: int):
     trainer = PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)),
+        m.Tokens(rngs=nnx.Rngs(0)),
         optax.sgd(0.1),
         m.mean_loss,
         num_stages=stages,

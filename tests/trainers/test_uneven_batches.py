@@ -39,12 +39,12 @@ def predict(model, batch):
 def make_trainer(model=None, **options):
     options = {"num_stages": 2, "num_microbatches": 2, "mesh": {"data": 2}, "logging": False, **options}
     return PipelineTrainer(
-        model or m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss, inference=Inference(predict_fn=predict), **options
+        model or m.Tokens(rngs=nnx.Rngs(0)), optax.sgd(0.1), loss, inference=Inference(predict_fn=predict), **options
     )
 
 
 def test_nothing_is_padded():
-    trainer, model = make_trainer(), nnx.jit(m.Model(2, rngs=nnx.Rngs(0)))
+    trainer, model = make_trainer(), nnx.jit(m.Tokens(rngs=nnx.Rngs(0)))
     whole = m.make_batch(4)
     one, three = (
         {**{name: leaf[rows] for name, leaf in whole.items()}, "rate": 0.5} for rows in (slice(0, 1), slice(1, 4))
@@ -64,20 +64,20 @@ def test_nothing_is_padded():
 
 
 def test_a_constraint_on_the_examples_holds_as_far_as_it_can():
-    class Constrained(m.Model):
+    class Constrained(m.Tokens):
         def __call__(self, tokens):
             return jax.lax.with_sharding_constraint(super().__call__(tokens), P("data"))
 
-    outputs = make_trainer(Constrained(2, rngs=nnx.Rngs(0))).predict(m.make_batch(1))
-    tree_allclose(outputs["logits"], nnx.jit(m.Model(2, rngs=nnx.Rngs(0)))(m.make_batch(1)["tokens"]))
+    outputs = make_trainer(Constrained(rngs=nnx.Rngs(0))).predict(m.make_batch(1))
+    tree_allclose(outputs["logits"], nnx.jit(m.Tokens(rngs=nnx.Rngs(0)))(m.make_batch(1)["tokens"]))
 
 
 def test_a_model_that_must_cut_the_examples_is_told():
-    class Cutting(m.Model):
+    class Cutting(m.Tokens):
         def __call__(self, tokens):
             return jax.shard_map(lambda x: x, in_specs=P("data"), out_specs=P("data"))(super().__call__(tokens))
 
-    trainer = make_trainer(Cutting(2, rngs=nnx.Rngs(0)))
+    trainer = make_trainer(Cutting(rngs=nnx.Rngs(0)))
     with pytest.raises(BatchError, match=r"1 examples of the batch are left over by the 2 data-parallel devices"):
         trainer.predict(m.make_batch(1))
 

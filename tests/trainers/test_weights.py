@@ -20,11 +20,11 @@ from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps
 
 BATCH, TEST = m.make_xy(4), m.make_xy(4, seed=9)
-ADAM = optax.adam(0.1)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 @sharing_steps("seed", "model")
-def make(seed: int = 0, stages: int = 2, tx: Any = ADAM, model: Any = None, **options: Any) -> PipelineTrainer:
+def make(seed: int = 0, stages: int = 2, tx: Any = MOMENTUM, model: Any = None, **options: Any) -> PipelineTrainer:
     options = {"num_microbatches": 2, "assignment": "even", "logging": False, **options}
     made = model or m.Layers(rngs=nnx.Rngs(seed))
     return PipelineTrainer(made, tx, m.squared_error, num_stages=stages, **options)
@@ -119,10 +119,12 @@ def test_halves_that_alternate_need_no_files():
 def test_linen_with_frozen_parameters_and_statistics():
     tokens, batch = m.make_batch(4)["tokens"], m.make_batch(4)
 
+    module = m.LinenModel(1, batch_norm=True)
+    variables = [jax.jit(module.init)(jax.random.key(seed), tokens) for seed in range(2)]
+
     def linen(seed: int, **parameters: Any) -> PipelineTrainer:
-        module = m.LinenModel(2, batch_norm=True)
         return PipelineTrainer(
-            module, optax.sgd(0.1), m.mean_loss, variables=module.init(jax.random.key(seed), tokens), num_stages=2,
+            module, optax.sgd(0.1), m.mean_loss, variables=variables[seed], num_stages=2,
             num_microbatches=1, logging=False, training=Training(**parameters),
         )  # fmt: skip
 

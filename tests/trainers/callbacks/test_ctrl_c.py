@@ -19,7 +19,11 @@ from tests.helpers import tree_allclose
 from tests.trainers.sharing import sharing_steps
 
 BATCHES = list(program.batches(4))
-make_trainer = sharing_steps("checkpoints")(program.make_trainer)
+
+
+@sharing_steps("checkpoints")
+def make_trainer(checkpoints: Path | Checkpoints | None) -> PipelineTrainer:
+    return program.make_trainer(checkpoints, stages=1)
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +133,7 @@ def test_a_second_one_after_the_step_waits_for_nothing(times: int, monkeypatch: 
     waits: list[float] = []
     fetch = log_metrics._fetch_within
     monkeypatch.setattr(log_metrics, "_fetch_within", lambda seconds, of: waits.append(seconds) or fetch(seconds, of))
-    trainer = make_trainer(None, stages=1)
+    trainer = make_trainer(None)
     interrupted_within(trainer, 2, monkeypatch)
     notes_of(trainer, *([] if times == 1 else [InterruptsAfter()]))
     assert waits == [log_metrics._PATIENCE if times == 1 else log_metrics._AT_ONCE]
@@ -137,7 +141,7 @@ def test_a_second_one_after_the_step_waits_for_nothing(times: int, monkeypatch: 
 
 def test_a_program_that_ignores_it_is_left_alone():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    trainer = make_trainer(None, stages=1)
+    trainer = make_trainer(None)
     trainer.fit(BATCHES[:3], callbacks=[InterruptsAfter()])
     assert trainer.step == 3
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -147,7 +151,7 @@ def test_a_handler_of_the_users_own_is_left_alone():
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
-        make_trainer(None, stages=1).fit(BATCHES[:3], callbacks=[InterruptsAfter()])
+        make_trainer(None).fit(BATCHES[:3], callbacks=[InterruptsAfter()])
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIGINT]

@@ -20,9 +20,13 @@ from tests.trainers.sharing import sharing_steps
 @sharing_steps()
 def trainer(num_stages=2):
     return PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss,
-        num_stages=num_stages, num_microbatches=2, logging=False,
-    )  # fmt: skip
+        m.Tokens(rngs=nnx.Rngs(0)),
+        optax.sgd(0.1),
+        m.mean_loss,
+        num_stages=num_stages,
+        num_microbatches=2,
+        logging=False,
+    )
 
 
 def events(folder):
@@ -38,7 +42,7 @@ def test_the_trace_names_tasks_and_steps(tmp_path):
         def on_fit_start(self, trainer):
             trainer.message = seen.append
 
-    t.fit([m.make_batch(8, 0)], steps=4, callbacks=[Message(), Profile(start=2, steps=2, directory=tmp_path)])
+    t.fit([m.make_batch(8)], steps=4, callbacks=[Message(), Profile(start=2, steps=2, directory=tmp_path)])
     found = events(tmp_path)
     steps = {e["args"]["step_num"] for e in found if e.get("name") == "train"}
     assert steps == {"2", "3"}
@@ -46,24 +50,24 @@ def test_the_trace_names_tasks_and_steps(tmp_path):
     modules = {e["args"]["hlo_module"] for e in found if "hlo_module" in e.get("args", {})}
     assert modules >= {"jit_fwd_0", "jit_fwd_bwd_1", "jit_bwd_0"}
     (file,) = tmp_path.rglob("*.xplane.pb")
-    name = t.compile(m.make_batch(8, 0)).stages[0].blocks[0]
+    name = t.compile(m.make_batch(8)).stages[0].blocks[0]
     assert f"jvp({name})".encode() in file.read_bytes()
     assert [line for line in seen if line.startswith(f"profile of steps 2 to 3: {tmp_path}")]
 
 
 def test_steps_count_from_the_beginning_of_fit(tmp_path):
     t = trainer(1)
-    t.fit([m.make_batch(8, 0)], steps=3)
-    t.fit([m.make_batch(8, 0)], steps=3, callbacks=[Profile(start=1, steps=1, directory=tmp_path)])
+    t.fit([m.make_batch(8)], steps=3)
+    t.fit([m.make_batch(8)], steps=3, callbacks=[Profile(start=1, steps=1, directory=tmp_path)])
     assert {e["args"]["step_num"] for e in events(tmp_path) if e.get("name") == "train"} == {"4"}
 
 
 def test_an_early_end_writes_the_trace_and_too_few_steps_are_told(tmp_path):
     t, seen = trainer(1), []
-    t.fit([m.make_batch(8, 0)], steps=2, callbacks=[Profile(start=2, steps=9, directory=tmp_path)])
+    t.fit([m.make_batch(8)], steps=2, callbacks=[Profile(start=2, steps=9, directory=tmp_path)])
     assert events(tmp_path)
     t.message = seen.append
-    t.fit([m.make_batch(8, 0)], steps=2, callbacks=[Profile(start=5, directory=tmp_path)])
+    t.fit([m.make_batch(8)], steps=2, callbacks=[Profile(start=5, directory=tmp_path)])
     assert seen == ["no profile: Profile(start=5), but fit ended after 2 steps"]
 
 
@@ -81,10 +85,10 @@ def test_a_step_that_fails_during_a_profile_is_the_error_of_fit(tmp_path, num_st
         return m.mean_loss(model, batch)
 
     t = PipelineTrainer(
-        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False
+        m.Tokens(rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False
     )
     with pytest.raises(Exception, match="the cause of the failure") as raised:
-        t.fit([m.make_batch(8, 0)], steps=9, callbacks=[Profile(start=2, steps=8, directory=tmp_path)])
+        t.fit([m.make_batch(8)], steps=9, callbacks=[Profile(start=2, steps=8, directory=tmp_path)])
     assert not [note for note in raised.value.__notes__ if "Profile" in note]
     assert events(tmp_path), "the trace is written all the same"
 
@@ -95,4 +99,4 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with jax.profiler.trace(tmp_path / "other"):
         jnp.ones(2).block_until_ready()
         with pytest.raises(RuntimeError, match="End the other profile before `fit`, or leave out"):
-            trainer(1).fit([m.make_batch(8, 0)], callbacks=[Profile(start=1, directory=tmp_path)])
+            trainer(1).fit([m.make_batch(8)], callbacks=[Profile(start=1, directory=tmp_path)])

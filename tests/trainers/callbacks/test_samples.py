@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import optax
-from flax import nnx
 
 from jaxpp_flax import DictTracker, PipelineTrainer
 from jaxpp_flax.trainers import Logging
@@ -13,20 +12,20 @@ from tests.trainers import models as m
 
 
 def test_predictions_are_those_of_the_step(tmp_path):
-    tracker, batch, expected = DictTracker(), m.make_batch(8, 0), {}
+    tracker, batch, expected = DictTracker(), m.make_xy(8), {}
 
     class Predict(Callback):
         def on_step(self, trainer, record):
-            expected[record.step] = np.asarray(trainer.predict(batch["tokens"]))
+            expected[record.step] = np.asarray(trainer.predict(batch["x"]))
 
     t = PipelineTrainer(
-        m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=2,
+        m.Layers(), optax.sgd(0.1), m.squared_error, num_stages=2, num_microbatches=2,
         logging=Logging(tracker=tracker, progress=False),
     )  # fmt: skip
     describe = lambda trainer, inputs: {"texts": ["step", str(trainer.step)], "size": len(inputs)}  # noqa: E731
     callbacks = [
         Predict(),
-        SamplePredictions(batch["tokens"], every=2),
+        SamplePredictions(batch["x"], every=2),
         SamplePredictions([1, 2], every=3, function=describe, name="more"),
     ]
     losses = t.fit([batch], steps=4, callbacks=callbacks)

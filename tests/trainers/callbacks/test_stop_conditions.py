@@ -116,12 +116,6 @@ def test_early_stopping_ends_a_loop_of_the_users_own():
     assert "has not improved" in it.stopping
 
 
-def test_a_clock_ends_a_loop_of_the_users_own():
-    it = trainer()
-    assert [step for step, _ in it.training_steps(DATA, callbacks=[TimeLimit(1e-9)])] == [1]
-    assert it.stopping == "the time limit of 1e-09 seconds"
-
-
 def test_a_resumed_run_finds_states_by_metric_in_whatever_order(tmp_path):
     """By position, each would go on with the other one's best value, and stop the run too early."""
 

@@ -77,29 +77,20 @@ def test_a_state_that_counts_other_batches_is_refused(now: int):
 
 
 def test_the_smaller_rest_of_a_pass_is_no_change():
-    rest = list(Batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1))
+    """Of 54 examples the seventh batch has six; the size is still the full one."""
+    rest = Batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1)
     assert [len(batch) for batch in rest] == [6]
-
-
-def test_after_the_smaller_rest_of_a_pass_the_size_is_still_the_full_one():
-    data = WithState(8)  # 54 examples: the seventh batch has six
-    rest = Batches(data, steps=1, position=after(WithState(8), 6))
-    assert len(next(rest)) == 6
     assert rest.position().batch_size == 8
 
 
-def test_the_look_whether_a_smaller_batch_is_the_last_moves_no_iterator():
-    data = WithState(4)
-    with pytest.raises(DataPositionError, match="gives batches of 4"):
-        next(Batches(data, steps=1, position=after(WithState(8), 2)))
-    assert data.at == 3
-
-
-def test_an_iterator_that_was_refused_counts_its_own_batches_from_then_on():
-    data = WithState(4)
-    source = Batches(data, steps=1, position=after(WithState(8), 2))
+def test_a_refused_batch_leaves_the_place_as_it_was():
+    """The look whether a smaller batch is the last moves no iterator, which counts its own batches from then on."""
+    data, before = WithState(4), after(WithState(8), 2)
+    source = Batches(data, steps=9, position=before)
     with pytest.raises(DataPositionError, match="gives batches of 4"):
         next(source)
+    assert source.position() == before
+    assert data.at == 3
     drawn = source.drawn_from(data)
     assert drawn is not None
     assert (drawn.batches, drawn.examples, drawn.batch_size) == (3, 12, 4)
@@ -135,14 +126,6 @@ def test_a_batch_that_was_never_given_is_drawn_again():
     with pytest.raises(KeyboardInterrupt):
         next(source)
     assert next(Batches(WithState(8), steps=1, position=source.position()))[0] == 16
-
-
-def test_a_refused_batch_leaves_the_place_as_it_was():
-    before = after(WithState(8), 2)
-    source = Batches(WithState(4), steps=9, position=before)
-    with pytest.raises(DataPositionError):
-        next(source)
-    assert source.position() == before
 
 
 def test_data_without_a_state_may_have_other_batches_than_data_with_one():

@@ -17,6 +17,7 @@ from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.progress import Display
 from tests.helpers import steps_in, tree_allclose
 from tests.trainers.models import Layers
+from tests.trainers.sharing import sharing_steps
 
 WIDTH = Layers.WIDTH
 
@@ -25,6 +26,7 @@ def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+@sharing_steps("progress", "checkpoints")
 def trainer(progress=False, **more):
     return PipelineTrainer(
         Layers(), optax.sgd(0.1), loss, num_stages=1, num_microbatches=4, logging=Logging(progress=progress), **more

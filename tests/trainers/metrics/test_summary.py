@@ -17,6 +17,7 @@ from jaxpp_flax.trainers.metrics.clock import Part
 from jaxpp_flax.trainers.metrics.summary import summarise_run
 from jaxpp_flax.trainers.progress import Display
 from tests.trainers import models as m
+from tests.trainers.sharing import sharing_steps
 
 BATCHES = [m.make_batch(4, seed) for seed in range(4)]
 
@@ -36,12 +37,16 @@ class Breaks(Callback):
             raise RuntimeError("a broken callback")
 
 
-def make(checkpoints=None):
-    trainer = PipelineTrainer(
-        m.Model(1, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=2,
+@sharing_steps("checkpoints")
+def make_trainer(checkpoints):
+    return PipelineTrainer(
+        m.Tokens(1, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=2,
         logging=Logging(progress=False), checkpoints=checkpoints,
     )  # fmt: skip
-    shown = Lines()
+
+
+def make(checkpoints=None):
+    trainer, shown = make_trainer(checkpoints), Lines()
     parts = trainer._parts
     checkpoints = replace(parts.checkpoints, display=shown)
     loop = replace(parts.loop, display=shown, checkpoints=checkpoints)
