@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,11 @@ LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 0.0, 2.0], np.float32)
 COUNT = 20_000
 
 
-def shares(sampling: Sampling) -> np.ndarray:
+def shares(sampling: Sampling, programs: dict[Any, Any]) -> np.ndarray:
     """The share of each token among many samples, one for each sequence."""
     logits = jnp.broadcast_to(LOGITS, (COUNT, len(LOGITS)))
-    chosen = jax.jit(sampling.choose)(logits, sampling.numbers(), jnp.arange(COUNT), jnp.int32(7))
+    choose = programs.setdefault(sampling.compiled, jax.jit(sampling.choose))
+    chosen = choose(logits, sampling.numbers(), jnp.arange(COUNT), jnp.int32(7))
     return np.bincount(np.asarray(chosen), minlength=len(LOGITS)) / COUNT
 
 
@@ -41,20 +44,21 @@ CASES = [
 
 
 def test_samples_have_the_shares_of_their_probabilities():
+    programs: dict[Any, Any] = {}  # as in a trainer, options that are compiled alike share one
     for sampling, kept in CASES:
-        found = shares(sampling)
+        found = shares(sampling, programs)
         assert not found[[i for i in range(len(LOGITS)) if i not in kept]].any()
         # Five standard deviations of a share among so many samples, at most.
         np.testing.assert_allclose(found, expected(sampling.temperature, kept), atol=5 * 0.5 / np.sqrt(COUNT))
 
 
 def test_a_sample_depends_on_the_sequence_and_the_position():
-    sampling = Sampling(temperature=1.0)
+    choose = jax.jit(Sampling(temperature=1.0).choose)
     logits = jnp.zeros((64, 97))
 
     def sample(first: int, position: int, seed: int = 0) -> list[int]:
         numbers = Sampling(temperature=1.0, seed=seed).numbers()
-        return sampling.choose(logits, numbers, first + jnp.arange(64), jnp.int32(position)).tolist()
+        return choose(logits, numbers, first + np.arange(64), jnp.int32(position)).tolist()
 
     assert sample(0, 3) == sample(0, 3)
     assert sample(0, 3)[8:] == sample(8, 3)[:-8]  # the row in the group makes no difference
@@ -65,7 +69,7 @@ def test_a_sample_depends_on_the_sequence_and_the_position():
 def test_large_logits_and_a_small_temperature_give_the_most_likely_token():
     sampling = Sampling(temperature=2e-38)
     logits = jnp.asarray([[500.0, 300.0, 700.0, 600.0, -jnp.inf]])
-    assert sampling.choose(logits, sampling.numbers(), jnp.arange(1), jnp.int32(0)).tolist() == [2]
+    assert jax.jit(sampling.choose)(logits, sampling.numbers(), jnp.arange(1), jnp.int32(0)).tolist() == [2]
 
 
 def test_numbers_that_float32_has_as_zero_or_as_infinite_are_refused():
