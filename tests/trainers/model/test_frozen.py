@@ -1,4 +1,4 @@
-"""Frozen parameters, LoRA over a frozen base, and the moving average of the weights."""
+"""Frozen parameters, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import ModelError, Training
 from tests.helpers import slow, tree_allclose
 from tests.matrix.harness import count
@@ -62,22 +62,6 @@ def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
     assert count(compiled, "dot_general")["fwd_0"] == 2
     assert not any(name.startswith("bwd_0") for name in count(compiled, "dot_general")), "nothing to do backward there"
     assert len(jax.tree.leaves(made.state.opt_state)) == 1 + 2 * len(trained)
-
-
-def test_lora_trains_its_factors_alone():
-    model = m.Model(2, rngs=nnx.Rngs(0), marked=False)
-    for block in model.blocks:
-        block.widen = nnx.LoRA(m.WIDTH, 2, 2 * m.WIDTH, base_module=block.widen, rngs=nnx.Rngs(1))
-    model.blocks = nnx.List([PipelineStage(block) for block in model.blocks])
-    made, plain = (nnx_trainer(model, training=Training(wrt=nnx.LoRAParam), num_stages=stages) for stages in (2, 1))
-    assert sorted(accumulators(made.compile(BATCH))) == [(2, 16), (2, 16), (8, 2), (8, 2)]
-    base = nnx.to_pure_dict(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
-    for _ in range(3):
-        losses = [float(t.train_step(BATCH)["loss"]) for t in (made, plain)]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
-    trained = nnx.state(made.gather_model(), nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
-    tree_allclose(nnx.to_pure_dict(trained), base, rtol=0, atol=0)
-    assert losses[0] < float(m.mean_loss(model, BATCH))
 
 
 def test_a_parameter_behind_a_call_is_known_to_be_unused():
