@@ -145,10 +145,7 @@ def test_each_set_of_unused_parameters_is_told_once():
         _ = [made.step_function(batch) for batch in (ONE, TWO, ONE)]
     texts = [str(warning.message) for warning in told]
     for text, head in zip(texts, ("head_two", "head"), strict=True):
-        assert (
-            f"does not depend on 3 of the 6 parameters: blocks/*/extra/*, {head}/kernel. Their gradients are zero"
-            in text
-        )
+        assert f"not depend on 3 of the 6 parameters: blocks/*/extra/*, {head}/kernel. Their gradients are zero" in text
         assert f"training=Training(frozen=['blocks/*/extra/*', '{head}/kernel'])" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -158,9 +155,7 @@ def test_each_set_of_unused_parameters_is_told_once():
 def test_what_is_refused():
     made = trainer(head_loss, training=Training(unused="error"))
     for batch, head in ((ONE, "head_two"), (ONE, "head_two"), (TWO, "head")):
-        with pytest.raises(
-            ModelError, match=rf"depend on 3 of the 6 .*extra/\*, {head}/kernel\. .*freeze them, training"
-        ):
+        with pytest.raises(ModelError, match=rf"3 of the 6 .*extra/\*, {head}/kernel\. .*freeze them, training"):
             made.step_function(batch)
     with pytest.raises(ModelError, match="the loss depends on none of the 6 parameters, so nothing would be trained"):
         trainer(lambda model, batch: jnp.mean(batch["x"])).compile(ONE)
