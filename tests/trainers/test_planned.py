@@ -13,6 +13,7 @@ from jaxpp_flax.planning import AssignmentError, Plan, PlannedBlock
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, ResidualPlan, StageResiduals
 from jaxpp_flax.trainers import Memory, MeshError, MeshOptions
 from jaxpp_flax.trainers.mesh import build_mesh
+from tests.helpers import tree_allclose
 from tests.trainers import models as m
 from tests.trainers.sharing import assign_stages
 
@@ -38,7 +39,9 @@ def test_a_plan_gives_what_is_left_out(tmp_path):
         assert (trainer.num_stages, trainer.num_microbatches, trainer.schedule) == (2, 4, GPipe(2))
         assert dict(trainer.mesh.jax_mesh.shape) == {"stage": 2, "data": 4}
     batch = m.make_batch(16)
-    assign_stages(trainer, batch)
+    loss = float(trainer.train_step(batch)["loss"])
+    expected, _ = m.plain_training(m.Tokens(3, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, [batch], 4)
+    tree_allclose(loss, expected[0], rtol=1e-5)
     found = trainer.plan
     assert [block.stage for block in found.blocks] == [0, 1, 1, 1]
     assert (found.residuals, found.layout, found.peak_bytes, found.seconds) == (AGAIN, PLAN.layout, (7.0, 8.0), 2.0)

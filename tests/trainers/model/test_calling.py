@@ -17,15 +17,20 @@ from tests.trainers import models as m
 
 pytestmark = pytest.mark.usefixtures("verified")
 
-MASKED = m.make_batch(4)
-PLAIN = {name: MASKED[name] for name in ("tokens", "targets")}
+WIDTH = m.Layers.WIDTH
+PLAIN = m.make_xy(4)
+MASKED = PLAIN | {"mask": np.array([1, 0, 1, 1], np.float32)}
 
 
-def make_trainer(model=None, loss_fn=m.mean_loss, **options):
+def variables_of(module):
+    return jax.jit(module.init, static_argnames="training")(jax.random.key(0), PLAIN["x"], training=False)
+
+
+def make_trainer(model=None, loss_fn=m.squared_error, **options):
     options = {"num_stages": 1, "num_microbatches": 2, "logging": False, **options}
     if isinstance(model, nn.Module):
-        options["variables"] = model.init(jax.random.key(0), MASKED["tokens"], training=False)
-    model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
+        options["variables"] = variables_of(model)
+    model = model if model is not None else m.Layers()
     return PipelineTrainer(model, optax.sgd(0.1), loss_fn, **options)
 
 
@@ -61,11 +66,7 @@ def averaged_loss(model, batch):
 
 
 def norm_trainer(model, num_stages, loss_fn=normed_loss):
-    x = np.ones((8, 4), np.float32)
-    variables = model.init(jax.random.key(0), x, training=False) if isinstance(model, nn.Module) else None
-    return PipelineTrainer(
-        model, optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, variables=variables, logging=False
-    ), {"x": x}
+    return make_trainer(model, loss_fn, num_stages=num_stages), {"x": np.ones((8, WIDTH), np.float32)}
 
 
 @pytest.mark.parametrize(("make", "num_stages"), [(NnxNorm, 1), (LinenNorm, 2), slow(NnxNorm, 2), slow(LinenNorm, 1)])
@@ -93,36 +94,46 @@ def test_another_name_error_stays():
 # ------------------------------------------------------------------ one trace for each structure of a batch
 
 
-class Counting(m.Model):
+class Counting(m.Layers):
     def __init__(self):
-        super().__init__(2, rngs=nnx.Rngs(0))
+        super().__init__()
         self.masked = nnx.Variable(jnp.zeros(()))
+
+
+def weighted_loss(model, batch):
+    errors = jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
+    return (errors * batch["mask"]).sum(), batch["mask"].sum()
 
 
 def counting_loss(model, batch):
     if "mask" not in batch:
-        return m.mean_loss(model, batch)
+        return m.squared_error(model, batch)
     model.masked[...] = model.masked[...] + 1
-    return m.weighted_loss(model, batch)
+    return weighted_loss(model, batch)
+
+
+@nnx.jit
+def plain_loss(model, batch):
+    return jnp.divide(*weighted_loss(model, {"mask": jnp.ones(len(batch["x"])), **batch}))
 
 
 def test_what_the_loss_writes_is_found_for_each_structure():
     trainer = make_trainer(Counting(), counting_loss, num_stages=2)
     for batch in (PLAIN, MASKED, PLAIN, MASKED):
-        total, weight = m.weighted_loss(trainer.gather_model(), {"mask": jnp.ones_like(batch["tokens"]), **batch})
-        np.testing.assert_allclose(float(trainer.train_step(batch)["loss"]), total / weight, rtol=1e-5)
+        expected = plain_loss(trainer.gather_model(), batch)
+        np.testing.assert_allclose(float(trainer.train_step(batch)["loss"]), expected, rtol=1e-5)
     assert float(trainer.gather_model().masked[...]) == 4.0, "two masked batches of two microbatches"
 
 
 def test_what_the_loss_uses_is_found_for_each_structure():
-    class TwoHeads(m.Model):
+    class TwoHeads(m.Layers):
         def __init__(self):
-            super().__init__(2, rngs=nnx.Rngs(0))
-            self.other = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=nnx.Rngs(1))
+            super().__init__()
+            self.other = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
 
     def loss(model, batch):
-        extra = model.other(jnp.ones(m.WIDTH)).sum() if "mask" in batch else 0.0
-        return m.mean_loss(model, batch) + extra
+        extra = model.other(jnp.ones(WIDTH)).sum() if "mask" in batch else 0.0
+        return m.squared_error(model, batch) + extra
 
     for order in ((MASKED, PLAIN), (PLAIN, MASKED)):
         trainer = make_trainer(TwoHeads(), loss, training=Training(unused="error"))
@@ -138,11 +149,10 @@ def test_evaluation_traces_its_own_loss_alone():
     trainer = make_trainer(
         Counting(),
         lambda model, b: counting_loss(model, {"mask": b["mask"], **b}),
-        inference=Inference(eval_loss_fn=m.mean_loss),
+        inference=Inference(eval_loss_fn=m.squared_error),
     )
-    model = m.Model(2, rngs=nnx.Rngs(0))
-    np.testing.assert_allclose(trainer.evaluate([PLAIN])["loss"], m.mean_loss(model, PLAIN), rtol=1e-5)
-    expected = np.divide(*m.weighted_loss(model, MASKED))
+    np.testing.assert_allclose(trainer.evaluate([PLAIN])["loss"], plain_loss(m.Layers(), PLAIN), rtol=1e-5)
+    expected = plain_loss(m.Layers(), MASKED)
     np.testing.assert_allclose(float(trainer.train_step(MASKED)["loss"]), expected, rtol=1e-5)
     assert float(trainer.gather_model().masked[...]) == 2.0
 
@@ -150,33 +160,17 @@ def test_evaluation_traces_its_own_loss_alone():
 # ------------------------------------------------------------------ training and random numbers by name
 
 
-class SwitchedBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs)
-
-    def __call__(self, x, training, rngs):
-        return x + nnx.Dropout(0.5)(jnp.tanh(self.linear(x)), deterministic=not training, rngs=rngs)
-
-
-class Switched(nnx.Module):
+class Switched(m.Layers):
     """Is told by its arguments whether it trains, and with which random numbers."""
 
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
-        self.blocks = nnx.List([PipelineStage(SwitchedBlock(rngs)) for _ in range(2)])
-        self.head = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=rngs)
-
-    def __call__(self, tokens, training=True, rngs=None):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, training, rngs)
-        return self.head(x)
+    def __call__(self, x, training=True, rngs=None):
+        for layer in self.layers:
+            x = x + nnx.Dropout(0.5)(jnp.tanh(layer(x)), deterministic=not training, rngs=rngs)
+        return x
 
 
 def switched_loss(model, batch, *, training, rngs):
-    logits = model(batch["tokens"], training=training, rngs=rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    return jnp.mean((model(batch["x"], training=training, rngs=rngs) - batch["y"]) ** 2)
 
 
 @jax.jit
@@ -194,32 +188,31 @@ def plain_switched_loss(params, step, batch):
 def test_an_nnx_loss_is_told_whether_it_trains_and_with_which_keys(stages):
     batch = {name: np.repeat(leaf[:1], 4, 0) for name, leaf in PLAIN.items()}
     trainer = make_trainer(Switched(), switched_loss, num_stages=stages, training=Training(seed=7))
-    losses = []
     for step in range(2):
         expected = plain_switched_loss(nnx.state(trainer.gather_model()), step, batch)
-        losses.append(float(trainer.train_step(batch)["loss"]))
-        np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
-    model = trainer.gather_model()
-    expected = switched_loss(model, batch, training=False, rngs=None)
-    np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
-    tree_allclose(trainer.predict(batch["tokens"]), model(batch["tokens"], training=False))
+        np.testing.assert_allclose(float(trainer.train_step(batch)["loss"]), expected, rtol=1e-5)
+    found = np.asarray(nnx.jit(lambda model, x: model(x, training=False))(trainer.gather_model(), batch["x"]))
+    np.testing.assert_allclose(trainer.evaluate([batch])["loss"], np.square(found - batch["y"]).mean(), rtol=1e-5)
+    tree_allclose(trainer.predict(batch["x"]), found)
+
+
+class SwitchedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x, training=True, rngs=None):
+        x = nn.Dense(WIDTH)(x)
+        return nn.Dropout(0.5, deterministic=not training)(x)
 
 
 def test_a_linen_loss_is_given_the_same_by_name():
-    def by_name(model, batch, training, rngs):
-        logits = model(batch["tokens"], training=training, rngs=rngs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
     def by_attribute(model, batch):
-        return by_name(model, batch, model.training, None)
+        return switched_loss(model, batch, training=model.training, rngs=None)
 
-    made = [make_trainer(m.LinenModel(2, dropout=0.5), loss) for loss in (by_name, by_attribute)]
+    made = [make_trainer(SwitchedLinen(), loss) for loss in (switched_loss, by_attribute)]
     assert len({float(trainer.train_step(PLAIN)["loss"]) for trainer in made}) == 1
-    module, variables = m.LinenModel(2, dropout=0.5), made[1].gather_variables()
-    plain = m.mean_loss(lambda tokens: module.apply(variables, tokens, training=False), PLAIN)
-    np.testing.assert_allclose(made[1].evaluate([PLAIN])["loss"], plain, rtol=1e-5)
-    expected = module.apply(variables, PLAIN["tokens"], training=False)
-    tree_allclose(made[0].predict(PLAIN["tokens"]), expected)
+    variables = made[1].gather_variables()
+    found = np.asarray(jax.jit(lambda variables, x: SwitchedLinen().apply(variables, x, False))(variables, PLAIN["x"]))
+    np.testing.assert_allclose(made[1].evaluate([PLAIN])["loss"], np.square(found - PLAIN["y"]).mean(), rtol=1e-5)
+    tree_allclose(made[0].predict(PLAIN["x"]), found)
 
 
 def test_functions_for_evaluation_and_prediction_are_told_too():
@@ -227,13 +220,13 @@ def test_functions_for_evaluation_and_prediction_are_told_too():
 
     def loss(model, batch, training=True):
         told.append(training)
-        return m.mean_loss(model, batch)
+        return m.squared_error(model, batch)
 
     trainer = make_trainer(
         loss_fn=loss, inference=Inference(predict_fn=lambda model, x, training: told.append(training) or model(x))
     )
     trainer.evaluate([PLAIN])
-    trainer.predict(PLAIN["tokens"])
+    trainer.predict(PLAIN["x"])
     assert set(told) == {False}
     told.clear()
     trainer.step_function(PLAIN)
@@ -243,21 +236,16 @@ def test_functions_for_evaluation_and_prediction_are_told_too():
 # ------------------------------------------------------------------ statistics of a batch
 
 
-def linen_loss(model, batch, training):
-    logits = model(batch["tokens"], training=training)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_statistics_of_microbatches_are_warned_of_once(kind):
-    def make(**options):
-        if kind == "nnx":
-            return make_trainer(m.Model(2, rngs=nnx.Rngs(0), batch_norm=True), **options)
-        return make_trainer(m.LinenModel(2, batch_norm=True), linen_loss, **options)
+    make = lambda **options: make_trainer({"nnx": NnxNorm, "linen": LinenNorm}[kind](), loss, **options)  # noqa: E731
 
-    path = {"nnx": "blocks/0/norm/mean", "linen": "collections/batch_stats/LinenBlock_0/BatchNorm_0/mean"}[kind]
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    path = {"nnx": "norm/mean", "linen": "collections/batch_stats/norm/mean"}[kind]
     trainer = make()
-    with pytest.warns(BatchStatisticsWarning, match=rf"\({path}, .* and 1 more\). In each of the 2 microb") as caught:
+    with pytest.warns(BatchStatisticsWarning, match=rf"\({path}\W.*In each of the 2 microb") as caught:
         trainer.step_function(PLAIN)
     assert len(caught) == 1
     trainer.step_function(MASKED)  # a warning is an error here

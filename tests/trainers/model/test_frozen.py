@@ -1,4 +1,4 @@
-"""Frozen parameters, LoRA over a frozen base, and the moving average of the weights."""
+"""Frozen parameters, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -8,98 +8,59 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import ModelError, Training
-from tests.helpers import slow, tree_allclose
+from tests.helpers import tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
 
-BATCH = m.make_batch(4)
+BATCH = m.make_xy(4)
 
 
-def nnx_trainer(model=None, loss_fn=m.mean_loss, tx=None, **options):
-    model = model or m.Model(2, rngs=nnx.Rngs(0))
+def make_trainer(num_layers=2, loss_fn=m.squared_error, **options):
     options = {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
-    return PipelineTrainer(model, tx or optax.adam(0.1), loss_fn, **options)
+    return PipelineTrainer(m.Layers(num_layers), optax.adam(0.1), loss_fn, **options)
 
 
-def linen_trainer(**options):
-    module = m.LinenModel(2)
-    variables = module.init(jax.random.key(0), BATCH["tokens"])
-    return variables, nnx_trainer(module, variables=variables, **options)
+def weights(model):
+    return {"/".join(map(str, p)): np.asarray(v[...]) for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def accumulators(compiled):
-    """Shapes of what is summed over the microbatches, without loss and metrics."""
-    return [v.aval.shape for v in compiled._built.loops[0].results if v.aval.shape]
-
-
-@pytest.mark.parametrize("kind", ["nnx", slow("linen")])
-def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
-    frozen = {"nnx": ["embed", "blocks/0"], "linen": ["Embed_0", "LinenBlock_0/*"]}[kind]
-    make = nnx_trainer if kind == "nnx" else lambda **options: linen_trainer(**options)[1]
-    made = make(training=Training(frozen=frozen, ema_decay=0.75), assignment="even")
-
-    def weights(model):
-        if kind == "nnx":
-            return {
-                "/".join(map(str, p)): np.asarray(v[...]) for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
-            }
-        flat = jax.tree_util.tree_leaves_with_path(model.variables["params"])
-        return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in flat}
-
+def test_frozen_parameters_have_no_gradient_and_no_accumulator():
+    made = make_trainer(4, training=Training(frozen=["layers/0/*", "layers/1"], ema_decay=0.75), assignment="even")
     before = weights(made.gather_model())
     compiled = made.compile(BATCH)
     made.train_step(BATCH)
     after, average = weights(made.gather_model()), weights(made.gather_model(ema=True))
-    is_frozen = {path: path.startswith(("embed", "blocks/0", "Embed_0", "LinenBlock_0")) for path in before}
-    assert sum(is_frozen.values()) == 5
+    is_frozen = {path: path.startswith(("layers/0", "layers/1")) for path in before}
+    assert sum(is_frozen.values()) == 4
     for path in before:
         assert np.array_equal(before[path], after[path]) == is_frozen[path], path
         tree_allclose(average[path], 0.75 * before[path] + 0.25 * after[path])
     trained = sorted(before[path].shape for path in before if not is_frozen[path])
-    assert sorted(accumulators(compiled)) == trained
+    summed = [value.aval.shape for value in compiled._built.loops[0].results if value.aval.shape]  # without the loss
+    assert sorted(summed) == trained
     assert count(compiled, "dot_general")["fwd_0"] == 2
     assert not any(name.startswith("bwd_0") for name in count(compiled, "dot_general")), "nothing to do backward there"
     assert len(jax.tree.leaves(made.state.opt_state)) == 1 + 2 * len(trained)
 
 
-def test_lora_trains_its_factors_alone():
-    model = m.Model(2, rngs=nnx.Rngs(0), marked=False)
-    for block in model.blocks:
-        block.widen = nnx.LoRA(m.WIDTH, 2, 2 * m.WIDTH, base_module=block.widen, rngs=nnx.Rngs(1))
-    model.blocks = nnx.List([PipelineStage(block) for block in model.blocks])
-    made, plain = (nnx_trainer(model, training=Training(wrt=nnx.LoRAParam), num_stages=stages) for stages in (2, 1))
-    assert sorted(accumulators(made.compile(BATCH))) == [(2, 16), (2, 16), (8, 2), (8, 2)]
-    base = nnx.to_pure_dict(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
-    for _ in range(3):
-        losses = [float(t.train_step(BATCH)["loss"]) for t in (made, plain)]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
-    trained = nnx.state(made.gather_model(), nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
-    tree_allclose(nnx.to_pure_dict(trained), base, rtol=0, atol=0)
-    assert losses[0] < float(m.mean_loss(model, BATCH))
-
-
 def test_a_parameter_behind_a_call_is_known_to_be_unused():
-    def without_head(model, batch):
-        x = model.embed(batch["tokens"])
-        for block in model.blocks:
-            x = block(x)
-        return (x**2).mean()
+    def without_last(model, batch):
+        return (model.layers[0](batch["x"]) ** 2).mean()
 
-    jitted = lambda model, batch: nnx.jit(without_head)(model, batch)  # noqa: E731
-    for loss_fn in (without_head, jitted):
-        with pytest.raises(
-            ModelError, match=r"does not depend on 2 of the 11 parameters: head/\*\. .*frozen='head/\*'\)"
-        ):
-            nnx_trainer(loss_fn=loss_fn, training=Training(unused="error")).step_function(BATCH)
-    nnx_trainer(loss_fn=without_head, training=Training(frozen="head")).step_function(BATCH)  # by choice
+    jitted = lambda model, batch: nnx.jit(without_last)(model, batch)  # noqa: E731
+    told = r"does not depend on 2 of the 4 parameters: layers/1/\*\. .*frozen='layers/1/\*'\)"
+    for loss_fn in (without_last, jitted):
+        with pytest.raises(ModelError, match=told):
+            make_trainer(loss_fn=loss_fn, num_stages=1, training=Training(unused="error")).step_function(BATCH)
+    make_trainer(loss_fn=without_last, num_stages=1, training=Training(frozen="layers/1")).step_function(BATCH)
 
 
 def test_refusals():
-    with pytest.raises(ModelError, match=r"frozen: no parameter matches 'heads/\*'\. The parameters are blocks/0/"):
-        nnx_trainer(training=Training(frozen=["embed", "heads/*"]))
+    with pytest.raises(ModelError, match=r"frozen: no parameter matches 'heads/\*'\. The parameters are layers/0/"):
+        make_trainer(training=Training(frozen=["layers/0", "heads/*"]))
     with pytest.raises(ModelError, match="has no parameters to train"):
-        nnx_trainer(training=Training(frozen=lambda path: True))
+        make_trainer(training=Training(frozen=lambda path: True))
     with pytest.raises(ValueError, match=r"gather_model\(ema=True\) needs an average .*ema_decay"):
-        _ = nnx_trainer().gather_model(ema=True)
+        _ = make_trainer().gather_model(ema=True)

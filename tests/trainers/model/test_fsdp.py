@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.planning import plan
-from jaxpp_flax.trainers import MeshError, MeshOptions
+from jaxpp_flax.trainers import Logging, MeshError, MeshOptions
 from tests.helpers import slow, tree_allclose
 from tests.matrix.test_fsdp import executed
 from tests.trainers.model.test_sharding import STAGES, WIDTH, batch, trainer
@@ -23,15 +23,18 @@ CASES = {
 }
 
 
+NORMS = Logging(metrics=("gradient_norm", "parameter_norm", "update_ratio"), progress=False)
+
+
 @pytest.mark.parametrize("case", ["nnx", slow("linen"), slow("data")])
 def test_a_train_step_gathers_once(case):
     kind, axes, options, rules, spec = CASES[case]
+    options = {"logging": NORMS, **options}
     piped = trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=rules, fsdp="step"), **options)
     planned = plan(piped, batch())
     plain = trainer(kind, mesh=MeshOptions(sharding_rules=rules), stages=1, **options)
     for _ in range(2):
-        losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
+        tree_allclose(*(made.train_step(batch()) for made in (piped, plain)))  # the loss, and norms of all shards
     tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)))
     kernels = [leaf for leaf in jax.tree.leaves(piped.state) if leaf.shape == (WIDTH, 4 * WIDTH)]
     assert [kernel.spec for kernel in kernels] == [spec] * (STAGES * 2), "parameters and momentum stay sharded"

@@ -83,6 +83,8 @@ def test_a_model_that_names_axes_is_equal_to_plain_jax(form, kind):
     # A mean over two microbatches, and sums over shards, in another order.
     np.testing.assert_allclose(float(trainer.train_step(batch)["loss"]), loss, rtol=1e-5)
     tree_allclose(*[jax.tree.leaves(jax.tree.map(np.asarray, p)) for p in (trainer.state.params, params)], rtol=1e-5)
+    downs = [leaf.spec for leaf in jax.tree.leaves(trainer.state.params) if leaf.shape == (2 * WIDTH, WIDTH)]
+    assert downs == [{"reshard": P("data"), "out_sharding": P("tensor")}.get(form, P())] * STAGES, "as annotated"
 
 
 def test_the_types_of_parameters_and_examples_on_explicit_axes():

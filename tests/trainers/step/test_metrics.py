@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.layers import add_lora
 from jaxpp_flax.trainers import Logging, LossError, Memory, MeshOptions, Precision, Training
-from tests.helpers import slow, slow_but
+from tests.helpers import slow_but
 from tests.trainers import models as m
 from tests.trainers.model import test_sharding as sharded
 
@@ -53,9 +52,15 @@ def size(tree):
 
 
 @functools.cache
-def found(name):
+def trained(name):
     trainer = layers(**STEPS[name])
-    return [{metric: float(of) for metric, of in trainer.train_step(batch).items()} for batch in BATCHES]
+    return trainer, [{metric: float(of) for metric, of in trainer.train_step(batch).items()} for batch in BATCHES]
+
+
+def names_of(trainer):
+    """The metrics of a step, which is traced, and not compiled."""
+    microbatches = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), BATCHES[0])
+    return set(jax.eval_shape(trainer.step_function(BATCHES[0]), trainer.state, microbatches)[1])
 
 
 BATCHES = [m.make_xy(4, seed=seed) for seed in range(3)]
@@ -78,14 +83,14 @@ STEPS = {
 
 @pytest.mark.parametrize("name", slow_but(STEPS, "1f1b", "gpipe", "zero bubble with data, average and dynamic scale"))
 def test_equal_plain_jax(name):
-    rows = np.array([[row[name] for name in NAMES] for row in found(name)])
+    rows = np.array([[row[name] for name in NAMES] for row in trained(name)[1]])
     # The optimizer divides by the size of each gradient: its own rounding of 1e-7 grows with that.
     np.testing.assert_allclose(rows, expected(), rtol=1e-4)
 
 
 def test_the_schedule_does_not_change_the_norms():
     """The sums have one order: equal to the bit."""
-    assert found("1f1b") == found("gpipe")
+    assert trained("1f1b")[1] == trained("gpipe")[1]
 
 
 def check_norms(trainer, loss, batch, trained=nnx.Param):
@@ -111,29 +116,20 @@ def test_only_trained_parameters_count_with_weights():
     check_norms(trainer, mean, batch, lambda path, _: path[:2] == ("layers", 1))
 
 
-def test_adapters_alone_count():
-    model = add_lora(m.Layers(), rank=2, alpha=4, layers="layers/*", rngs=nnx.Rngs(1))
-    trainer = PipelineTrainer(
-        model, optax.sgd(0.1), m.squared_error, num_stages=2, num_microbatches=2, logging=ALL,
-        training=Training(wrt=nnx.LoRAParam),
-    )  # fmt: skip
-    check_norms(trainer, m.squared_error, BATCHES[0], nnx.LoRAParam)
-
-
-@pytest.mark.parametrize("how", ["step", slow("microbatch")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["step", "microbatch"])
 def test_sharded_parameters(how):
     logging, mesh = Logging(metrics=NAMES[1:], progress=False), MeshOptions(axes={"fsdp": 2}, fsdp=how)
     check_norms(sharded.trainer("nnx", mesh=mesh, logging=logging), m.squared_error, sharded.batch())
 
 
 def test_a_skipped_step_has_no_update():
-    trainer = layers(training=Training(on_nonfinite="skip"))
-    trainer.train_step(BATCHES[0])  # a first loss that is not finite is an error
+    trainer, _ = trained("zero bubble with data, average and dynamic scale")
     metrics = trainer.train_step({**BATCHES[1], "x": np.full_like(BATCHES[0]["x"], np.inf)})
     assert not np.isfinite(metrics["gradient_norm"])
     assert (float(metrics["skipped_step"]), float(metrics["update_ratio"])) == (1.0, 0.0)
     assert np.isfinite(metrics["parameter_norm"])
-    np.testing.assert_allclose(metrics["learning_rate"], SCHEDULE(1), rtol=1e-6)
+    np.testing.assert_allclose(metrics["learning_rate"], SCHEDULE(3), rtol=1e-6)
 
 
 def test_nothing_is_computed_that_nobody_asked_for():
@@ -147,7 +143,7 @@ def test_nothing_is_computed_that_nobody_asked_for():
 def test_a_learning_rate_that_is_not_known_is_left_out_and_a_line_says_so(capsys):
     def names(metrics, **options):
         trainer = layers(optax.adafactor(1e-3), stages=1, logging=Logging(metrics=metrics, **options))
-        return set(trainer.train_step(BATCHES[0])), capsys.readouterr().out
+        return names_of(trainer), capsys.readouterr().out
 
     found, text = names(True)
     assert "learning_rate" not in found
@@ -167,8 +163,7 @@ def test_a_metric_of_the_loss_with_the_same_name_is_refused():
     with pytest.raises(LossError, match=r"'gradient_norm', but .* has a metric of this name. Rename"):
         PipelineTrainer(m.Layers(), optax.sgd(0.1), loss, logging=ALL, **options).train_step(BATCHES[0])
     plain = PipelineTrainer(m.Layers(), optax.sgd(0.1), loss, logging=False, **options)
-    metrics = plain.train_step(BATCHES[0])
-    assert (set(metrics), float(metrics["gradient_norm"])) == ({"loss", "gradient_norm"}, 0)
+    assert names_of(plain) == {"loss", "gradient_norm"}
 
 
 @pytest.mark.parametrize(

@@ -82,17 +82,14 @@ def test_parameters_are_looked_at_before_a_save(tmp_path):
 
 
 def test_skip_is_training_without_that_batch(tmp_path, capsys):
-    skipping = trainer(
-        training=Training(on_nonfinite="skip", ema_decay=0.5),
-        progress=True,
-        checkpoints=Checkpoints(tmp_path, every=1),
-    )
+    options = {"training": Training(on_nonfinite="skip", ema_decay=0.5)}
+    skipping = trainer(progress=True, checkpoints=Checkpoints(tmp_path, every=1), **options)
     skipping.fit(data(3, 5))
     assert CheckpointStore(tmp_path).latest() == skipping.step == 8
     said = " ".join(capsys.readouterr().out.split())
     assert "step 3 is skipped: its loss or gradients are not finite (1 so far)" in said
     assert "step 5 is skipped: its loss or gradients are not finite (2 so far)" in said
-    plain = trainer(training=Training(ema_decay=0.5))
+    plain = trainer(**options)
     plain.fit([one for step, one in enumerate(data(), start=1) if step not in (3, 5)])
     for mine, theirs in zip(
         jax.tree.leaves((skipping.state.params, skipping.state.ema)),
