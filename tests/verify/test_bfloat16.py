@@ -23,7 +23,7 @@ FAULTS = [fault for fault in all_faults() if "cast" not in fault.name and "in bf
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
-        options = {"tx": optax.sgd(0.1, momentum=0.9), "precision": "bfloat16"}
+        options = {"assignment": "even", "tx": optax.sgd(0.1, momentum=0.9), "precision": "bfloat16"}
         trainer = make_trainer("nnx", "1f1b", STAGES, STAGES, MICROBATCHES, **options)
         yield Bench(patch, trainer, m.make_batch(4 * MICROBATCHES))
 

@@ -59,7 +59,8 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
-        trainer = make_trainer("nnx", "1f1b", STAGES, STAGES, MICROBATCHES, tx=optax.sgd(0.1, momentum=0.9))
+        options = {"tx": optax.sgd(0.1, momentum=0.9), "assignment": "even"}
+        trainer = make_trainer("nnx", "1f1b", STAGES, STAGES, MICROBATCHES, **options)
         yield Bench(patch, trainer, m.make_batch(4 * MICROBATCHES))
 
 
