@@ -233,7 +233,7 @@ def refusals() -> None:
         return block(w, x) if me == 0 else block(w, x) + 1
 
     with pytest.raises(ProgramMismatchError, match=r"do not agree on program [0-9]+. The first difference:"):
-        mpmd.jit(lambda ws, x: model(ws, x, other), cfg)(ws, x)
+        mpmd.jit(lambda ws, x: model(ws, x, [other] * 2), cfg)(ws, x)
     swapped = meshes if me == 0 else {"m0": meshes["m1"], "m1": meshes["m0"]}
     with pytest.raises(ProgramMismatchError, match=r"process 0: rank 0 has the mesh \{'data': 2\} of the devices \["):
         mpmd.jit(model, config(swapped, in_runs(2, 2)))(ws, x)
