@@ -125,7 +125,7 @@ def measure_save(arguments: argparse.Namespace, root: Path) -> dict[str, float]:
         store.save(100 + repeat, state, {}, wait=True)
         written.append(time.perf_counter() - begin)
         source = max(
-            (path for path in store.path("latest").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+            (path for path in store.path(store.latest()).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
         )
         begin, done = time.perf_counter(), 0
         while done < total:
@@ -135,7 +135,7 @@ def measure_save(arguments: argparse.Namespace, root: Path) -> dict[str, float]:
             os.fsync(file.fileno())
         copied.append((time.perf_counter() - begin) * total / done)
     store.close()
-    path = store.path("latest")
+    path = store.path(store.latest())
     command = [sys.executable, __file__, "--restore", str(path)]
     command += ["--megabytes", str(arguments.megabytes), "--leaf-megabytes", str(arguments.leaf_megabytes)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
@@ -175,7 +175,7 @@ def measure_restore(arguments: argparse.Namespace) -> None:
     begin = time.perf_counter()
     plan = plan_restore(arguments.restore, target)
     if arguments.over == "released":
-        for leaf in plan.replaced():
+        for leaf in jax.tree.leaves(target):
             leaf.delete()
     restored = plan.read()
     jax.block_until_ready([part for leaf in restored.values() for part in leaf._partially_addressable_arrays.values()])
