@@ -76,7 +76,7 @@ def test_tutorial(tutorial: Any, capsys: pytest.CaptureFixture[str]):
     assert str([f"{task}__{m}" for task in first for m in range(4)]) in printed
     last = [f"fwd_3__{m}" for m in range(4)] + [f"FusedTask(fwd_7__{m}, bwd_7__{m})" for m in range(4)]
     assert str(last + [f"bwd_3__{m}" for m in range(4)]) in printed
-    assert re.search(r"rank 0: s\d+(, s\d+)* = fwd_0__0\(", printed)
+    assert re.search(r"rank 0: v\d+(, v\d+)* = fwd_0__0\(", printed)
     assert re.search(r"rank 0 -> rank 1: send s\d+ receive s\d+\n", printed)
 
 
