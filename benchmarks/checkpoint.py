@@ -124,9 +124,8 @@ def measure_save(arguments: argparse.Namespace, root: Path) -> dict[str, float]:
         begin = time.perf_counter()
         store.save(100 + repeat, state, {}, wait=True)
         written.append(time.perf_counter() - begin)
-        source = max(
-            (path for path in store.path(store.latest()).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-        )
+        files = [path for path in store.path(100 + repeat).rglob("*") if path.is_file()]
+        source = max(files, key=lambda path: path.stat().st_size)
         begin, done = time.perf_counter(), 0
         while done < total:
             shutil.copyfile(source, root / "copy")
