@@ -94,7 +94,8 @@ class Ownership:
         `tell` is called with a message before a wait, and with the name of a dead owner that is replaced.
         """
         if self._own is not None:
-            return self.check()
+            self.check()
+            return
         own = Owner.of(os.getpid())
         while True:
             found = self._read()
@@ -108,7 +109,6 @@ class Ownership:
                 break
             # Else another job was faster, or the owner has given a sign of life: the next read tells.
         self._own, self._renewed = own, time.monotonic()
-        return None
 
     def renew(self) -> None:
         """Show that the owner is alive, at most once a minute; cheap enough for each step."""

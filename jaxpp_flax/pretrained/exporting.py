@@ -86,8 +86,9 @@ def export_pretrained(
     number = exchange_values(group, "the name of an export", secrets.token_hex(4))[0]
     unfinished = target.with_name(f".{target.name}.unfinished-{number}")
     try:
-        create = lambda: plan.create(unfinished, config)  # noqa: E731
-        do_in_process_0(group, "the files of an export", create, CheckpointSaveError, OSError)
+        do_in_process_0(
+            group, "the files of an export", lambda: plan.create(unfinished, config), CheckpointSaveError, OSError
+        )
         failure = _attempt(lambda: plan.write(unfinished, leaves))
         failures = exchange_values(group, "the parts of an export", failure)
         if text := next(filter(None, failures), None):
