@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,25 @@ def test_pytree_checkpointer(registered, tmp_path: Path):
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restored = checkpointer.restore(tmp_path / "x", item=target, restore_args=arguments)
     assert_equal(restored, weights("8 stages"))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [{}, {"dtype": jnp.bfloat16}, {"global_shape": (4, 2)}, {"global_shape": (4, 2), "dtype": jnp.bfloat16}],
+    ids=str,
+)
+def test_what_other_processes_hold_has_its_type_and_is_not_read(
+    known: dict[str, Any], registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (sharding,) = {leaf.sharding for leaf in jax.tree.leaves(weights("2 stages")) if leaf.mpmd_idxs == (1,)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", {"w": np.ones((4, 2), np.float32)})
+        monkeypatch.setattr("jaxpp_flax.checkpoint.format.handler._has_local_devices", lambda sharding: False)
+        arguments = {"w": ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding, **known)}
+        leaf = checkpointer.restore(tmp_path / "x", restore_args=arguments)["w"]
+    assert (leaf.shape, leaf.dtype) == ((4, 2), known.get("dtype", np.float32))
+    assert leaf.sharding == sharding
+    assert not leaf._partially_addressable_arrays, "this process has no part of it"
 
 
 def test_plain_arrays_are_treated_as_before(registered, tmp_path: Path):

@@ -97,6 +97,9 @@ def test_a_sum_over_stages_is_kept_as_partial_sums():
         stages.setdefault(accumulator.part_of, []).append(part.tasks[accumulator.task].stage)
     shared = [sorted(found) for found in stages.values() if len(found) > 1]
     assert shared == [[0, 2]] * 2  # b and w of the layer used twice
+    first = next(t for t in part.tasks if t.name == "bwd_0").graph
+    received = [v for v in first.inputs if any(v in t.graph.outputs for t in part.tasks if t.stage != 0)]
+    assert len(received) == 1, "nothing but the gradient of its output: the whole sum has gone"
 
 
 def test_only_reductions_that_need_it_ask_for_order():

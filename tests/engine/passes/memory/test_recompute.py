@@ -57,6 +57,7 @@ def test_only_the_inputs_of_the_stages_are_kept(schedule: Schedule):
     # What the forward makes is for the next stage alone.
     first, second = (task(part, TaskKind.FORWARD, stage).graph for stage in (0, 1))
     assert set(first.outputs) <= set(second.inputs)
+    assert count(first, "sub") == 0, "the derivative of tanh is computed in the backward alone"
 
 
 def test_the_input_gradient_hands_on_what_the_weight_gradient_reads():

@@ -1,0 +1,65 @@
+"""What the policies that cut and plan are told of a step's blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.engine.blocks import Blocks, Marks, cut_at_every_mark
+from jaxpp_flax.engine.pipeline import prepare
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.schedules import GPipe
+from tests.engine.toys import chain, chain_loss
+from tests.helpers import DIM, batch_of
+
+
+def blocks_of(step: Any, specs: Any, *args: Any, **axes: int) -> Blocks:
+    """What a policy sees; `specs` has the partition of each argument, or of all its leaves."""
+    graph, _ = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
+    flat = [spec for spec, arg in zip(specs, args, strict=True) for _ in jax.tree.leaves(arg)]
+    seen: list[Marks] = []
+
+    def policy(marks: Any, num_stages: int) -> Any:
+        seen.append(marks)
+        return cut_at_every_mark(marks, num_stages)
+
+    prepare(graph, 2, [False] * len(flat), flat, axes).build(policy)
+    return seen[-1].blocks
+
+
+def test_parameters_and_carries_are_counted_by_their_parts():
+    def step(params: Any, mean: Any, batch: Any) -> Any:
+        def body(mean: Any, mb: Any) -> Any:
+            new = 0.9 * mean + 0.1 * mb["x"].mean(0)
+            loss = lambda params: chain_loss(params, {**mb, "x": mb["x"] - new})  # noqa: E731
+            return new, jax.value_and_grad(loss)(params)
+
+        return treduce(body, batch, GPipe(2), init=mean)
+
+    args = chain(2), np.zeros(DIM, np.float32), batch_of(4)
+    blocks = blocks_of(step, (P(None), P("tensor"), P()), *args, tensor=2)
+    whole = {h.argument: (h.kind, h.nbytes, h.blocks, h.shards) for h in blocks.holdings if h.argument is not None}
+    # Counted from the end: x and y of the batch are the last two arguments, the mean stands before them.
+    assert whole[-3] == ("parameters", 4 * DIM / 2, (0,), 2)
+    assert whole[-1] == ("data", args[2]["y"].nbytes, (1,), 1)
+    assert whole[-2] == ("data", args[2]["x"].nbytes, (0,), 1)
+    sizes = [p[name].nbytes for p in args[0] for name in ("b", "w")]
+    assert [whole[-7 + i] for i in range(4)] == [("parameters", sizes[i], (i // 2,), 1) for i in range(4)]
+
+
+def test_a_parameter_in_another_dtype_is_still_that_argument():
+    def step(params: Any, batch: Any) -> Any:
+        narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        loss = lambda params, mb: chain_loss(params, mb).astype(jnp.float32)  # noqa: E731
+        return treduce(lambda mb: jax.value_and_grad(loss)(narrow, mb), batch, GPipe(2))
+
+    args = chain(2), batch_of(4)
+    blocks = blocks_of(step, (P("tensor"), P()), *args, tensor=2)
+    found = {h.argument: (h.nbytes, h.shards) for h in blocks.holdings if h.kind == "parameters"}
+    sizes = [p[name].nbytes for p in args[0] for name in ("b", "w")]
+    assert found == {-6 + i: (sizes[i] / 2 / 2, 2) for i in range(4)}  # half as wide, and one of two parts
