@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from jaxpp_flax import DictTracker, PipelineTrainer
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, StepRecord, callbacks
 from jaxpp_flax.trainers.callbacks import log_metrics
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.loop import training_loop
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.state.sources import Checkpoint
@@ -343,3 +346,30 @@ def test_after_an_error_a_process_waits_for_no_other_one_to_read_a_checkpoint(
     assert bool(reads) == (processes == 1)
     resumed.restore()
     assert resumed.step == int(resumed.state.step) == 2
+
+
+@pytest.mark.parametrize("others", [[b"3"], [b"2"], [b"3", b"4"]], ids=str)
+def test_processes_that_trained_different_numbers_of_steps_are_named(
+    others: list[bytes], monkeypatch: pytest.MonkeyPatch
+):
+    """Where no process waits for the values of another's last steps, each comes to the end of its own data."""
+    told, ended = list[str](), list[int]()
+
+    def exchange(what: str, mine: bytes, *, idle_reason: str) -> list[bytes]:
+        told.append(f"{what}: {idle_reason}")
+        return [mine, *others]
+
+    monkeypatch.setattr(training_loop, "process_group", lambda: SimpleNamespace(exchange=exchange))
+    loop: Any = SimpleNamespace(
+        held=SimpleNamespace(is_across=True, memory=np.zeros(1), step=3),
+        checkpoints=SimpleNamespace(trained_on=SimpleNamespace(end=ended.append)),
+    )
+    if others == [b"3"]:
+        TrainingLoop._await_same_end(loop)
+    else:
+        listing = ", ".join(f"process {i}: {int(text)}" for i, text in enumerate([b"3", *others]))
+        with pytest.raises(BatchError, match=re.escape(f"different numbers of steps ({listing}): data ended earlier")):
+            TrainingLoop._await_same_end(loop)
+    assert ended == ([3] if others == [b"3"] else [])
+    assert len(told) == 1
+    assert "the end of fit: its data ended, or it was stopped, after step 3." in told[0]

@@ -143,6 +143,30 @@ def test_parcels_of_a_pair_arrive_in_order_even_when_the_first_is_computed_last(
         np.testing.assert_array_equal(got, np.asarray(value))
 
 
+class Unfinished:
+    """A value that is still being computed: on a GPU its address is known before what stands there."""
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value, self.is_done = value, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+    def block_until_ready(self) -> None:
+        self.is_done = True
+
+
+def test_nothing_is_sent_before_it_is_computed():
+    values: list[Any] = [Unfinished(on(0, jnp.full(4, 7.0))), Unfinished(on(0, jnp.full(2, 8.0)))]
+    sent = parcel(values, [(0, 1)] * 2)
+    _, sender, receiver = two_ends(sent)
+    sender.send(values, sent, Tag("p", 0, 1))
+    for got, wanted in zip(receiver.recv(sent, Tag("p", 0, 1)), values, strict=True):
+        assert wanted.is_done
+        np.testing.assert_array_equal(got, wanted.value)
+    sender.close()
+
+
 def test_one_communicator_for_each_ordered_pair_of_devices_opened_in_ascending_order():
     a, b = on(2, jnp.ones(2)), on(0, jnp.zeros(3))
     both = parcel([a, b, b], [(2, 3), (0, 1), (0, 1)])
