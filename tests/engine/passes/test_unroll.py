@@ -14,9 +14,10 @@ import pytest
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.engine.toys import built, chain, sgd_step
-from tests.helpers import batch_of, tree_allclose
+from tests.helpers import DIM, batch_of, tree_allclose
 
 MICROBATCHES = 4
 SCHEDULES = [GPipe(3), Std1F1B(3), ZeroBubble(3), Interleaved1F1B(4, 2)]
@@ -103,6 +104,29 @@ def test_a_skip_goes_directly_to_its_user():
     made = built(sgd_step(Std1F1B(3), loss), 3, chain(3), batch_of(MICROBATCHES))
     pairs = Counter((i.source, i.target) for i in made.program.instructions if isinstance(i, Transfer))
     assert pairs[0, 2] == MICROBATCHES
+
+
+def test_the_last_microbatch_passes_no_carry_on():
+    """Its next value is a result of the step, which goes to the stage that reads the leaf once, behind the loop."""
+
+    def step(params: Any, mean: Any, batch: Any) -> Any:
+        def body(mean: Any, mb: Any) -> Any:
+            def loss(params: Any) -> Any:
+                x = jnp.tanh(mb["x"] @ params[0]["w"])
+                x = mark_stage_end(x) @ params[1]["w"] - mean
+                return jnp.mean((x - mb["y"]) ** 2)
+
+            return 0.9 * mean + 0.1 * mb["x"].mean(0) @ params[0]["w"], jax.value_and_grad(loss)(params)
+
+        return treduce(body, batch, GPipe(2), init=mean)
+
+    arguments = chain(2), np.zeros(DIM, np.float32), batch_of(MICROBATCHES)
+    made = built(step, 2, *arguments)
+    sent = Counter((i.source, i.target) for i in made.program.instructions if isinstance(i, Transfer) for _ in i.sent)
+    assert sent == {(0, 1): MICROBATCHES + (MICROBATCHES - 1) + 1, (1, 0): MICROBATCHES}
+    results = interpret(made.program, jax.tree.leaves(arguments))
+    expected = jax.tree.leaves(jax.jit(step)(*arguments))
+    tree_allclose(list(map(np.asarray, results)), list(map(np.asarray, expected)), rtol=1e-5)  # as above
 
 
 def test_instructions_grow_linearly_and_tasks_do_not():
