@@ -165,7 +165,7 @@ def _schedules(wanted: Schedules, step: PlanningStep) -> list[Schedule]:
     if wanted == "all":
         counts = [own.num_stages] if fixed else [ranks, 2 * ranks]
         every = [by_name(name, count, ranks) for count in counts for name in names(count, ranks)]
-        return [s for s in dict.fromkeys([own, *every]) if _takes(s, step.num_microbatches)]
+        return list(dict.fromkeys([own, *every]))
     given = [wanted] if isinstance(wanted, (str, Schedule)) else wanted
     made = [s if isinstance(s, Schedule) else by_name(s, own.num_stages, ranks) for s in given]
     for schedule in made:
@@ -176,14 +176,6 @@ def _schedules(wanted: Schedules, step: PlanningStep) -> list[Schedule]:
             )
         schedule.check(step.num_microbatches)
     return list(dict.fromkeys(made))
-
-
-def _takes(schedule: Schedule, num_microbatches: int) -> bool:
-    try:
-        schedule.check(num_microbatches)
-    except ScheduleError:
-        return False
-    return True
 
 
 def _none_left(refused: Mapping[Schedule, Exception]) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,21 +13,22 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.blocks import Blocks, Marks, cut_at_every_mark
 from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe
 from tests.engine.toys import chain, chain_loss
 from tests.helpers import DIM, batch_of
 
 
-def blocks_of(step: Any, specs: Any, *args: Any, **axes: int) -> Blocks:
-    """What a policy sees; `specs` has the partition of each argument, or of all its leaves."""
+def blocks_of(step: Any, specs: Any, *args: Any, cuts: Sequence[int] | None = None, **axes: int) -> Blocks:
+    """What a policy sees; `specs` has the partition of the leaves of each argument."""
     graph, _ = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
     flat = [spec for spec, arg in zip(specs, args, strict=True) for _ in jax.tree.leaves(arg)]
     seen: list[Marks] = []
 
     def policy(marks: Any, num_stages: int) -> Any:
         seen.append(marks)
-        return cut_at_every_mark(marks, num_stages)
+        return cut_at_every_mark(marks, num_stages) if cuts is None else cuts
 
     prepare(graph, 2, [False] * len(flat), flat, axes).build(policy)
     return seen[-1].blocks
@@ -50,6 +52,24 @@ def test_parameters_and_carries_are_counted_by_their_parts():
     assert whole[-2] == ("data", args[2]["x"].nbytes, (0,), 1)
     sizes = [p[name].nbytes for p in args[0] for name in ("b", "w")]
     assert [whole[-7 + i] for i in range(4)] == [("parameters", sizes[i], (i // 2,), 1) for i in range(4)]
+
+
+def test_a_carry_forbids_the_cuts_between_what_reads_and_what_writes_it():
+    def step(params: Any, mean: Any, batch: Any) -> Any:
+        def body(mean: Any, mb: Any) -> Any:
+            def loss(params: Any) -> Any:
+                x = mark_stage_end((mb["x"] - mean) @ params[0]["w"])
+                y = mark_stage_end(jnp.tanh(x) @ params[1]["w"])
+                return jnp.mean((y @ params[1]["w"] - mb["y"]) ** 2), 0.9 * mean + 0.1 * jnp.cos(x).mean(0)
+
+            (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            return new, (value, grads)
+
+        return treduce(body, batch, GPipe(2), init=mean)
+
+    # The mean is read before the first mark, and what it becomes is computed behind that.
+    blocks = blocks_of(step, (P(),) * 3, chain(2), np.zeros(DIM, np.float32), batch_of(4), cuts=[1])
+    assert [cuts for cuts in ([], [0], [1], [0, 1]) if blocks.can_cut(cuts)] == [[], [1]]
 
 
 def test_a_parameter_in_another_dtype_is_still_that_argument():

@@ -24,7 +24,7 @@ from jaxpp_flax.schedules import (
     names,
     validate,
 )
-from jaxpp_flax.schedules.task import backward, forward, fused
+from jaxpp_flax.schedules.task import backward, backward_input, backward_weight, forward, fused
 from tests.schedules.helpers import shape_of
 
 
@@ -114,6 +114,24 @@ def test_bad_counts_are_refused_with_a_remedy(make, text):
 def test_a_faulty_list_is_shown(lists, text):
     with pytest.raises(ScheduleError, match=text):
         validate(lists, 1)
+
+
+def test_a_deadlock_shows_where_each_rank_stands():
+    """The second rank runs its third weight gradient before the input gradient that it needs."""
+    ahead, split = [forward(1, m) for m in range(3)], [(backward_input(1, m), backward_weight(1, m)) for m in range(3)]
+    lists = [
+        [*(forward(0, m) for m in range(3)), *(backward(0, m) for m in range(3))],
+        [*ahead, *split[0], *split[1], *reversed(split[2])],
+        [make(2, m) for m in range(3) for make in (forward, backward_input, backward_weight)],
+    ]
+    with pytest.raises(ScheduleError) as error:
+        validate(lists, 3)
+    assert str(error.value).splitlines()[:4] == [
+        "deadlock: no rank can go on.",
+        "  rank 0 |    0F0 0F1 0F2 0B0 0B1 >0B2<      waits for 1I2, on rank 1",
+        "  rank 1 | .. 1F2 1I0 1W0 1I1 1W1 >1W2< 1I2  waits for 1I2, which this rank runs later",
+        "  rank 2 | .. 2I1 2W1 2F2 2I2 2W2            has run all its tasks",
+    ]
 
 
 def test_one_order_has_one_schedule_whatever_its_name():

@@ -13,7 +13,6 @@ from jaxpp_flax.messages import known_names
 from jaxpp_flax.planning.choice import describe
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.schedules import Schedule, by_name
-from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
@@ -141,17 +140,16 @@ def layouts(model: TracedModel, devices: int, wanted: Mapping[str, int] | None =
                     continue
                 mesh = Layout(pipeline=pipeline, data=data, fsdp=fsdp, expert=expert, tensor=tensor)
                 for microbatch in sizes("microbatch", model.global_batch // (data * fsdp)):
-                    yield from _orders(replace(mesh, microbatch=microbatch), blocks, model.global_batch)
+                    yield from _orders(replace(mesh, microbatch=microbatch), blocks)
 
 
-def _orders(layout: Layout, blocks: int, global_batch: int) -> Iterator[Layout]:
-    """Return a layout with each schedule that fits, each choice of residuals, and each way to gather parameters."""
-    count = layout.num_microbatches(global_batch)
+def _orders(layout: Layout, blocks: int) -> Iterator[Layout]:
+    """Return a layout with each schedule, each choice of residuals, and each way to gather parameters."""
     pairs = itertools.chain(
         ((name, layout.pipeline) for name in _ONE_STAGE), ((name, 2 * layout.pipeline) for name in _TWO_STAGES)
     )
     for name, stages in pairs if layout.pipeline > 1 else (("1f1b", 1),):
-        if stages > blocks or not _fits(name, stages, layout.pipeline, count):
+        if stages > blocks:
             continue
         for gather, residuals in itertools.product(_GATHERS if layout.fsdp > 1 else _GATHERS[:1], _CHOICES):
             yield replace(layout, schedule=name, stages=stages, residuals=residuals, gather=gather)
@@ -221,15 +219,6 @@ def _fullest(tasks: Sequence[AnyTask]) -> Moment:
         held.subtract((name, task.stage) for name in frees)
         before = own if takes == ("saved",) else set()
     return found
-
-
-@cache
-def _fits(name: str, stages: int, ranks: int, num_microbatches: int) -> bool:
-    try:
-        _order(name, stages, ranks).check(num_microbatches)
-    except ScheduleError:
-        return False
-    return True
 
 
 def explained(text: str) -> dict[str, int]:

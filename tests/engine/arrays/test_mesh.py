@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, axes_in, canonical, keep_axes
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, axes_in, canonical, carried_over, keep_axes
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 
@@ -176,3 +176,22 @@ def test_reduced_and_unreduced_axes_of_a_spec_are_kept():
     assert canonical(spec) == P("data", unreduced={"fsdp"}, reduced={"tensor"})
     assert keep_axes(spec, {"data", "fsdp"}.__contains__) == P("data", None, unreduced={"fsdp"})
     assert axes_in(spec) == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "carried"),
+    [
+        (P("data", "tensor"), P("data", "tensor")),
+        (P("fsdp", "tensor"), P(None, "tensor")),  # the other mesh has no such axis
+        (P("tensor", "data"), P("tensor")),  # 3 columns are not cut in two
+        (P(("data", "tensor")), P(("data", "tensor"))),
+        (P(("fsdp", "data")), P("data")),
+        (P(None, ("tensor", "data")), P(None, "tensor")),
+        (P(("data", "tensor", "rows")), P(("data", "tensor"))),  # 12 rows are not cut in 24
+        (P(), P()),
+        (P("tensor", unreduced={"data"}), P("tensor", unreduced={"data"})),
+    ],
+)
+def test_a_partition_goes_to_another_mesh_as_far_as_it_fits(spec: P, carried: P):
+    other = jax.sharding.AbstractMesh((2, 3, 4), ("data", "tensor", "rows"))
+    assert carried_over(spec, other, (12, 3)) == carried
