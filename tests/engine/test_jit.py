@@ -92,7 +92,7 @@ def test_stage_summary(step: MpmdFunction):
     assert [row.parameter_count for row in rows] == [8 * 8 + 8] * 2
     assert [row.parameter_bytes for row in rows] == [4 * (8 * 8 + 8)] * 2
     assert [row.sent_bytes for row in rows] == [4 * 16 * 8, 0]
-    assert rows[0].blocks == ("layer_0",)
+    assert [row.blocks for row in rows] == [("layer_0",), ("after_layer_0",)]
 
 
 def scaled(params: Any, batch: Any, power: int, sign: str = "+") -> Any:

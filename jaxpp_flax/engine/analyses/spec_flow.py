@@ -190,9 +190,6 @@ class _SpecFlow:
         for _ in range(2):  # a carry has one partition: what the first round finds of it, the second one starts from
             for value, axes in zip(scan.body.inputs, known, strict=True):
                 self.set(value, axes)
-            for made, axes in zip(scan.body.outputs, known[first:second], strict=False):
-                if isinstance(made, Value) and made not in fixed:
-                    self.set(made, axes)
             self.settle(scan.body.equations, fixed)
             after = list(map(self._of, scan.body.outputs))
             known[first:second] = map(self._joined, known[first:second], after)

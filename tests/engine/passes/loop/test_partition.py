@@ -132,6 +132,36 @@ def test_a_carry_stays_with_its_stage():
     assert [part.tasks[c.task].stage for c in part.carries] == [0]
 
 
+def test_counters_are_kept_where_they_are_read_and_where_what_follows_from_them_is():
+    """A counter that nobody reads is kept on the first stage, with those that it is computed from."""
+
+    def step(params: Any, counters: Any, batch: Any) -> Any:
+        def body(counters: Any, mb: Any) -> Any:
+            read, behind, unread, source, apart = counters
+
+            def loss(params: Any) -> jax.Array:
+                x = mark_stage_end(jnp.tanh(mb["x"] @ params[0]["w"]))
+                x = mark_stage_end(jnp.tanh(x @ params[1]["w"] * read))
+                return jnp.mean((x @ params[2]["w"] * source - mb["y"]) ** 2)
+
+            after = (read + behind, behind * 2.0, unread + source, source + 1.0, apart + 1.0)
+            return after, jax.value_and_grad(loss)(params)
+
+        return treduce(body, batch, init=counters)
+
+    part = partition_of(step, chain(3), (jnp.ones(()),) * 5, batch_of(2))
+    stages: dict[int, list[int]] = {}
+    for carry in part.carries:
+        stages.setdefault(carry.leaf, []).append(part.tasks[carry.task].stage)
+    assert {leaf: sorted(found) for leaf, found in stages.items()} == {
+        0: [1],  # read
+        1: [1],  # behind
+        2: [0],  # unread
+        3: [0, 2],  # the source of what is unread, which the last stage reads
+        4: [0],  # apart
+    }
+
+
 def test_a_carry_against_the_pipeline_is_refused():
     with pytest.raises(CarryError, match="forward of stage 0 and written later, in the backward of stage 0"):
         partition_of(carried_step(lambda scale, grads: scale + grads[0]["b"]), chain(2), jnp.ones(DIM), batch_of(2))
