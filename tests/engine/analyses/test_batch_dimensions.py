@@ -55,6 +55,17 @@ def test_the_dimension_is_found_where_it_stands(name: str):
     assert found == (1, "data")
 
 
+@pytest.mark.parametrize(("results", "at"), [("NCH", 0), ("HNC", 1), ("CHN", 2)])
+def test_a_convolution_keeps_the_examples_where_its_numbers_say(results: str, at: int):
+    def convolved(x: Any) -> Any:
+        window = np.ones((5, 4, 2), np.float32)  # to 5 features, from 4
+        return jax.lax.conv_general_dilated(
+            x.transpose(1, 2, 0), window, (1,), "SAME", dimension_numbers=("CHN", "OIH", results)
+        )
+
+    assert dims_of(convolved, X) == [(at, "data")]
+
+
 def test_a_reshape_leaves_the_major_axes_to_the_major_part():
     """MaxText shards its batch over all axes, and splits it into one part for each shard over "data"."""
     sizes = {"data": 2, "fsdp": 4}

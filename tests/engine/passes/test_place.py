@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.passes.place import PlacementWarning
-from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError
+from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
+from jaxpp_flax.engine.pipeline import prepare
+from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step
 from tests.helpers import batch_of
@@ -184,3 +186,28 @@ def test_a_tied_parameter_is_summed_once_and_updated_where_it_is_read():
     assert at(result, result.inputs[:4]) == [[0, 2], [0, 2], [1], [1]]
     assert all(isinstance(a, Value) for a in result.outputs)
     assert at(result, result.outputs[:4]) == [[0, 2], [0, 2], [1], [1]]
+
+
+def test_results_for_all_processes_go_to_a_rank_of_each():
+    """Two processes: one owns the first two ranks, the other the last one."""
+
+    def step(params: Any, batch: Any) -> Any:
+        new, losses, grads = sgd_step(Std1F1B(S))(params, batch)
+        return new, losses, grads[1], jnp.arange(3.0)
+
+    arguments = chain(S), batch_of(3)
+    graph, _ = from_jaxpr(jax.jit(step).trace(*arguments).jaxpr)
+    asked = (True, *[False] * 9)
+    owners = tuple(frozenset({process}) for process in (0, 0, 1))
+    prepared = prepare(
+        graph, S, [False] * 8, [jax.sharding.PartitionSpec()] * 8, {}, result_ranks=ResultRanks(owners, asked)
+    )
+    result = prepared.build(cut_at_every_mark).placed
+    result.verify()
+    small = [atom.aval.size for atom in result.outputs]
+    assert small == [8, 64, 8, 64, 8, 64, 3, 8, 64, 3]
+    # What is asked for, and what is small and updates nothing: the losses, a bias' gradient, a list of numbers.
+    assert result.for_all == (True, *[False] * 5, True, True, True, True)
+    assert at(result, result.outputs) == [
+        [0, 2], [0], [1], [1], [2], [2], [0, 2], [1, 2], [1, 2], [0, 2],
+    ]  # fmt: skip
