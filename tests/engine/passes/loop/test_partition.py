@@ -163,8 +163,26 @@ def test_counters_are_kept_where_they_are_read_and_where_what_follows_from_them_
 
 
 def test_a_carry_against_the_pipeline_is_refused():
-    with pytest.raises(CarryError, match="forward of stage 0 and written later, in the backward of stage 0"):
+    with pytest.raises(CarryError, match="forward of stage 0 and written later, in the backward of stage 0") as error:
         partition_of(carried_step(lambda scale, grads: scale + grads[0]["b"]), chain(2), jnp.ones(DIM), batch_of(2))
+    assert "BatchNorm" not in str(error.value), "one module alone is at fault"
+
+
+def test_a_module_that_two_stages_share_needs_variables_of_its_own_in_each():
+    def step(params: Any, mean: Any, batch: Any) -> Any:
+        def body(mean: Any, mb: Any) -> Any:
+            def loss(params: Any) -> Any:
+                x = mark_stage_end(jnp.tanh((mb["x"] - mean) @ params[0]["w"]))
+                return jnp.mean((x @ params[1]["w"] - mb["y"]) ** 2), 0.9 * mean + 0.1 * jnp.cos(x).mean(0)
+
+            (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            return new, (value, grads)
+
+        return treduce(body, batch, init=mean)
+
+    text = r"first read at .*:\d+.* in the forward of stage 0 and written later, in the forward of stage 1:.*BatchNorm"
+    with pytest.raises(CarryError, match=text):
+        partition_of(step, chain(2), jnp.zeros(DIM), batch_of(2))
 
 
 def test_a_leaf_that_another_leaf_keeps_is_read_where_that_is_written():
