@@ -17,7 +17,7 @@ from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.transport import routes
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
-from tests.engine.toys import chain, gradients, mesh_of, sgd_step
+from tests.engine.toys import built, chain, gradients, mesh_of, sgd_step
 from tests.helpers import batch_of, slow
 
 
@@ -66,3 +66,21 @@ def test_a_transfer_between_processes_is_planned_once_for_each_kind(monkeypatch:
         transfers = [i for i in compiled.program.instructions if isinstance(i, Transfer) and 1 in (i.source, i.target)]
         counts.append((len(planned), len(transfers)))
     assert counts == [(4, 16), (4, 48)]  # activations to the next rank, gradients to the one before
+
+
+def test_what_a_rank_waits_for_is_named():
+    def step(params: Any, batch: Any) -> Any:
+        losses, grads = gradients(Std1F1B(2))(params, batch)
+        return losses.sum() + grads[0]["b"].sum(), grads
+
+    program = built(step, 2, chain(2), batch_of(2)).program
+    transfers = [i for i in program.instructions if isinstance(i, Transfer)]
+    texts = [instruction_loop._awaited(program, transfer) for transfer in transfers]
+    assert texts[:4] == [
+        "rank 1: what task fwd_bwd_1 (stage 1, microbatch 0) needs of rank 0",
+        "rank 1: what task fwd_bwd_1 (stage 1, microbatch 1) needs of rank 0",
+        "rank 0: what task bwd_0 (stage 0, microbatch 0) needs of rank 1",
+        "rank 0: what task bwd_0 (stage 0, microbatch 1) needs of rank 1",
+    ]
+    unread = replace(transfers[0], received=(program.num_values,))
+    assert instruction_loop._awaited(program, unread) == "rank 1: what a result of the step needs of rank 0"
