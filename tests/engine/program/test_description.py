@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,30 @@ def test_no_addresses_and_no_folders():
     assert "custom_jvp" in text or "relu" in text or "max" in text
     assert " at 0x" not in text
     assert "/tests/" not in text
+
+
+class Solver:
+    """An object whose text has its address, as a host callback's has."""
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: lambda x: x, Solver, lambda: partial(print, Solver())], ids=["function", "object", "partial"]
+)
+def test_objects_of_two_processes_read_the_same(made: Any):
+    def text(function: Any) -> str:
+        graph, _ = from_jaxpr(
+            jax.make_jaxpr(lambda x: jax.pure_callback(function, x, x, vmap_method="sequential"))(1.0)
+        )
+        (equation,) = graph.equations
+        graph = Graph(
+            graph.inputs, graph.outputs, (replace(equation, params={**equation.params, "callback": function}),)
+        )
+        return "\n".join(describe_graph(graph))
+
+    one, other = made(), made()
+    assert one is not other
+    assert text(one) == text(other)
+    assert "0x" not in text(one)
 
 
 def together(*programs: list[str]) -> list[Any]:
