@@ -211,3 +211,15 @@ def test_results_for_all_processes_go_to_a_rank_of_each():
     assert at(result, result.outputs) == [
         [0, 2], [0], [1], [1], [2], [2], [0, 2], [1, 2], [1, 2], [0, 2],
     ]  # fmt: skip
+
+
+def test_a_shared_argument_is_returned_where_it_is_and_what_is_made_of_it_once():
+    def step(params: Any, batch: Any) -> Any:
+        tied = lambda params, mb: chain_loss([params[0], params[1], params[0]], mb)  # noqa: E731
+        losses, _ = gradients(Std1F1B(S), tied)(params, batch)
+        return losses, params[0]["w"], params[0]["w"].sum(0)[:3]
+
+    result = built(step, S, chain(S), batch_of(3)).placed
+    result.verify()
+    assert at(result, result.outputs) == [[2], [0, 2], [0]]
+    assert moved(result) == []
