@@ -83,3 +83,21 @@ def test_a_parameter_in_another_dtype_is_still_that_argument():
     found = {h.argument: (h.nbytes, h.shards) for h in blocks.holdings if h.kind == "parameters"}
     sizes = [p[name].nbytes for p in args[0] for name in ("b", "w")]
     assert found == {-6 + i: (sizes[i] / 2 / 2, 2) for i in range(4)}  # half as wide, and one of two parts
+
+
+def test_what_a_backward_makes_again_counts_in_its_block_alone():
+    def layer(x: jax.Array, p: Any) -> jax.Array:
+        return jnp.sin(jnp.sin(jnp.sin(x @ p["w"]) * 2) * 3)  # each sine's backward reads the cosine of its input
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = mark_stage_end(layer(mb["x"], params[0]))
+        return jnp.mean((jax.checkpoint(layer)(x, params[1]) - mb["y"]) ** 2)
+
+    step = lambda params, batch: treduce(  # noqa: E731
+        lambda mb: jax.value_and_grad(loss)(params, mb), batch, GPipe(2)
+    )
+    blocks = blocks_of(step, (P(), P()), chain(2), batch_of(4))
+    (region,) = [h for h in blocks.holdings if h.kind == "regions"]
+    one = batch_of(4)["x"][0].nbytes
+    assert region.blocks == (1,)
+    assert 3 * one <= region.nbytes <= 4 * one  # what the three backwards read, and at most one value on the way
