@@ -223,3 +223,9 @@ def test_a_shared_argument_is_returned_where_it_is_and_what_is_made_of_it_once()
     result.verify()
     assert at(result, result.outputs) == [[2], [0, 2], [0]]
     assert moved(result) == []
+
+
+def test_the_smallest_array_stays_where_it_is_and_a_scalar_comes_to_it():
+    result = placed(lambda params, losses, grads: grads[1]["b"][:2] * losses.sum())
+    assert at(result, result.outputs) == [[1]]
+    assert moved(result) == [((), 2, 1)]
