@@ -74,6 +74,7 @@ def test_what_is_followed_while_a_failure_becomes_known_is_abandoned_too():
     watchdog.follow(parcel(2), TAG, [Awaited()])  # as a step does that was under way
     wait_for(lambda: 2 in transport.abandoned)
     watchdog.stop()
+    assert not watchdog._thread.is_alive(), "it uses the transport, which is closed next"
     assert transport.abandoned[0] == 1
 
 
