@@ -11,18 +11,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.blocks import Blocks, Marks, cut_at_every_mark
-from jaxpp_flax.engine.pipeline import prepare
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe
-from tests.engine.toys import chain, chain_loss
+from tests.engine.toys import built, chain, chain_loss
 from tests.helpers import DIM, batch_of
 
 
 def blocks_of(step: Any, specs: Any, *args: Any, cuts: Sequence[int] | None = None, **axes: int) -> Blocks:
     """What a policy sees; `specs` has the partition of the leaves of each argument."""
-    graph, _ = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
     flat = [spec for spec, arg in zip(specs, args, strict=True) for _ in jax.tree.leaves(arg)]
     seen: list[Marks] = []
 
@@ -30,7 +27,7 @@ def blocks_of(step: Any, specs: Any, *args: Any, cuts: Sequence[int] | None = No
         seen.append(marks)
         return cut_at_every_mark(marks, num_stages) if cuts is None else cuts
 
-    prepare(graph, 2, [False] * len(flat), flat, axes).build(policy)
+    built(step, 2, *args, policy=policy, specs=flat, axes=axes)
     return seen[-1].blocks
 
 

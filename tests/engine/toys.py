@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
@@ -17,6 +17,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
+from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.pipeline import Built, prepare
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.inline import inline
@@ -137,13 +138,23 @@ def built(
     donated: Sequence[bool] | None = None,
     residuals: ResidualPlan | Callable[[], ResidualPlan] | None = None,
     policy: CutPolicy = cut_at_every_mark,
+    specs: Sequence[PartitionSpec] | None = None,
+    axes: Mapping[str, int] | None = None,
+    result_ranks: ResultRanks | None = None,
 ) -> Built:
-    """All passes over a step on a mesh of single devices, and nothing compiled."""
+    """All passes over a step and nothing compiled; without `specs` and `axes`, on a mesh of single devices."""
     graph, consts = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
     assert not consts
     size = len(graph.inputs)
-    specs = [jax.sharding.PartitionSpec()] * size
-    return prepare(graph, num_ranks, donated or [False] * size, specs, {}).build(policy, residuals)
+    prepared = prepare(
+        graph,
+        num_ranks,
+        donated or [False] * size,
+        specs or [PartitionSpec()] * size,
+        axes or {},
+        result_ranks=result_ranks,
+    )
+    return prepared.build(policy, residuals)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

@@ -15,12 +15,17 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.arrays.mesh import canonical
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 
 SIZES = {"data": 2, "tensor": 2}
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(SIZES))
 X, W = (8, 16), (16, 16)
+ARGUMENTS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (X, W)]
 ROWS, COLUMNS, BOTH = P("data"), P(None, "tensor"), P("data", "tensor")
+
+
+def traced(function: Callable[..., object]) -> Graph:
+    return inline(from_jaxpr(jax.make_jaxpr(function)(*ARGUMENTS))[0], flatten=True)
 
 
 def placed(x: jax.Array, spec: P) -> jax.Array:
@@ -74,12 +79,11 @@ def kept(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     ],
 )
 def test_results_are_cut_as_xla_cuts_them(function: Callable[..., object], specs: Sequence[P], wanted: Sequence[P]):
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (X, W)]
-    graph = inline(from_jaxpr(jax.make_jaxpr(function)(*arguments))[0], flatten=True)
+    graph = traced(function)
     found = specs_after(graph, specs, SIZES)
     assert [found.get(value, P()) for value in graph.outputs] == list(wanted)
     shardings = [NamedSharding(MESH, spec) for spec in specs]
-    chosen = jax.jit(function, in_shardings=shardings).lower(*arguments).compile().output_shardings
+    chosen = jax.jit(function, in_shardings=shardings).lower(*ARGUMENTS).compile().output_shardings
     assert [canonical(sharding.spec) for sharding in jax.tree.leaves(chosen)] == list(wanted)
 
 
@@ -89,8 +93,7 @@ def test_what_has_no_partition_takes_that_of_what_reads_it():
     def function(x: jax.Array, w: jax.Array) -> jax.Array:
         return placed(jnp.sin(jnp.ones(X)) + x, BOTH) * w[:8]
 
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (X, W)]
-    graph = inline(from_jaxpr(jax.make_jaxpr(function)(*arguments))[0], flatten=True)
+    graph = traced(function)
     found = specs_after(graph, (P(), P()), SIZES)
     (sine,) = [e.outputs[0] for e in graph.equations if e.name == "sin"]
     assert found[sine] == BOTH

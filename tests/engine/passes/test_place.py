@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.passes.place import PlacementWarning
 from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
-from jaxpp_flax.engine.pipeline import prepare
-from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError, from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step
 from tests.helpers import batch_of
@@ -196,13 +194,9 @@ def test_results_for_all_processes_go_to_a_rank_of_each():
         return new, losses, grads[1], jnp.arange(3.0)
 
     arguments = chain(S), batch_of(3)
-    graph, _ = from_jaxpr(jax.jit(step).trace(*arguments).jaxpr)
     asked = (True, *[False] * 9)
     owners = tuple(frozenset({process}) for process in (0, 0, 1))
-    prepared = prepare(
-        graph, S, [False] * 8, [jax.sharding.PartitionSpec()] * 8, {}, result_ranks=ResultRanks(owners, asked)
-    )
-    result = prepared.build(cut_at_every_mark).placed
+    result = built(step, S, *arguments, result_ranks=ResultRanks(owners, asked)).placed
     result.verify()
     small = [atom.aval.size for atom in result.outputs]
     assert small == [8, 64, 8, 64, 8, 64, 3, 8, 64, 3]
