@@ -1,4 +1,4 @@
-"""`treduce`: the loop over microbatches, and the operations that reduce the results of the microbatches.
+"""`treduce`: the loop over microbatches; `reductions.py` has the operations that reduce their results.
 
 Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`, the reference for every test. Under
 `mpmd_jit_with_loop` the loop becomes a pipeline that runs in the order of its schedule.
@@ -7,8 +7,7 @@ Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`, the reference
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -19,97 +18,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import needs_devices
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, struct_of
+from jaxpp_flax.engine.tracing.reductions import Add, AddOp, Concat, Last, LastOp, Max, MaxOp, Op
 
 if TYPE_CHECKING:
     from jaxpp_flax.schedules import Schedule
 
-__all__ = ["Add", "Concat", "Last", "Max", "Op", "state_type", "treduce", "treduce_i", "treduce_p"]
+__all__ = [
+    "Add", "AddOp", "Concat", "Last", "LastOp", "Max", "MaxOp", "Op", "state_type", "treduce", "treduce_i", "treduce_p",
+]  # fmt: skip
 
-
-@runtime_checkable
-class Op(Protocol):
-    """The interface of operations: each reduces one result of the loop's body over the microbatches.
-
-    For your own reduction, write a class with these two methods, which JAX traces. It must be hashable.
-    """
-
-    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the accumulator before the first microbatch; `value` has the shape and dtype of one result."""
-        ...
-
-    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the accumulator after microbatch `index` (int32 scalar); same shape and dtype as `state`."""
-        ...
-
-
-def _full(value: jax.ShapeDtypeStruct, fill: Any, axis: int | None = None, size: int = 0) -> jax.Array:
-    """Return an array of one number like `value`, with a new axis if given; sharded alike on an Explicit mesh."""
-    shape, sharding = value.shape, value.sharding
-    entries = list(sharding.spec.partitions) if sharding is not None else []
-    if axis is not None:
-        shape = (*shape[:axis], size, *shape[axis:])
-        entries.insert(axis, None)  # a spec that ends before the axis does not shard it
-    if sharding is None:
-        return jnp.full(shape, fill, value.dtype)
-    array = jax.lax.full(shape, fill, value.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
-    if not sharding.spec.unreduced:
-        return array
-    # `value` is a partial sum on each device; zeros are a valid partial sum.
-    spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced)
-    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
-
-
-@dataclass(frozen=True)
-class AddOp:
-    """Sum over the microbatches (`Add` is its instance)."""
-
-    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        return _full(value, 0)
-
-    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        return state + value
-
-
-@dataclass(frozen=True)
-class MaxOp:
-    """Element-wise maximum over the microbatches (`Max` is its instance)."""
-
-    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            return _full(value, -jnp.inf)
-        return _full(value, False if value.dtype == jnp.bool_ else jnp.iinfo(value.dtype).min)
-
-    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        return jnp.maximum(state, value)
-
-
-@dataclass(frozen=True)
-class Concat:
-    """Stack the results along a new axis at position `axis`, in the order of the microbatches."""
-
-    axis: int = 0
-
-    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        return _full(value, 0, self.axis % (len(value.shape) + 1), num_microbatches)
-
-    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(state, value, index, self.axis % state.ndim)
-
-
-@dataclass(frozen=True)
-class LastOp:
-    """Return the result of the last microbatch (`Last` is its instance)."""
-
-    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        return _full(value, 0)  # every microbatch overwrites it
-
-    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        return value
-
-
-Add = AddOp()
-Max = MaxOp()
-Last = LastOp()
 
 treduce_p = jex_core.Primitive("treduce")
 treduce_p.multiple_results = True
@@ -212,6 +129,13 @@ def _broadcast_operations(operation: Any, results: Any) -> list[Op]:
                 f"treduce's `operation` holds {op!r} ({type(op).__name__}), which is no operation: "
                 "use Add, Concat(axis), Max, Last, or an object with `state` and `update`."
             )
+    for (path, result), op in zip(jax.tree_util.tree_leaves_with_path(results), flat, strict=True):
+        if isinstance(op, Concat):
+            try:
+                op.position(len(result.shape))
+            except ValueError as error:
+                name = f"its result{jax.tree_util.keystr(path)}, {result.dtype}{list(result.shape)}"
+                raise ValueError(f"treduce cannot stack {name}: {error}") from error
     return flat
 
 

@@ -36,16 +36,48 @@ def test_operations(way: Any, operation: Op, expected: np.ndarray):
     np.testing.assert_array_equal(result, expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.bool_], ids=lambda d: d.__name__)
-def test_max_starts_below_every_value(dtype: Any):
-    if jnp.issubdtype(dtype, jnp.floating):
-        lowest = -jnp.inf
-    else:
-        lowest = 0 if dtype == jnp.bool_ else jnp.iinfo(dtype).min
-    xs = jnp.full((2, 1), lowest, dtype)
-    result = treduce(lambda x: x, xs, operation=Max)
-    assert result.dtype == dtype
-    assert result[0] == xs[0, 0]
+_FLOATS = ["float32", "bfloat16", *(name for name in dir(jnp) if name.startswith(("float8", "float4")))]
+_OTHERS = ["bool", "int8", "uint8", "int4", "uint4", "complex64"]
+
+
+@pytest.mark.parametrize("name", [*_FLOATS, *_OTHERS])
+def test_max_starts_below_every_value(name: str):
+    """Some small floats have no infinity, and one has no number below zero."""
+    dtype = jnp.dtype(name)
+    # XLA on CPU takes the smallest float8_e8m0fnu, 2**-127, for zero.
+    lowest = {"bool": 0, "complex64": -np.inf, "float8_e8m0fnu": 2.0**-126}.get(name)
+    if lowest is None:
+        lowest = jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else float(jnp.finfo(dtype).min)
+    for values in ([lowest, lowest], [1, lowest], [lowest, 1], [1, 2]):
+        if name == "bool":
+            values = [bool(value) for value in values]
+        xs = jnp.asarray(np.array(values).astype(dtype)[:, None])
+        result = treduce(lambda x: x, xs, operation=Max)
+        assert result.dtype == dtype
+        assert result[0] == xs[np.argmax(values), 0], values  # `jnp.max` of float8_e8m0fnu is NaN
+
+
+def test_max_keeps_infinities_and_nan():
+    xs = jnp.array([[-np.inf, np.nan], [-np.inf, 1]])
+    np.testing.assert_array_equal(treduce(lambda x: x, xs, operation=Max), jnp.max(xs, 0))
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 2])
+def test_concat_takes_the_axes_of_stack(ndim: int):
+    value = jnp.arange(2**ndim, dtype=jnp.float32).reshape((2,) * ndim)
+    for axis in range(-ndim - 1, ndim + 1):
+        found = treduce_i(lambda i: value + i, 3, operation=Concat(axis))
+        np.testing.assert_array_equal(found, jnp.stack([value, value + 1, value + 2], axis))
+    for axis in (-ndim - 2, ndim + 1, ndim + 5):
+        with pytest.raises(ValueError, match="out of bounds"):
+            jnp.stack([value, value], axis)
+        text = rf"cannot stack its result\['a'\], float32.* axis {axis} is out of range.*from {-ndim - 1} to {ndim}\."
+        with pytest.raises(ValueError, match=text):
+            treduce_i(lambda i: {"a": value}, 3, operation={"a": Concat(axis)})
+        with pytest.raises(ValueError, match="is out of range"):
+            treduce_i(lambda i: (value, i), 3, axis=axis)
+    with pytest.raises(TypeError, match=r"Concat\(1\.0\): the axis must be a whole number"):
+        treduce_i(lambda i: value, 3, operation=Concat(1.0))  # type: ignore[arg-type]
 
 
 def test_a_prefix_tree_of_operations():

@@ -125,7 +125,7 @@ def _kept_by(op: Op, value: Atom, batch_dim: BatchDim | None) -> BatchDim | None
         return None
     dim, axes = batch_dim
     # The axis of the microbatches is new.
-    return dim + (isinstance(op, Concat) and op.axis % (value.aval.ndim + 1) <= dim), axes
+    return dim + (isinstance(op, Concat) and op.position(value.aval.ndim) <= dim), axes
 
 
 class _InParts:
