@@ -47,7 +47,8 @@ class StepsUnderWay:
 
     Args:
       how: the reaction to a loss that is not finite.
-      tells: True prints messages about skipped steps; with a loss scale, some skipped steps are normal.
+      tells: True prints messages about all skipped steps; with a loss scale, some are normal, and False prints only
+        those whose loss is not finite.
       display: shows these messages.
     """
 
@@ -57,14 +58,16 @@ class StepsUnderWay:
         self.skipped = self._in_a_row = 0
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note a step that was dispatched, and wait for the step two before; and for step 1, which may be in vain.
+        """Note a step that was dispatched, and wait for the step two before.
+
+        A run that stops at such losses waits for step 1 too: the rest may be in vain.
 
         Raises:
           NonFiniteLossError: if the loss of a finished step is not finite, and this stops the run.
         """
         kept = {name: metrics[name] for name in ("loss", "skipped_step") if name in metrics}
         self._metrics.append((step, kept))
-        if step == 1 and self._how != "ignore" and not math.isfinite(loss := float(metrics["loss"])):
+        if step == 1 and self._how == "stop" and not math.isfinite(loss := _number(metrics["loss"])):
             switch = "jax.debug_nans" if math.isnan(loss) else "jax.debug_infs"
             raise NonFiniteLossError(_FIRST.format(loss=loss, switch=switch))
         while len(self._metrics) > _MAX_AHEAD:
@@ -83,13 +86,13 @@ class StepsUnderWay:
         if self._how == "ignore":
             metrics["loss"].block_until_ready()
         elif self._how == "stop":
-            loss = float(metrics["loss"])
+            loss = _number(metrics["loss"])
             if not math.isfinite(loss):
                 raise NonFiniteLossError(f"the loss of step {step} is {loss}, and training stops. {_ADVICE}")
         else:
-            self._count(step, bool(float(metrics["skipped_step"])))
+            self._count(step, metrics["loss"], bool(_number(metrics["skipped_step"])))
 
-    def _count(self, step: int, is_skipped: bool) -> None:
+    def _count(self, step: int, loss: Any, is_skipped: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         self.skipped += is_skipped
         if self._in_a_row == _MAX_SKIPPED:
@@ -97,9 +100,16 @@ class StepsUnderWay:
                 f"the last {_MAX_SKIPPED} steps, up to step {step}, were all skipped: none had a finite loss and "
                 "finite gradients, so training makes no progress. Check the data, and lower the learning rate."
             )
-        if is_skipped and self._tells and (self.skipped <= 3 or self.skipped & (self.skipped - 1) == 0):
+        if not is_skipped or (self.skipped > 3 and self.skipped & (self.skipped - 1)):
+            return
+        if self._tells or not math.isfinite(_number(loss)):  # a loss scale overflows gradients, not the loss
             text = f"step {step} is skipped: its loss or gradients are not finite ({self.skipped} so far)"
             self._display.message(text)
+
+
+def _number(scalar: Any) -> float:
+    """Return a metric's value; `jax.transfer_guard("disallow")` lets an explicit transfer pass."""
+    return float(jax.device_get(scalar))
 
 
 def nonfinite_leaf(params: Any) -> str | None:

@@ -100,6 +100,30 @@ def test_skip_is_training_without_that_batch(tmp_path, capsys):
     assert float(skipping.train_step(batch(9, bad=True))["skipped_step"]) == 1
 
 
+@pytest.mark.parametrize("num_stages", [slow(1), 2])
+def test_the_first_step_is_skipped_like_every_other(tmp_path, capsys, num_stages):
+    options = {"training": Training(on_nonfinite="skip", ema_decay=0.5), "tx": optax.adam(0.1)}
+    skipping, plain = trainer(num_stages, progress=True, **options), trainer(num_stages, **options)
+    before = [np.array(leaf) for leaf in weights(skipping)]
+    metrics = skipping.train_step(batch(1, bad=True))
+    assert math.isnan(metrics["loss"])
+    assert (float(metrics["skipped_step"]), skipping.step) == (1, 1)
+    for mine, theirs in zip(weights(skipping), before, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    skipping.save(tmp_path / "after")
+    again = trainer(num_stages, **options)
+    again.restore(tmp_path / "after")
+    for it in (skipping, again, plain):
+        it.fit(data()[1:])
+    assert "step 1 is skipped: its loss or gradients are not finite (1 so far)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    states = [(it.state.params, it.state.opt_state, it.state.ema) for it in (skipping, again, plain)]
+    for ours in states[:2]:
+        for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(states[2]), strict=True):
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
 @pytest.mark.parametrize(
     "options", [{"training": Training(on_nonfinite="skip")}, {"precision": Precision(loss_scale="dynamic")}], ids=str
 )
