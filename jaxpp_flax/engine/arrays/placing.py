@@ -49,7 +49,8 @@ def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> j
             # below is made later, when the caller may have changed the array.
             value = jax.device_put(value.copy() if isinstance(value, np.ndarray) else value, sharding)
         # If `jax.device_put` repartitions, it reuses the parts that are already in place, without a copy.
-        return copy_arrays([value], [sharding])[0]
+        with jax.transfer_guard_device_to_device("allow"):  # it is as explicit as `jax.device_put`
+            return copy_arrays([value], [sharding])[0]
     if isinstance(value, jax.Array):
         if value.sharding == sharding or value.sharding.is_equivalent_to(sharding, value.ndim):
             return value if may_alias is not False else jnp.copy(value)

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import copy_arrays
@@ -72,7 +73,8 @@ class Runtime:
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
         """Put the microbatch indices as scalars on each rank's devices, once: no step pays for it."""
         indices = {key: value for key, value in self.program.indices.items() if key[0] in local}
-        scalar = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
+        # NumPy's numbers: with those of JAX, `jax.transfer_guard("disallow")` would refuse the first step.
+        scalar = {microbatch: np.int32(microbatch) for _, microbatch in indices}
         on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
         return {value: place(scalar[m], on_rank[rank]) for (rank, m), value in indices.items()}
 
@@ -169,7 +171,9 @@ class Runtime:
             group.begun_step = self._calls if group.step is None else group.step
         for value, index in self._indices.items():
             environment[value] = index
-        with watched(self.program, self._steps, environment) as steps:
+        # The arguments are in place, and some are donated: no guard may end the step halfway and lose them. The own
+        # copies of a pipeline are its work, as collectives are that of one compiled program, which no guard sees.
+        with jax.transfer_guard("allow"), watched(self.program, self._steps, environment) as steps:
             for step in steps if times is None else timed(self.program, steps, times):
                 if step is not None:
                     step(environment)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
@@ -18,7 +19,7 @@ from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.transport import routes
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
 from tests.engine.toys import built, chain, gradients, mesh_of, sgd_step
-from tests.helpers import batch_of, slow
+from tests.helpers import batch_of, slow, tree_allclose
 
 
 @pytest.mark.parametrize("make", [slow(GPipe), slow(Std1F1B), ZeroBubble])
@@ -84,3 +85,35 @@ def test_what_a_rank_waits_for_is_named():
     ]
     unread = replace(transfers[0], received=(program.num_values,))
     assert instruction_loop._awaited(program, unread) == "rank 1: what a result of the step needs of rank 0"
+
+
+@pytest.mark.parametrize("make", [Std1F1B, slow(ZeroBubble)])
+@pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
+def test_a_guard_against_transfers_loses_no_state(make: Any, level: str):
+    """A pipeline's own copies are its work; a guard refuses arguments before any of them is donated."""
+    mesh, batch = mesh_of(2), batch_of(4)
+    function = mpmd_jit_with_loop(sgd_step(make(2)), mesh, donate_argnums=0)
+    host, expected = jax.device_get((chain(2), batch)), sgd_step(None)
+    with jax.transfer_guard("disallow"):
+        state, *_ = function(*host)
+    with jax.transfer_guard(level):
+        if level == "disallow_explicit":
+            with pytest.raises(Exception, match="Disallowed"):
+                function(state, batch)
+            assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    x, y = (NamedSharding(mesh.unstack[rank], PartitionSpec()) for rank in range(2))
+    batch = {"x": jax.device_put(batch["x"], x), "y": jax.device_put(batch["y"], y)}
+    with jax.transfer_guard(level):
+        state, *_ = function(state, batch)
+    plain, *_ = expected(chain(2), batch_of(4))
+    plain, *_ = expected(plain, batch_of(4))
+    tree_allclose(jax.tree.map(np.asarray, state), plain, rtol=1e-5)
+
+
+def test_ranks_on_one_device_get_their_own_copies_under_a_guard():
+    one = MpmdMesh(jax.sharding.Mesh(np.array([jax.devices()[0]] * 2), ("stage",)), "stage")
+    function = mpmd_jit_with_loop(sgd_step(Std1F1B(2)), one)
+    state = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[1]), chain(2))
+    batch = jax.device_get(batch_of(4))
+    with jax.transfer_guard("disallow"):
+        function(state, batch)
