@@ -117,6 +117,14 @@ class Schedule(abc.ABC):
         """
         check_count("num_microbatches", num_microbatches)
 
+    def with_backward(self) -> Schedule:
+        """Return the schedule of a loop that has backward work: itself, unless it runs forwards alone.
+
+        The engine asks when it knows the tasks of a loop: a loss with a gradient by its inputs has backward work in an
+        evaluation too.
+        """
+        return self
+
     def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
         """Return the maximum number of microbatches whose activations ``stage`` holds at one time.
 

@@ -55,10 +55,14 @@ class Loop:
 class ForwardOnly(Schedule):
     """A schedule with only forwards, on the ranks of a training schedule, for any number of microbatches.
 
+    A loop with gradients by its inputs (a force field) has backward work too: see `with_backward`.
+
     Example:
       >>> from jaxpp_flax.schedules import ZBV
       >>> ForwardOnly(ZBV(4, 2)).tasks(1)
       [[fwd_0__0, fwd_3__0], [fwd_1__0, fwd_2__0]]
+      >>> ForwardOnly(ZBV(4, 2)).with_backward().tasks(1)[0]
+      [fwd_0__0, fwd_3__0, bwd_3__0, bwd_0__0]
     """
 
     def __init__(self, training: Schedule) -> None:
@@ -73,11 +77,35 @@ class ForwardOnly(Schedule):
     def rank_of(self, stage: int) -> int:
         return self._home[stage]
 
+    def with_backward(self) -> Schedule:
+        return _ForwardAndBackward(self)
+
     def tasks(self, num_microbatches: int) -> list[list[Task]]:  # type: ignore[override]
         return [
             [Task(TaskKind.FORWARD, stage, m) for stage in self.stages_of(rank) for m in range(num_microbatches)]
             for rank in range(self.num_ranks)
         ]
+
+
+class _ForwardAndBackward(ForwardOnly):
+    """Runs the microbatches in groups, each forward and then backward through all stages.
+
+    A group has as many microbatches as there are stages: no stage keeps the residuals of more, as in 1F1B.
+    """
+
+    def with_backward(self) -> Schedule:
+        return self
+
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:  # type: ignore[override]
+        count = self.num_stages
+        groups = [range(m, min(m + count, num_microbatches)) for m in range(0, num_microbatches, count)]
+
+        def of(rank: int) -> list[Task]:
+            stages = self.stages_of(rank)
+            ordered = [(TaskKind.FORWARD, s) for s in stages] + [(TaskKind.BACKWARD, s) for s in reversed(stages)]
+            return [Task(kind, stage, m) for group in groups for kind, stage in ordered for m in group]
+
+        return [of(rank) for rank in range(self.num_ranks)]
 
 
 def with_schedule(own: Schedule, of: Schedule) -> Schedule:

@@ -18,7 +18,7 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask
+from jaxpp_flax.schedules.task import FusedTask, TaskKind
 
 __all__ = ["Loop", "Step"]
 
@@ -112,7 +112,8 @@ class Loop:
         fuse_last = all(isinstance(t, FusedTask) for t in tasks)
         labels = self.labels or label(self.body, self.cuts)
         parts = partition(labels, fuse_last=fuse_last, split_backward=schedule.splits_backward, residuals=residuals)
-        return replace(self, tasks=parts)
+        has_backward = any(task.kind is not TaskKind.FORWARD for task in parts.tasks)
+        return replace(self, tasks=parts, schedule=schedule.with_backward() if has_backward else schedule)
 
     @property
     def partition(self) -> Partition:
