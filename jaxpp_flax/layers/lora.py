@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.globs import NameFilter, matches, matches_any
 from jaxpp_flax.layers.nnx import StageMeta
 from jaxpp_flax.layers.stage_class import origin_of, stage_class
@@ -87,6 +88,7 @@ def add_lora(
     return model
 
 
+@without_ambient_mesh  # the weights may lie on one device
 def merge_lora(model: M) -> M:
     """Add the product of each adapter's factors to its layer's kernel, and remove the adapters; return the model.
 

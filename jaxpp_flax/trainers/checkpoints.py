@@ -19,6 +19,7 @@ from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.messages import listed
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
@@ -75,6 +76,7 @@ class Checkpointing:
     saves_nonfinite: bool
     clock: Clock
 
+    @without_ambient_mesh
     @timed("save")
     def save(
         self,
@@ -125,6 +127,7 @@ class Checkpointing:
         leaves = flatten(self.held.weights() if is_of_model else self.held.whole())[0]
         return save_step(where, nest({name: leaves[name] for name in names}), {"about": {"model": self.model_name}})
 
+    @without_ambient_mesh
     @timed("restore")
     def restore(
         self,
@@ -214,6 +217,7 @@ class Checkpointing:
         self.tracking.restored(position)
         self.under_way.clear()
 
+    @without_ambient_mesh
     @timed("restore")
     def resume(self, how: Resume) -> DataPosition | None:
         """Restore the latest checkpoint, if one exists, and return its position in the data."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
@@ -94,13 +95,8 @@ class Evaluation:
         self.weights.held.meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
         state_for = self._state_for_step()
-        for batch in awaited(data, "the next batch to evaluate"):
-            whole = self.rows.whole(batch, global_batch_size)
-            own = batch if whole is not batch else None
-            together = isinstance(self.eval_loss_fn, WholeBatchLoss)
-            for part in self.rows.inference_parts(whole, rows_only=own is not None, together=together):
-                compiled, taken = self._ready("evaluate", part, own, alike)
-                terms = compiled(state_for(compiled), taken)
+        for batch in awaited(data, "the next batch to evaluate"):  # the data see the mesh of the caller
+            for terms, part in self._evaluated(batch, global_batch_size, state_for, alike):
                 if pending is not None:
                     average.add(*pending)
                 pending = (terms, part.num_microbatches, part.num_examples)
@@ -110,6 +106,21 @@ class Evaluation:
         alike.end()
         return average.result()
 
+    @without_ambient_mesh
+    def _evaluated(
+        self, batch: Any, global_batch_size: int | None, state_for: Callable[[Any], Any], alike: BatchComparison
+    ) -> list[tuple[LossTerms, InferencePart]]:
+        """Return the terms of each part of a batch, without waiting for them."""
+        whole = self.rows.whole(batch, global_batch_size)
+        own = batch if whole is not batch else None
+        together = isinstance(self.eval_loss_fn, WholeBatchLoss)
+        found = list[tuple[LossTerms, InferencePart]]()
+        for part in self.rows.inference_parts(whole, rows_only=own is not None, together=together):
+            compiled, taken = self._ready("evaluate", part, own, alike)
+            found.append((compiled(state_for(compiled), taken), part))
+        return found
+
+    @without_ambient_mesh
     def predict(self, batch: Any, *, global_batch_size: int | None) -> Any:
         """As `PipelineTrainer.predict`."""
         if isinstance(batch, Mapping) and self.predict_fn is call_model:
@@ -140,6 +151,7 @@ class Evaluation:
         compiled = self.compiled(kind, part)
         return compiled, compared_rows(compiled, own, part.microbatches, alike)
 
+    @without_ambient_mesh
     def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
         """Return the compiled step of this kind for a part of a batch."""
         schedule = self.scheduling.schedule

@@ -10,6 +10,7 @@ import jax
 
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.counts import check_count
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
@@ -102,6 +103,7 @@ def make_scheduling(chosen: Planned) -> Scheduling:
     )
 
 
+@without_ambient_mesh
 def make_core(
     model: Any,
     tx: Any,
@@ -198,6 +200,7 @@ def _check_options(
         )
 
 
+@without_ambient_mesh
 def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.lora import find_adapters
 from jaxpp_flax.pretrained import NameMap, export_pretrained
@@ -34,6 +35,7 @@ class PretrainedWeights:
     mesh: MpmdMesh | None
     abstract_model: Callable[[], Any]
 
+    @without_ambient_mesh
     def load(
         self,
         source: str | os.PathLike[str],
@@ -59,6 +61,7 @@ class PretrainedWeights:
             raise CorruptCheckpointError(f"{error} The old weights are deleted: load some before training.") from error
         self.held.begin_anew()
 
+    @without_ambient_mesh
     def export(
         self,
         directory: str | os.PathLike[str],

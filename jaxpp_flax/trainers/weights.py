@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -46,6 +47,7 @@ class Weights:
     inference: InferenceWeights
     mesh: MpmdMesh | None
 
+    @without_ambient_mesh
     def model(self, *, ema: bool) -> Any:
         """As `PipelineTrainer.gather_model`."""
         if ema and self.held.memory.ema is None:
@@ -59,6 +61,7 @@ class Weights:
         state = self.held.memory
         return self.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
 
+    @without_ambient_mesh
     def variables(self) -> dict[str, Any]:
         """As `PipelineTrainer.gather_variables`."""
         if not isinstance(self.adapter, LinenModel):
@@ -72,6 +75,7 @@ class Weights:
         self.held.meet(call)
         return to_ordinary(state.params), to_ordinary(state.model_state)
 
+    @without_ambient_mesh
     def set(self, weights: Any) -> None:
         """As `PipelineTrainer.set_weights`."""
         self.held.meet("trainer.set_weights")

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
@@ -59,11 +60,13 @@ class Replay(Callback):
         """Return True at a step to replay, and at the step before it, whose state it needs."""
         return super().wants(step) or super().wants(step + 1)
 
+    @without_ambient_mesh
     def on_fit_start(self, trainer: Any) -> None:
         """Copy the state if the first step is to be replayed."""
         self.replayed = []
         self._keep(trainer)
 
+    @without_ambient_mesh
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         """Replay this step if it is due, and copy the state if the next one is."""
         before, self._before = self._before, None

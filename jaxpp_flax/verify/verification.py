@@ -12,6 +12,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard
 from jaxpp_flax.processes import exchange_values, process_group
@@ -33,6 +34,7 @@ __all__ = ["verify"]
 _ORDER: tuple[Kind, ...] = get_args(Kind)
 
 
+@without_ambient_mesh
 def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     """Run one training step as a pipeline and under plain `jax.jit`, and compare both; the trainer does not change.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh
@@ -12,8 +13,9 @@ from jax.sharding import AbstractMesh
 from jaxpp_flax._compat import trace_context
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 
-__all__ = ["context_mesh", "trace_for_stages", "trace_settings"]
+__all__ = ["context_mesh", "trace_for_stages", "trace_settings", "without_ambient_mesh"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -30,6 +32,34 @@ def context_mesh(mesh: AbstractMesh | None) -> Generator[None, None, None]:
     # `use_abstract_mesh` alone refuses a mesh whose size differs from the mesh before it.
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
         yield
+
+
+def without_ambient_mesh(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function run without the mesh of a `jax.set_mesh` around its call.
+
+    JAX compares the devices of all arrays with those of that mesh, and compiles for it. For functions that compute with
+    arrays at places of their own, and that call no code of the user except in a trace.
+
+    Example:
+      >>> import numpy as np
+      >>> @without_ambient_mesh
+      ... def sees_mesh():
+      ...     return not jax.sharding.get_abstract_mesh().empty
+      >>> with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))):
+      ...     sees_mesh()
+      False
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(*args, **kwargs)
+        with ExitStack() as context:
+            with suppress(ValueError):  # in a trace, where arrays have no devices, JAX sets no mesh
+                context.enter_context(context_mesh(None))
+            return function(*args, **kwargs)
+
+    return called
 
 
 def trace_settings() -> Hashable:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax import _compat
 from jaxpp_flax.engine.arrays import replicas
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.processes import errors_naming_failed_process
 
@@ -23,6 +24,7 @@ __all__ = ["MpmdArray", "MpmdSharding"]
 
 
 def _binary(function: Callable[[Any, Any], Any], *, reflected: bool = False) -> Callable[[MpmdArray, Any], Any]:
+    @without_ambient_mesh
     def method(self: MpmdArray, other: Any) -> Any:
         mine, other = self._beside(other)
         return function(other, mine) if reflected else function(mine, other)
@@ -31,7 +33,7 @@ def _binary(function: Callable[[Any, Any], Any], *, reflected: bool = False) -> 
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[MpmdArray], Any]:
-    return lambda self: function(self._operand)
+    return without_ambient_mesh(lambda self: function(self._operand))
 
 
 class MpmdArray:
@@ -293,6 +295,7 @@ class MpmdArray:
             return getattr(self._operand, name)
         raise AttributeError(f"MpmdArray has no attribute {name!r}; `jnp.asarray(x)` gives a jax.Array.")
 
+    @without_ambient_mesh
     def __getitem__(self, index: Any) -> jax.Array:
         return self._operand[index]
 
@@ -333,6 +336,7 @@ class MpmdArray:
     def __copy__(self) -> MpmdArray:
         return self._from_parts(self._sharding, self._parts, self.aval)
 
+    @without_ambient_mesh
     def __deepcopy__(self, memo: dict[int, Any]) -> MpmdArray:
         self._check_alive()
         parts = {rank: copy.deepcopy(part, memo) for rank, part in self._parts.items()}

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import Product, TaskFacts
 
@@ -169,12 +170,14 @@ def _near(size: float, most: int) -> int:
 
 
 @cache
+@without_ambient_mesh
 def _seconds_of_a_flop(batch: int, m: int, n: int, k: int, dtype: str) -> float:
     left, right = jnp.ones((batch, m, k), dtype), jnp.ones((batch, k, n), dtype)
     return _seconds(jnp.matmul, left, right) / (2.0 * batch * m * n * k)
 
 
 @cache
+@without_ambient_mesh
 def _seconds_of_a_byte() -> float:
     values = jnp.ones(_MEASURED_BYTES // 4, jnp.float32)
     return _seconds(lambda x: x + 1, values) / (2 * _MEASURED_BYTES)  # read and written

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.counts import check_count
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.data.batch import (
@@ -55,6 +56,7 @@ class BatchSharding:
         """True if the ranks belong to several processes."""
         return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
 
+    @without_ambient_mesh
     def split(self, whole: Any) -> Any:
         """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...)."""
         return split_batch(whole, self.num_microbatches, self.batch_shards)

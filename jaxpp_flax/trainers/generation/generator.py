@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpp_flax.counts import check_count
-from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
@@ -77,6 +77,7 @@ class Generator:
     weights: InferenceWeights
     programs: dict[Any, _Program] = field(default_factory=dict)
 
+    @without_ambient_mesh
     def generate(
         self, prompts: Any, *, max_new_tokens: int, lengths: Any, prefill: int, groups: int | None,
         cache_length: int | None, cache_dtype: DTypeLike | None, **sampling_options: Any,

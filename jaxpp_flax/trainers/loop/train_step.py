@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.planning.profile import StepProfile, profile_of
 from jaxpp_flax.trainers.data.batch import describe_batch
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
@@ -47,6 +48,7 @@ class TrainStep:
     clock: Clock
     max_batch_shapes: int
 
+    @without_ambient_mesh
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """As `PipelineTrainer.compile`."""
         whole = self.rows.whole(batch, global_batch_size)
@@ -68,6 +70,7 @@ class TrainStep:
                 display.message(plan.table())
         return compiled
 
+    @without_ambient_mesh
     @timed("dispatch")
     def step(self, batch: Any, whole: Any) -> dict[str, Any]:
         """As `PipelineTrainer.train_step`."""
@@ -103,6 +106,7 @@ class TrainStep:
                 f"{describe_batch(whole)}"
             )
 
+    @without_ambient_mesh
     def again(self, state: Any, batch: Any, *, global_batch_size: int | None) -> tuple[Any, dict[str, Any]]:
         """Return the new state and the metrics of a step from `state`, whose memory it reuses; the trainer stays."""
         compiled, microbatches = self._prepare(batch, self.rows.whole(batch, global_batch_size))
@@ -117,6 +121,7 @@ class TrainStep:
             self.under_way.add(self.held.step, metrics)
         return metrics
 
+    @without_ambient_mesh
     def profile_step(self, batch: Any, *, global_batch_size: int | None) -> StepProfile:
         """As `PipelineTrainer.profile_step`."""
         schedule, mesh = self.scheduling.pipeline("profile_step")

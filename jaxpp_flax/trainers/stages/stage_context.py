@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_for_stages
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -26,7 +27,6 @@ class StageContext:
     """The mesh of a trainer, the specs of its state's annotated leaves (see `state_specs`), and its axis rules.
 
     A model that names axes (`reshard`, `with_sharding_constraint`, `shard_map`) can be traced only where JAX sees them.
-    Without a mesh, the context of the caller stays.
 
     Example:
       >>> from jaxpp_flax.trainers.mesh import build_mesh
@@ -52,7 +52,7 @@ class StageContext:
         """
         state, read = jax.tree.map(shape_of, (state.for_inference(), read))
         if self.mesh is None:
-            return function(state, read)
+            return _traced_without_mesh(function, state, read)
         with self.axis_rules():
             return trace_for_stages(lambda mesh: function(*self._typed(mesh, state, read, specs)), self.mesh)
 
@@ -72,3 +72,17 @@ class StageContext:
         if of_read is None:  # `batch_spec` has one entry more, for the axis of microbatches
             of_read = jax.tree.map(lambda x: PartitionSpec(*batch_spec(mesh, x.ndim + 1)[1:]), read)
         return state, jax.tree.map(typed, read, of_read)
+
+
+def _traced_without_mesh(function: Callable[[TrainState, Any], T], state: TrainState, read: Any) -> T:
+    """Call a function that traces; refuse a model that names axes of a mesh."""
+    try:
+        return function(state, read)
+    except (RuntimeError, ValueError) as error:
+        if "mesh" not in str(error):
+            raise
+        raise MeshError(
+            f"the model names axes of a mesh, but one stage on one device has none, and a mesh of jax.set_mesh around "
+            f"the trainer has no effect: {error} Name the axes, such as mesh={{'data': 1}}: then the step is traced "
+            "under a mesh that has them."
+        ) from error

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
@@ -173,6 +174,7 @@ class StateHolder:
         elif not self.is_placed:
             self._place(flatten(shardings())[0])
 
+    @without_ambient_mesh
     def whole(self) -> TrainState:
         """Return all values of the state.
 
@@ -192,6 +194,7 @@ class StateHolder:
         self._place({path: to for path, to in self._places_without_step().items() if path in wanted})
         return self.memory
 
+    @without_ambient_mesh
     def load(self) -> None:
         """Read the checkpoint of a run that was resumed and has made no step."""
         if any(isinstance(source, Checkpoint) for source in self._sources.values()):

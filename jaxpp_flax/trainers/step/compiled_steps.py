@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.plan import Plan as PlacedStep
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
@@ -71,11 +71,13 @@ class CompiledSteps:
             self._held.place(lambda: compiled.in_shardings[0][0])
         return compiled
 
+    @without_ambient_mesh
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
         """Return the pure function that a training step compiles."""
         loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
         return self._builders.for_training(self._held.memory, microbatches).train(loop)
 
+    @without_ambient_mesh
     def to_plan(self, microbatches: Any, units: int) -> PlanningStep:
         """Return the training step for such batches, of so many units, as a planner needs it; nothing is compiled.
 
