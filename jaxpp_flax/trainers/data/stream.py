@@ -73,7 +73,8 @@ class Batches(Iterator[Any]):
         self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
         if remainder is not None:
             begin = 0 if start is None else start.in_epoch
-            once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
+            length = _length(data) if isinstance(data, Sequence) else None
+            once = steps is not None and length is not None and begin + steps <= length
             self.left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
         self.given = 0
         self._taken = 0  # counts the batches that are left out too
@@ -89,9 +90,10 @@ class Batches(Iterator[Any]):
 
     def steps_left(self) -> int | None:
         """Return the number of batches that will be given, if that is known before the first one."""
-        if not isinstance(self._data, Sized):
+        length = _length(self._data)
+        if length is None:
             return self._steps
-        whole = (len(self._data) - self.left_out) * (self._epochs or 1) - (self._before - self._epoch * self.left_out)
+        whole = (length - self.left_out) * (self._epochs or 1) - (self._before - self._epoch * self.left_out)
         if self._steps is None:
             return whole
         return self._steps if self._epochs is None else min(self._steps, whole)
@@ -156,6 +158,14 @@ class Batches(Iterator[Any]):
             self._position = self._here()
 
 
+def _length(data: Any) -> int | None:
+    """Return the number of batches in a pass, if `data` knows it."""
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except Exception:  # such as torch's DataLoader over an IterableDataset without a length
+        return None
+
+
 def _iterator_of(data: Iterable[Any], epochs: int | None) -> Iterator[Any]:
     """Return an iterator over `data`, after checks of the arguments."""
     check_batches("data", data)
@@ -182,6 +192,11 @@ def check_batches(name: str, data: Any) -> None:
         raise TypeError(
             f"{name} is an array ({type(data).__name__}) of shape {tuple(data.shape)}: one batch? Pass an iterable of "
             "batches: `[batch]`; or `list(array)`, if each row is a batch."
+        )
+    if hasattr(data, "__array__") or isinstance(data, (str, bytes)):  # a table, or a path
+        raise TypeError(
+            f"{name} is a {type(data).__name__}, not an iterable of batches. Pass batches of arrays: "
+            "`[{column: np.asarray(table[column]) for column in columns}]` for a table in one batch."
         )
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(
