@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -72,6 +72,8 @@ class CheckpointStore:
         self._writing: int | None = None  # the step whose save is under way
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
+        self.branch: int | None = None
+        """The step that a loop has gone back to; checkpoints of later steps are not of this run any more."""
         self._ownership, self._is_owned = Ownership(self.directory), False
 
     @contextmanager
@@ -251,18 +253,20 @@ class CheckpointStore:
                 group.failed.wait(0.02)
         return self.wait()
 
-    def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint so that its name is not a step; return its new path."""
+    def set_aside(self, step: int, why: Literal["damaged", "abandoned"] = "damaged") -> Path:
+        """Rename a checkpoint so that its name is not a step; return its new path."""
         self.close()
-        path = self.directory / f"{step}.damaged"
+        path = self.directory / f"{step}.{why}"
         number = 2
         while path.exists():
-            path, number = self.directory / f"{step}.damaged_{number}", number + 1
+            path, number = self.directory / f"{step}.{why}_{number}", number + 1
         # All processes use the name that process 0 chose before the rename.
-        path = self.directory / exchange_values(process_group(), "the name of a damaged checkpoint", path.name)[0]
+        path = (
+            self.directory / exchange_values(process_group(), f"the name of a checkpoint that is {why}", path.name)[0]
+        )
         do_in_process_0(
             process_group(),
-            "setting a damaged checkpoint aside",
+            "setting a checkpoint aside",
             lambda: (self.directory / str(step)).rename(path),
             OSError,
         )

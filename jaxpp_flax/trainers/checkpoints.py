@@ -107,6 +107,7 @@ class Checkpointing:
             self.under_way.finish()
             check_parameters(self.held.step, self.held.whole().params)
         metrics = self.measured.at(self.held.step)
+        self.leave_branch()
         store.save(self.held.step, self.held.whole(), beside, metrics=metrics, wait=wait)
         return store.directory / str(self.held.step)
 
@@ -212,10 +213,23 @@ class Checkpointing:
         return replace(plan, chosen={**plan.chosen, **new}), [*new]
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
-        self.held.step = step
+        before, self.held.step = self.held.step, step
         self.measured.clear()
-        self.tracking.restored(position)
+        self.tracking.restored(position, before=before)
         self.under_way.clear()
+        if self.store is not None:
+            self.store.branch = step if self.tracking.is_running else None
+
+    def leave_branch(self) -> None:
+        """If a loop has gone back by a restore, rename the later checkpoints: they belong to steps that it has left."""
+        if self.store is None or (begin := self.store.branch) is None:
+            return
+        self.store.branch = None
+        self.store.wait()  # a later checkpoint may still be written
+        steps = [step for step in self.store.steps() if step > begin]
+        for step in exchange_values(process_group(), "the checkpoints after a restore", steps)[0]:
+            left = self.store.set_aside(step, "abandoned")
+            self.display.message(f"the run has gone back to step {begin}: its checkpoint of step {step} is now {left}")
 
     @without_ambient_mesh
     @timed("restore")

@@ -257,6 +257,9 @@ class TrainedModel:
         are not known: each rank gets a share of the leaves, and the first step moves them to their final ranks. Without
         a mesh, the state is read onto the default device.
 
+        Inside a loop over data, the next step uses the next batch: the data does not go back. Checkpoints of later
+        steps belong to what the loop has left: they are renamed to `<step>.abandoned` after its next step.
+
         Args:
           where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or the path of any
             Orbax checkpoint of a tree.

@@ -49,6 +49,10 @@ class Data:
         return self.kind in ("generator", "iterator")
 
     @property
+    def is_list(self) -> bool:
+        return self.kind == "list" and self.event is None
+
+    @property
     def has_state(self) -> bool:
         return self.kind in ("dataset", "iterator")
 
@@ -57,7 +61,7 @@ class Data:
 
     def build(self) -> Any:
         """For the trainer."""
-        if self.kind == "list" and self.event is None:
+        if self.is_list:
             return [features_of(examples) for examples in self.batches()]
         source = _Iterable(self)
         return source if not self.runs_once else iter(source)
@@ -195,6 +199,12 @@ class Stream:
         if start.own and self.data.has_state:
             self.at = start.examples // (start.size or 1)
             return
+        if start.epoch and not self.data.runs_once and not self.data.is_list:  # each pass may have an order of its own
+            if self.how == "refuse":
+                raise Refused
+            for _ in range(start.epoch * (EXAMPLES // self.data.size)):
+                self._draw()
+                self.at %= EXAMPLES // self.data.size
         if start.examples != self.at * self.data.size and self.how == "refuse":
             raise Refused
         while self.at * self.data.size < start.examples:

@@ -12,6 +12,7 @@ The states of callbacks go into checkpoints.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -254,5 +255,6 @@ class CallbackStates:
 
     def to_json(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one."""
-        states = {name: callback.get_state() for name, callback in named(self._callbacks).items()}
+        # Copies: the checkpoint is written later, and a callback may return an object that it changes.
+        states = {name: copy.deepcopy(callback.get_state()) for name, callback in named(self._callbacks).items()}
         return {name: state for name, state in states.items() if state is not None}

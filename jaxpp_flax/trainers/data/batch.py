@@ -14,57 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.engine.arrays.mesh import named_memory
+from jaxpp_flax.trainers.data.batch_leaves import check_leaf, leaf_name, leaves_of
 from jaxpp_flax.trainers.errors import BatchError
-
-
-def is_list_of_numbers(node: Any) -> bool:
-    """Return True for a list or tuple of numbers, or of such lists: JAX would take each number for a leaf."""
-    if type(node) not in (list, tuple) or not node:  # a named tuple has names for its numbers
-        return False
-    return all(_is_number(item) or is_list_of_numbers(item) for item in node)
-
-
-def _is_number(item: Any) -> bool:
-    return isinstance(item, complex | float | int) or (hasattr(item, "dtype") and np.shape(item) == ())
-
-
-def _is_jax_dtype(dtype: Any) -> bool:
-    return isinstance(dtype, (np.dtype, type)) or jnp.issubdtype(dtype, jax.dtypes.extended)  # PRNG keys have one
-
-
-def leaves_of(batch: Any) -> list[tuple[Any, Any]]:
-    """Return the paths and leaves of a batch; a list of numbers is one leaf, which `check_leaf` refuses."""
-    return jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list_of_numbers)
-
-
-def leaf_name(path: Any) -> str:
-    """Return the name of a batch leaf for messages, such as "batch['x']"."""
-    return f"batch{jax.tree_util.keystr(path)}"
-
-
-def check_leaf(path: Any, leaf: Any) -> None:
-    """Refuse a leaf that is neither an array nor a number, or in other than device memory: raise a `BatchError`."""
-    if is_list_of_numbers(leaf):
-        items = "numbers" if _is_number(leaf[0]) else "lists"
-        raise BatchError(
-            f"{leaf_name(path)} is a {type(leaf).__name__} of {len(leaf)} {items}, and each number would be a constant "
-            "of the step. Convert it with `np.asarray`; give real constants names, in a dict."
-        )
-    if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
-    if not _is_jax_dtype(getattr(leaf, "dtype", np.dtype(float))):
-        raise BatchError(
-            f"{leaf_name(path)} is a {type(leaf).__module__.partition('.')[0]} {type(leaf).__name__}, which JAX does "
-            "not take. Let the loader give NumPy arrays: for torch by `collate_fn=`, for tf.data by "
-            "`dataset.as_numpy_iterator()`."
-        )
-    if (kind := named_memory(getattr(leaf, "sharding", None))) is not None:
-        raise BatchError(
-            f"{leaf_name(path)} is a jax.Array in {kind!r} memory, but a step computes with its "
-            "batch in the devices' own memory. Pass `np.asarray(leaf)`, which the step copies to its devices, or "
-            "`jax.device_put(leaf, jax.devices()[0])`."
-        )
 
 
 def first_examples(batch: Any) -> tuple[Any, Any]:
@@ -137,7 +88,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):  # this process does not read the leaf
             return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), dtype_of(leaf))
         numpy = jnp if isinstance(leaf, jax.Array) else np
-        return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
+        return numpy.reshape(numpy.asarray(leaf), (num_microbatches, each, *leaf.shape[1:]))
 
     return jax.tree.map(reshape, batch)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.processes import compare_hashes, process_group, value_hash
-from jaxpp_flax.trainers.data.batch import leaf_name
+from jaxpp_flax.trainers.data.batch_leaves import leaf_name
 
 __all__ = ["BatchComparison"]
 

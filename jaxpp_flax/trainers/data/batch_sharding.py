@@ -23,16 +23,14 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.data.batch import (
     InferencePart,
     batch_size,
-    check_leaf,
     dtype_of,
     first_examples,
-    is_list_of_numbers,
-    leaf_name,
     repeated,
     split_batch,
     split_for_inference,
 )
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
+from jaxpp_flax.trainers.data.batch_leaves import check_leaf, is_list_of_numbers, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.mesh import num_batch_shards
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxpp_flax.processes import exchange_values, process_group
+from jaxpp_flax.messages import warn_user
+from jaxpp_flax.processes import exchange_values, process_group, value_hash
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.progress import Display
 
@@ -18,6 +21,8 @@ ResumeData = Literal["fast_forward", "refuse", "restart"]
 
 # No bar is shown for fewer batches than this.
 _WORTH_A_BAR = 100
+# The elements to hash of an array, and the arrays of a batch: enough to tell two batches apart, in microseconds.
+_HASHED, _HASHED_LEAVES = 1 << 10, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +41,10 @@ class DataPosition:
     examples: int | None = None  # in these batches, if they are arrays; None for positions of older checkpoints
     batch_size: int | None = None  # the number of examples in the first of these batches
     iterator: Any = None  # the result of the iterator's `get_state`, which grain iterators have
+    last: str | None = None  # the hash of the last batch in this pass, of data whose order is not known
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "iterator": _encode(self.iterator)}
+        return {**vars(self), "iterator": _encode(self.iterator)}
 
     @classmethod
     def from_json(cls, value: Any) -> DataPosition | None:
@@ -72,8 +78,17 @@ def own_position(value: Any) -> DataPosition | None:
 
 
 def state_of(iterator: Any) -> Any:
-    """Return the iterator's own state, if the iterator has `get_state` and `set_state`."""
-    return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
+    """Return a copy of the iterator's own state, if the iterator has `get_state` and `set_state`.
+
+    The iterator may return the object that each draw changes.
+    """
+    if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
+        return None
+    state = iterator.get_state()
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # a checkpoint cannot hold it either: `_encode` refuses it by name
+        return state
 
 
 def has_own_state(iterator: Any, position: DataPosition) -> bool:
@@ -91,6 +106,19 @@ def examples_in(batch: Any) -> int | None:
     return next((shape[0] for leaf in jax.tree.leaves(batch) if (shape := getattr(leaf, "shape", ()))), None)
 
 
+def hash_of(batch: Any) -> str | None:
+    """Return a hash of a batch's NumPy arrays; None without one, and for a process that reads a part of the batch.
+
+    Example:
+      >>> hash_of({"x": np.arange(3)}) == hash_of({"x": np.arange(3)}), hash_of(7)
+      (True, None)
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
+    if not arrays or jax.process_count() > 1:
+        return None
+    return "".join(str(value_hash(array, _HASHED)) for array in arrays[:_HASHED_LEAVES])
+
+
 @dataclass
 class Drawn:
     """The batches that an iterator has given so far in its pass, used or dropped."""
@@ -98,12 +126,59 @@ class Drawn:
     batches: int = 0
     examples: int | None = 0  # None if batches are not arrays
     batch_size: int | None = None  # of the first batch of the first pass
+    hashes: bool = False  # whether to note the hash of the last batch
+    last: str | None = None
 
     def add(self, batch: Any) -> None:
         size = examples_in(batch)
+        self.last = hash_of(batch) if self.hashes else None
         self.batch_size = size if self.batch_size is None else self.batch_size
         self.batches += 1
         self.examples = None if size is None or self.examples is None else self.examples + size
+
+
+def seek_pass(
+    data: Iterable[Any], iterator: Iterator[Any], position: DataPosition, how: ResumeData, display: Display
+) -> Iterator[Any]:
+    """Return an iterator over the pass of `position`; `iterator` is the first one that `data` has made.
+
+    All passes over a list are equal. Other data may give each pass a new order, so it goes through the passes before.
+    """
+    if not position.epoch or iterator is data or isinstance(data, (list, tuple, range)):
+        return iterator
+    if has_own_state(iterator, position):  # a loader may count its passes
+        for _ in range(position.epoch):
+            iterator = iter(data)
+        return iterator
+    if how == "refuse":
+        raise DataPositionError(
+            f"the checkpoint was written in pass {position.epoch + 1} over the data, and the order of a pass over a "
+            f"{type(data).__name__} may depend on the passes before. Use an iterator with get_state and set_state such "
+            'as grain\'s, or a list; or resume_data="fast_forward" draws these passes and drops them.'
+        )
+    count = position.batches - position.in_epoch
+    with _bar(count, f"of {position.epoch} passes, since the next order may depend on them", display) as tell:
+        done = 0
+        for _ in range(position.epoch):
+            for _ in iterator:
+                done += 1
+                tell(done)
+            iterator = iter(data)
+    return iterator
+
+
+@contextmanager
+def _bar(count: int, of: str, display: Display) -> Generator[Callable[[int], None]]:
+    """Show the progress of drawing `count` batches, if it may take long."""
+    if count < _WORTH_A_BAR:
+        yield lambda _: None
+        return
+    display.message(f"fast-forwarding the data by {count} batches{of and ' '}{of}")
+    display.start(count, 0)
+    try:
+        yield display.advance
+    finally:
+        display.stop()
 
 
 def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, display: Display, drawn: Drawn) -> None:
@@ -113,7 +188,8 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, displ
     method for an iterator without `set_state`. Refuse an iterator that ends before the position, or is past it.
     """
     if has_own_state(iterator, position):
-        iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
+        # A copy: the iterator may change the object with each draw.
+        iterator.set_state(copy.deepcopy(position.iterator))  # pyright: ignore[reportAttributeAccessIssue]
         drawn.batches, drawn.examples, drawn.batch_size = position.in_epoch, position.examples, position.batch_size
         return
     left = _left(position, drawn)
@@ -131,16 +207,9 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, displ
             f"{type(iterator).__name__} has no `set_state`. Use an iterator with get_state and set_state "
             'such as grain\'s; or resume_data="fast_forward" draws these batches and drops them.'
         )
-    count = position.in_epoch - drawn.batches
-    bar = count >= _WORTH_A_BAR
-    if bar:
-        display.message(f"fast-forwarding the data by {count} batches")
-        display.start(count, 0)
-    try:
-        _drop(iterator, position, drawn, display.advance if bar else None)
-    finally:
-        if bar:
-            display.stop()
+    with _bar(position.in_epoch - drawn.batches, "", display) as tell:
+        _drop(iterator, position, drawn, tell)
+    _compare_order(iterator, position, drawn, display)
 
 
 def _left(position: DataPosition, drawn: Drawn) -> int:
@@ -150,7 +219,24 @@ def _left(position: DataPosition, drawn: Drawn) -> int:
     return position.examples - drawn.examples
 
 
-def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: Callable[[int], None] | None) -> None:
+def _compare_order(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, display: Display) -> None:
+    """Warn if the batch before the position is another one than in the run before; tell if that cannot be known."""
+    if not drawn.hashes or drawn.batch_size != position.batch_size:  # of a list; or in batches of another size
+        return
+    name = f"the data (a {type(iterator).__name__})"
+    remedy = "Shuffle with a seed of your own, and give the iterator get_state and set_state, such as grain's."
+    if position.last is None or drawn.last is None:
+        display.message(f"{name} is drawn up to its place; that its order is that of the run before cannot be known")
+    elif position.last != drawn.last:
+        warn_user(
+            f"{name} does not draw the order of the run before: its batch {position.in_epoch} of pass "
+            f"{position.epoch + 1} is another one. The run goes on, but it may repeat examples and leave others out. "
+            f"{remedy}",
+            UserWarning,
+        )
+
+
+def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: Callable[[int], None]) -> None:
     """Draw and drop batches up to the position."""
     done, size = 0, None
     while (left := _left(position, drawn)) > 0:
@@ -163,8 +249,7 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
             ) from None
         drawn.add(batch)
         done, size = done + 1, examples_in(batch)
-        if tell is not None:
-            tell(done)
+        tell(done)
     if left < 0:
         raise DataPositionError(
             f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
@@ -195,7 +280,7 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any, drawn: D
 
 def _is_last(iterator: Any) -> bool:
     """Return True if the iterator has no further batch; the position of the iterator does not change."""
-    state, nothing = iterator.get_state(), object()
+    state, nothing = state_of(iterator), object()
     try:
         return next(iterator, nothing) is nothing
     finally:

@@ -13,7 +13,9 @@ from jaxpp_flax.trainers.data.position import (
     Drawn,
     ResumeData,
     check_batch_size,
+    has_own_state,
     seek,
+    seek_pass,
     state_of,
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
@@ -73,13 +75,17 @@ class Batches(Iterator[Any]):
         self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
         if remainder is not None:
             begin = 0 if start is None else start.in_epoch
-            once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
+            length = _length(data) if isinstance(data, Sequence) else None
+            once = steps is not None and length is not None and begin + steps <= length
             self.left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
+        self._has_told = False
         self.given = 0
         self._taken = 0  # counts the batches that are left out too
         self._before = start.batches if start is not None else 0
         self._epoch = start.epoch if start is not None else 0
-        self._drawn = drawn or Drawn()  # in the current pass
+        # The order of other data than a list is known only if its iterator keeps it.
+        self._hashes = not isinstance(data, (list, tuple, range)) and not hasattr(first, "get_state")
+        self._drawn = drawn or Drawn(hashes=self._hashes)  # in the current pass
         self._position = self._position_before = start or self._here()
         self._run = self._generate()
 
@@ -89,9 +95,10 @@ class Batches(Iterator[Any]):
 
     def steps_left(self) -> int | None:
         """Return the number of batches that will be given, if that is known before the first one."""
-        if not isinstance(self._data, Sized):
+        length = _length(self._data)
+        if length is None:
             return self._steps
-        whole = (len(self._data) - self.left_out) * (self._epochs or 1) - (self._before - self._epoch * self.left_out)
+        whole = (length - self.left_out) * (self._epochs or 1) - (self._before - self._epoch * self.left_out)
         if self._steps is None:
             return whole
         return self._steps if self._epochs is None else min(self._steps, whole)
@@ -117,6 +124,7 @@ class Batches(Iterator[Any]):
             examples=self._drawn.examples,
             batch_size=self._drawn.batch_size if self._drawn.batches else None,
             iterator=state_of(self._iterator),
+            last=self._drawn.last,
         )
 
     def _generate(self) -> Iterator[Any]:
@@ -125,7 +133,10 @@ class Batches(Iterator[Any]):
             self._display.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
             return
         if self._start is not None:
+            self._iterator = seek_pass(self._data, self._iterator, self._start, self._how, self._display)
             seek(self._iterator, self._start, self._how, self._display, self._drawn)
+            if self._start.epoch:
+                self._tell_later_passes()
         while True:
             for drawn in self._iterator:
                 self._drawn.add(drawn)
@@ -151,9 +162,27 @@ class Batches(Iterator[Any]):
                     UserWarning,
                 )
                 return
-            self._epoch, self._drawn = self._epoch + 1, Drawn(batch_size=self._drawn.batch_size)
+            self._epoch, self._drawn = self._epoch + 1, Drawn(batch_size=self._drawn.batch_size, hashes=self._hashes)
             self._iterator = iter(self._data)
             self._position = self._here()
+            self._tell_later_passes()
+
+    def _tell_later_passes(self) -> None:
+        """Tell once that a resumed run may order its later passes otherwise: it did not draw what was drawn before."""
+        if self._start is not None and not self._has_told and has_own_state(self._iterator, self._start):
+            self._has_told = True
+            self._display.message(
+                f"pass {self._epoch + 1} over the data (a {type(self._data).__name__}): that an uninterrupted run "
+                "would draw it in this order cannot be known, if a pass depends on what was drawn before it"
+            )
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of batches in a pass, if `data` knows it."""
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except Exception:  # such as torch's DataLoader over an IterableDataset without a length
+        return None
 
 
 def _iterator_of(data: Iterable[Any], epochs: int | None) -> Iterator[Any]:
@@ -182,6 +211,11 @@ def check_batches(name: str, data: Any) -> None:
         raise TypeError(
             f"{name} is an array ({type(data).__name__}) of shape {tuple(data.shape)}: one batch? Pass an iterable of "
             "batches: `[batch]`; or `list(array)`, if each row is a batch."
+        )
+    if hasattr(data, "__array__") or isinstance(data, (str, bytes)):  # a table, or a path
+        raise TypeError(
+            f"{name} is a {type(data).__name__}, not an iterable of batches. Pass batches of arrays: "
+            "`[{column: np.asarray(table[column]) for column in columns}]` for a table in one batch."
         )
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(
@@ -214,28 +248,38 @@ class DataTracking:
     def enter(self, source: Batches) -> Batches:
         """Note that batches come from `source` from now on."""
         self._source = self._last_source = source
-        self._source_begin = self._step()
+        self._source_begin, self._position = self._step(), None
         return source
+
+    @property
+    def is_running(self) -> bool:
+        """True while a loop draws batches."""
+        return self._source is not None
 
     def leave(self, source: Batches) -> None:
         """Note that batches do not come from `source` any more: later steps do not belong to `source`."""
         if self._source is source:
             position = self.position()
-            self.restored(position)
+            self._source, self._position = None, None if position is None else (self._step(), position)
 
     def drawn_from(self, data: Any) -> Drawn | None:
         """Return the batches that the last loop has drawn from `data`, if `data` is the same iterator; else None."""
         return None if self._last_source is None else self._last_source.drawn_from(data)
 
-    def restored(self, position: DataPosition | None) -> None:
-        """Note that the step in memory comes from a checkpoint with this position in the data."""
-        self._source = None
+    def restored(self, position: DataPosition | None, *, before: int) -> None:
+        """Note that the step in memory comes from a checkpoint with this position in the data.
+
+        The data of a loop does not go back: its next step uses the next batch. `before` is the step before the restore.
+        """
+        self._source_begin += self._step() - before
         self._position = None if position is None else (self._step(), position)
 
     def position(self) -> DataPosition | None:
         """Return the position in the data after the step in memory, if known."""
-        if self._source is not None:
-            # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
-            return self._source.position_after(self._step() - self._source_begin)
         at_step, position = self._position or (None, None)
-        return position if at_step == self._step() else None
+        if at_step == self._step():
+            return position
+        if self._source is None:
+            return None
+        # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
+        return self._source.position_after(self._step() - self._source_begin)

@@ -80,11 +80,15 @@ class Save(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         self._beginning = trainer.step
+        if self._store is not None:
+            self._store.branch = None
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self._store is not None:
             self._checkpoints.measured.add(record.step, record.metrics)
             self._store.check()
+            if self._by_itself and self._step == record.step:  # else a callback has just restored a checkpoint
+                self._checkpoints.leave_branch()
             self._waiting = self._evaluation is not None and not self._evaluation.wants(record.step)
             self._save_if_due()
 

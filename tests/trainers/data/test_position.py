@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
+from jaxpp_flax.trainers.progress import Display
 
 
 def in_batches(size: int, examples: int = 24) -> list[np.ndarray]:
@@ -177,3 +181,141 @@ def test_a_search_that_was_interrupted_goes_on_where_it_stands():
     with pytest.raises(KeyboardInterrupt):
         next(source)
     assert next(Batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12
+
+
+# ---------------------------------------------------------------------- the order of later passes
+
+
+class Shuffles:
+    """Shuffles each pass anew, at its first draw; the order depends on the passes before."""
+
+    def __init__(self, seed: int | None = 0):
+        self.random = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        yield from self.random.permutation(24).reshape(6, 4)
+
+
+class CountsPasses(Shuffles):
+    """Begins each pass with an iterator that has a state; the order depends on the number of passes before."""
+
+    passes = 0
+
+    def __iter__(self) -> WithState:
+        self.passes += 1
+        made = WithState(4)
+        made.data = list(np.random.default_rng(self.passes).permutation(24).reshape(6, 4))
+        return made
+
+
+class Shrinks(Shuffles):
+    """Passes of several lengths."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = self.random.permutation(24).reshape(6, 4)
+        yield from order[: self.random.integers(2, 7)]
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 15])
+@pytest.mark.parametrize("kind", [Shuffles, CountsPasses, Shrinks])
+def test_later_passes_are_those_of_an_uninterrupted_run(kind: type[Shuffles], count: int):
+    undisturbed = list(Batches(kind(), steps=30))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = list(Batches(kind(), steps=30 - count, position=after(kind(), count)))
+    np.testing.assert_array_equal(resumed, undisturbed[count:])
+
+
+def test_an_order_that_changes_from_run_to_run_is_told():
+    position = after(Shuffles(seed=1), 2)
+    with pytest.warns(UserWarning, match=r"does not draw the order of the run before: its batch 2 of pass 1 is anot"):
+        next(Batches(Shuffles(seed=2), steps=1, position=position))
+    with pytest.warns(UserWarning, match=r"its batch 1 of pass 2 is another one"):
+        next(Batches(Shuffles(seed=2), steps=1, position=after(Shuffles(seed=1), 7)))
+    same, used = after(Shuffles(seed=1), 2), Shuffles(seed=1)
+    list(used)  # the loader goes on from a pass that the run before did not make
+    with pytest.warns(UserWarning, match="does not draw the order of the run before"):
+        next(Batches(used, steps=1, position=same))
+
+
+class Lines(Display):
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.shown: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.shown.append(text)
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_what_cannot_be_known_is_told(count: int):
+    display = Lines()
+    list(Batches(CountsPasses(), steps=8, position=after(CountsPasses(), count), display=display))
+    told = [line for line in display.shown if "in this order cannot be known" in line]
+    assert len(told) == 1, "once"
+    assert f"pass {2} over the data (a CountsPasses)" in told[0]
+    display.shown.clear()
+    position = after((jnp.asarray(batch) for batch in in_batches(4)), 2)
+    next(Batches((jnp.asarray(batch) for batch in in_batches(4)), steps=1, position=position, display=display))
+    assert "that its order is that of the run before cannot be known" in display.shown[0]
+
+
+def test_passes_before_are_refused_if_no_batch_is_to_be_drawn_again():
+    with pytest.raises(DataPositionError, match=r"written in pass 2 .* a Shuffles may depend on the passes before"):
+        next(Batches(Shuffles(), steps=1, position=after(Shuffles(), 7), resume_data="refuse"))
+    rest = Batches(CountsPasses(), steps=1, position=after(CountsPasses(), 7), resume_data="refuse")
+    np.testing.assert_array_equal(next(rest), list(Batches(CountsPasses(), steps=8))[7])
+
+
+class Live(WithState):
+    """Its state is an object that each draw changes, and that it takes as its own."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.live = {"at": [0], "order": np.zeros(1, int)}
+
+    @property
+    def at(self) -> int:
+        return self.live["at"][0] if hasattr(self, "live") else 0
+
+    @at.setter
+    def at(self, value: int) -> None:
+        if hasattr(self, "live"):
+            self.live["at"][0] = value
+            self.live["order"][0] = value
+
+    def get_state(self) -> dict:
+        return self.live
+
+    def set_state(self, state: dict) -> None:
+        self.live = state
+
+
+def test_a_state_is_copied_when_it_is_taken_and_given():
+    source = Batches(Live(4), steps=5)
+    for _ in range(3):
+        next(source)
+    before, now = source.position_after(2), source.position()
+    assert before is not None
+    assert [position.iterator["at"] for position in (before, now)] == [[2], [3]]
+    assert before.iterator["order"][0] == 2
+    resumed = Batches(Live(4), steps=2, position=before)
+    assert [batch[0] for batch in resumed] == [8, 12]
+    assert before.iterator["at"] == [2], "the iterator has a copy of its own"
+
+
+def test_a_last_smaller_batch_is_found_without_a_loss():
+    """To see whether a batch is the last one, the iterator is asked for the next one, and goes back."""
+    position = after(Live(20), 2)
+    assert next(Batches(Live(20), steps=1, position=position)).tolist() == [*range(40, 54)]
+
+
+def test_a_state_that_cannot_be_copied_is_refused_by_a_checkpoint_alone():
+    class Locked(WithState):
+        def get_state(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return threading.Lock()
+
+    source = Batches(Locked(4), steps=2)
+    assert len(list(source)) == 2
+    with pytest.raises(DataPositionError, match="get_state returned a lock"):
+        source.position().to_json()

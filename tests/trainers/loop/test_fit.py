@@ -45,8 +45,29 @@ class Loader:
         return iter(DATA)
 
 
+class WithoutLength(Loader):
+    """Such as torch's DataLoader over an IterableDataset."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __len__(self):
+        raise self.error
+
+
 def generator():
     yield from DATA
+
+
+@pytest.mark.parametrize("error", [TypeError(), NotImplementedError(), OSError("the server is away")], ids=repr)
+def test_a_length_that_raises_is_not_known(error: Exception):
+    assert Batches(WithoutLength(error), epochs=2).steps_left() is None
+    assert Batches(WithoutLength(error), steps=5).steps_left() == 5
+    for options, steps in [({"steps": 5}, 5), ({"epochs": 2}, 6), ({}, 3), ({"steps": 3, "remainder": "drop"}, 3)]:
+        trained = trainer(progress=True)
+        trained.fit(WithoutLength(error), **options)
+        assert trained.step == steps
+    assert "loss" in trained.evaluate(WithoutLength(error))
 
 
 def test_kinds_of_data():
@@ -80,12 +101,26 @@ def test_data_that_runs_once():
             Batches(DATA, steps=wrong)
 
 
+class Table:
+    """As a DataFrame: to iterate over it gives the names of columns."""
+
+    shape = (4, 2)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros(self.shape)
+
+    def __iter__(self):
+        return iter("xy")
+
+
 def test_one_batch_is_no_iterable_of_batches():
     t, array = trainer(), DATA[0]["tokens"]
     for one, text in [
         (DATA[0], r"is a dict of 'tokens'.*one batch\?.*`\[batch\]`"),
         (array, r"is an array \(ndarray\) of shape \(4, 5\): one batch\?.*`\[batch\]`.*`list\(array\)`"),
         (jnp.asarray(array), r"is an array .* of shape \(4, 5\): one batch\?.*`\[batch\]`"),
+        (Table(), r"is a Table, not an iterable of batches.*`\[\{column: np.asarray"),
+        ("train.parquet", r"is a str, not an iterable of batches"),
     ]:
         for call in (t.fit, t.evaluate, lambda of: next(t.training_steps(of))):
             with pytest.raises(TypeError, match=f"data {text}"):
