@@ -257,6 +257,9 @@ class TrainedModel:
         are not known: each rank gets a share of the leaves, and the first step moves them to their final ranks. Without
         a mesh, the state is read onto the default device.
 
+        The run may have frozen other parameters. The optimizer's state of a parameter that is trained only now begins
+        anew, that of one that is frozen now is not read, and a line tells of both.
+
         Args:
           where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or the path of any
             Orbax checkpoint of a tree.
