@@ -41,6 +41,11 @@ class DirectoryInUseError(CheckpointSaveError):
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint's leaves differ from the target's leaves; `faults` has one line for each wrong leaf.
 
+    Args:
+      message: the beginning of the text.
+      faults: the wrong leaves.
+      lines: what the text says of them, if it is not one line for each.
+
     Example:
       >>> print(CheckpointMismatchError("ckpt does not fit.", ["a: missing", "b: shape (2,), wanted (3,)"]))
       ckpt does not fit. 2 leaves are wrong:
@@ -48,10 +53,11 @@ class CheckpointMismatchError(CheckpointError, ValueError):
         b: shape (2,), wanted (3,)
     """
 
-    def __init__(self, message: str, faults: Sequence[str]) -> None:
+    def __init__(self, message: str, faults: Sequence[str], lines: Sequence[str] | None = None) -> None:
         self.message, self.faults = message, tuple(faults)
+        self._lines = self.faults if lines is None else tuple(lines)
         count = "1 leaf is" if len(self.faults) == 1 else f"{len(self.faults)} leaves are"
-        super().__init__("\n  ".join([f"{message} {count} wrong:", *self.faults]))
+        super().__init__("\n  ".join([f"{message} {count} wrong:", *self._lines]))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.message, self.faults))
+        return (type(self), (self.message, self.faults, self._lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
     pytree_handler,
     read_metadata,
 )
-from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, rename_path
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, places_of, rename_path
 from jaxpp_flax.processes.group import process_group
 
 
@@ -175,12 +175,14 @@ def plan_restore(
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
     widen: PathFilter = (),
+    may_differ: Collection[str] = (),
 ) -> RestorePlan:
     """Do all checks of `restore`, without reading the values.
 
     Args:
       path, target, only, rename, missing, extra: as in `restore`.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
+      may_differ: leaves that the target or the checkpoint alone may have; they are not restored.
     """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
@@ -190,6 +192,7 @@ def plan_restore(
     leaves, structure = flatten(target)
     wanted, widened = choose(only), choose(widen)
     stored = stored_leaves(metadata)
+    places = _places(leaves, stored, rename)
     chosen: dict[str, str] = {}  # path of the target -> path on disk
     faults: list[str] = []
     for name, leaf in leaves.items():
@@ -197,11 +200,12 @@ def plan_restore(
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 faults.append(f"{name}: left out by `only`, and the target has no value to keep there")
             continue
-        found = _find(rename_path(name, rename), stored)
-        if found is not None:
-            chosen[name] = found
+        if name in places:
+            chosen[name] = places[name]
         elif is_empty(leaf):
             leaves[name] = empty(leaf)
+        elif name in may_differ:
+            continue
         elif missing == "error" or isinstance(leaf, jax.ShapeDtypeStruct):
             renamed = rename_path(name, rename)
             looked = f" (looked for {renamed})" if renamed != name else ""
@@ -211,7 +215,8 @@ def plan_restore(
         if wrong := wants[name].faults(stored[found].shape, stored[found].dtype, widened(name)):
             faults.append(f"{name}: {'; '.join(wrong)}")
     if extra == "error":
-        faults += _extra(stored, chosen, wanted, rename)
+        unread = [name for name in stored if name not in {*places.values(), *may_differ}]
+        faults += _extra(unread, wanted, rename)
     if not chosen and not faults:
         faults.append(f"no leaf of the target matches only={only!r}")
     if faults:
@@ -237,22 +242,26 @@ def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
     return found
 
 
-def _find(path: str, stored: Mapping[str, StoredLeaf]) -> str | None:
-    # Stock Orbax writes an `nnx.Variable` as a node with the child `value`.
-    return next((name for name in (path, f"{path}/value") if name in stored), None)
+def _places(
+    leaves: Collection[str], stored: Mapping[str, StoredLeaf], rename: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return the path on disk of each leaf that the checkpoint has."""
+    own, found = {rename_path(name, rename) for name in leaves}, dict[str, str]()
+    for name in leaves:
+        first, *others = (rename_path(place, rename) for place in places_of(name))
+        places = (first, *(place for place in others if place not in own))  # not the place of another leaf
+        # Stock Orbax writes an `nnx.Variable` as a node with the child `value`.
+        each = (path for place in places for path in (place, f"{place}/value") if path in stored)
+        if (path := next(each, None)) is not None:
+            found[name] = path
+    return found
 
 
-def _extra(
-    stored: Mapping[str, StoredLeaf], chosen: Mapping[str, str], wanted: Any, rename: Mapping[str, str] | None
-) -> list[str]:
-    """List the leaves on disk that `wanted` includes and no leaf of the target reads."""
+def _extra(unread: Collection[str], wanted: Any, rename: Mapping[str, str] | None) -> list[str]:
+    """List the leaves on disk that `wanted` includes and no leaf of the target has its place at."""
     back = {new: old for old, new in (rename or {}).items()}
-    read = set(chosen.values())
-    return [
-        f"{rename_path(name, back)}: in the checkpoint, but not in the target"
-        for name in stored
-        if name not in read and wanted(rename_path(name, back))
-    ]
+    named = {name: rename_path(name, back) for name in unread}
+    return [f"{old}: in the checkpoint, but not in the target" for old in named.values() if wanted(old)]
 
 
 def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from jaxpp_flax.checkpoint.format.leaves import Wanted, is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
+from jaxpp_flax.pretrained.faults import grouped, keep_remedy
+from jaxpp_flax.pretrained.name_map import IDENTITY, NO_RULE, Fill, NameMap
 from jaxpp_flax.pretrained.slices import StoredTensor, full_index, read_part, tensor_parts
 from jaxpp_flax.pretrained.sources import WeightSource, open_source
 from jaxpp_flax.processes.comparison import compare_lines
 from jaxpp_flax.processes.group import process_group
 
-_LISTED = 24  # of wrong leaves; weights of another model have hundreds
+_SIZES = "Make the model with the sizes of the files, change its rule, or name it in keep="
 
 
 def load_pretrained(
@@ -137,19 +138,25 @@ def plan_load(
         filled[fill.leaf] = FilledLeaf(fill, tuple(tensors), tuple(np.shape(leaf)), leaf.dtype)
     taken = {tensor.name for leaf in filled.values() for tensor in leaf.tensors}
     missing = {name for fill in fills for name in fill.tensors}
+    lacking = [path for path in leaves if f"{path}: {NO_RULE}" in faults or _lacks(filled.get(path))]
     faults += [
         f"{name}: in {tensor.file.name}, and no leaf takes it.{_why_extra(name, missing, map)}"
         for name, tensor in opened.tensors.items()
         if name not in taken | opened.optional and not map.is_ignored(name) and not map.is_ignored(map.prefix + name)
     ]
     if not leaves:
-        faults.append("the target has no leaves to fill")
+        faults.append("the target has no leaves to fill. Give it arrays or shapes that keep= does not name")
     if faults:
-        raise _mismatch(opened, faults)
+        raise _mismatch(opened, faults, lacking, keep_remedy(lacking, [*leaves.keys() - {*lacking}], keep))
     if process_group().process_count > 1:
         compare_lines(process_group(), "the weights to load", [*opened.describe(), *str(map).splitlines()], None)
     shardings = {path: Wanted.of(leaves[path]).sharding for path in filled}
     return LoadPlan(opened, filled, shardings)
+
+
+def _lacks(leaf: FilledLeaf | None) -> bool:
+    """Return whether the files have nothing for a leaf."""
+    return leaf is not None and not leaf.tensors
 
 
 def _find(fill: Fill, source: WeightSource, map: NameMap, untie: bool) -> tuple[list[StoredTensor], list[str]]:
@@ -164,7 +171,7 @@ def _find(fill: Fill, source: WeightSource, map: NameMap, untie: bool) -> tuple[
                 "pass untie=True to begin with a copy"
             )
         elif tensor is None and other is None:
-            wrong.append(f"the files have no {name}")
+            wrong.append(f"the files have no {name}. Change the map, or name the leaf in keep=")
         else:
             tensors += [of for of in (tensor, other) if of is not None]
     return tensors, wrong
@@ -176,15 +183,16 @@ def _differences(fill: Fill, tensors: Sequence[StoredTensor], leaf: Any, cast: b
         where, dtype = f"{tensor.name} in {tensor.file.name}", tensor.dtype
         if tensor.shape != wanted:
             text = f"{where} has shape {tensor.shape}, wanted {wanted} for the leaf's {tuple(np.shape(leaf))}"
-            wrong.append(text + _transposed(fill, tensor.shape, wanted))
+            wrong.append(f"{text}. {_transposed(fill, tensor.shape, wanted) or _SIZES}")
         if dtype is None:
             wrong.append(f"{where} has a dtype that cannot be read into JAX. Convert it in the library that wrote it")
         elif is_key(leaf):
             wrong.append("it holds random keys, which no file of weights has. Name it in keep=")
         elif dtype != leaf.dtype and not (cast and _is_float(dtype) and _is_float(leaf.dtype)):
-            remedy = ": pass cast=True to convert" if _is_float(dtype) and _is_float(leaf.dtype) else ""
+            is_cast = _is_float(dtype) and _is_float(leaf.dtype)
+            remedy = ": pass cast=True to convert" if is_cast else f". Make it in {dtype}, or name it in keep="
             wrong.append(f"{where} has dtype {dtype}, wanted {leaf.dtype}{remedy}")
-    return wrong or Wanted.of(leaf).faults(None, None)
+    return wrong or [f"{text}. Shard another dimension of it" for text in Wanted.of(leaf).faults(None, None)]
 
 
 def _is_float(dtype: Any) -> bool:
@@ -193,7 +201,7 @@ def _is_float(dtype: Any) -> bool:
 
 def _transposed(fill: Fill, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     if fill.rule.transpose is None and fill.rule.merge is None and shape == wanted[::-1]:
-        return ". Give its rule transpose=(1, 0)" if len(shape) == 2 else ". Give its rule a transpose="
+        return "Give its rule transpose=(1, 0)" if len(shape) == 2 else "Give its rule a transpose="
     return ""
 
 
@@ -204,12 +212,21 @@ def _why_extra(name: str, wanted: set[str], map: NameMap) -> str:
     return " Give the model that leaf, or name the tensor in the map's ignore="
 
 
-def _mismatch(source: WeightSource, faults: list[str]) -> CheckpointMismatchError:
+def _mismatch(
+    source: WeightSource, faults: Sequence[str], lacking: Sequence[str], remedy: str | None
+) -> CheckpointMismatchError:
     of = f" of {source.architecture}" if source.architecture else ""
-    shown = faults[:_LISTED]
-    if len(faults) > _LISTED:
-        shown.append(f"and {len(faults) - _LISTED} more. Are these the weights of this model, with its sizes?")
-    return CheckpointMismatchError(f"the weights{of} at {source.path} do not fit the model.", shown)
+    # What `remedy` names is told in one line.
+    named = {*lacking} if remedy is not None and len(lacking) > 1 else set[str]()
+    lines = grouped(fault for fault in faults if fault.partition(": ")[0] not in named)
+    if named:
+        text = "no tensor of the files fills them. If the files have other names for them, change the map"
+        lines.insert(0, f"{lacking[0]} and {len(lacking) - 1} more: {text}")
+    if remedy is not None:
+        lines.append(remedy)
+    elif lacking:
+        lines.append("Are these the weights of this model, with its sizes? For other names, pass map=")
+    return CheckpointMismatchError(f"the weights{of} at {source.path} do not fit the model.", faults, lines)
 
 
 def _place(leaf: FilledLeaf, sharding: Any) -> Any:

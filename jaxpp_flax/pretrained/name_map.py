@@ -14,6 +14,8 @@ from jaxpp_flax.globs import captures, matches_any
 
 T = TypeVar("T")
 
+NO_RULE = "no rule of the map fills it. Add a Rule for it, or name it in keep="
+
 _LAYER = "#"  # stands for the number of a layer in the name of a stacked rule's tensor
 
 
@@ -185,13 +187,14 @@ class NameMap:
                 faults.append(
                     f"{leaf}: filled twice, by {texts}. Keep one, or let the '*' of one match less"
                     if found
-                    else f"{leaf}: no rule of the map fills it. Add a Rule for it, or name it in keep="
+                    else f"{leaf}: {NO_RULE}"
                 )
                 continue
             ((rule, stars),) = found
             if not rule.fits(len(shape)):
                 faults.append(
-                    f"{leaf}: has shape {tuple(shape)}, and its rule is for another number of dimensions: {rule}"
+                    f"{leaf}: has shape {tuple(shape)}, and its rule is for another number of dimensions: {rule}. "
+                    "Change the rule's transpose= and merge=, or add one for this leaf"
                 )
                 continue
             fills.append(Fill(leaf, rule, _tensors(rule, stars, layers.get(leaf, range(0)))))

@@ -41,7 +41,7 @@ def read_orbax(path: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
         if leaf.dtype is None or (is_state and item not in _OF_THE_MODEL):
             continue
         name = rest if item in _OF_THE_MODEL and rest else stored
-        name = name.removeprefix("collections/").removesuffix("/value").replace("/", ".")
+        name = name.removeprefix("collections/").removeprefix("frozen/").removesuffix("/value").replace("/", ".")
         if is_state and item != "params":
             optional.add(name)
         tensors[name] = StoredTensor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint import (
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
-from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
+from jaxpp_flax.checkpoint.reading import RestorePlan, leaves_of, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -31,9 +31,10 @@ from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.progress import Display
+from jaxpp_flax.trainers.state.frozen_leaves import OtherFrozen, disk_names
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.sources import Checkpoint
-from jaxpp_flax.trainers.state.train_state import WIDENED
+from jaxpp_flax.trainers.state.train_state import WIDENED, TrainState
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay, check_parameters
 
 __all__ = ["Checkpointing", "Resume", "check_resume"]
@@ -61,6 +62,7 @@ class Checkpointing:
 
     Args:
       measured: the metrics of the latest step, which a checkpoint keeps for Orbax's policies.
+      frozen_in: returns the paths in `model_state` of parameters that are not trained.
       saves_nonfinite: True if parameters that are not finite may be saved.
     """
 
@@ -73,6 +75,7 @@ class Checkpointing:
     trained_on: BatchComparison
     display: Display
     model_name: str
+    frozen_in: Callable[[Any], Collection[str]]
     saves_nonfinite: bool
     clock: Clock
 
@@ -96,7 +99,7 @@ class Checkpointing:
         if states := self.callbacks.to_json():
             beside["callbacks"] = states
         if where is not None and not isinstance(where, int):
-            return save_step(where, self.held.whole(), beside)
+            return save_step(where, self._on_disk(self.held.whole()), beside)
         store = self.need_store("save")
         if where is not None and where != self.held.step:
             raise ValueError(
@@ -108,7 +111,7 @@ class Checkpointing:
             check_parameters(self.held.step, self.held.whole().params)
         metrics = self.measured.at(self.held.step)
         self.leave_branch()
-        store.save(self.held.step, self.held.whole(), beside, metrics=metrics, wait=wait)
+        store.save(self.held.step, self._on_disk(self.held.whole()), beside, metrics=metrics, wait=wait)
         return store.directory / str(self.held.step)
 
     def _save_part(self, where: str | os.PathLike[str] | int | None, only: PathFilter) -> Path:
@@ -125,8 +128,13 @@ class Checkpointing:
                 f"save({where!s}, only={only!r}): no leaf of trainer.state has such a path. Try 'params/*'."
             )
         is_of_model = all(name.startswith(("params/", "model_state/")) for name in names)
-        leaves = flatten(self.held.weights() if is_of_model else self.held.whole())[0]
-        return save_step(where, nest({name: leaves[name] for name in names}), {"about": {"model": self.model_name}})
+        tree = self._on_disk(self.held.weights() if is_of_model else self.held.whole(), names)
+        return save_step(where, tree, {"about": {"model": self.model_name}})
+
+    def _on_disk(self, state: TrainState, names: Collection[str] | None = None) -> dict[str, Any]:
+        """Return a state, or its leaves of these names, as the tree that a checkpoint has."""
+        leaves, places = flatten(state)[0], disk_names(state, self.frozen_in(state.model_state))
+        return nest({places[name]: leaves[name] for name in (leaves if names is None else names)})
 
     @without_ambient_mesh
     @timed("restore")
@@ -152,7 +160,9 @@ class Checkpointing:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
-        plan = self._plan(path, only, rename, missing)
+        others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), leaves_of(path).keys())
+        plan = self._plan(path, only, rename, missing, others)
+        fresh = list(filter(choose(only), others.fresh)) if missing == "error" else []
         if only is not None or missing == "keep":
             plan, following = self._with_copies(plan)
             if following:
@@ -171,14 +181,34 @@ class Checkpointing:
                 f"{error} The state in memory is already deleted (low_memory=True): restore a checkpoint before "
                 "training."
             ) from error
+        self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
         step: Any = self.held.stored_step()
         known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
         answers = exchange_values(process_group(), "the step of the checkpoint", known)
         known = next(answer for answer in answers if answer is not None)
         self._take_position(known, None if only is not None else position)
 
+    def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:
+        """Make what the optimizer keeps of parameters that were frozen in the run of the checkpoint; tell of both."""
+        if unread:
+            self.display.message(
+                "some parameters are frozen that were trained in the run of the checkpoint. What the optimizer kept of "
+                f"them is not restored: {listed(unread, 3, str)}"
+            )
+        if fresh:
+            self.held.forget(fresh)
+            self.display.message(
+                "some parameters are trained that were frozen in the run of the checkpoint. What the optimizer keeps "
+                f"of them begins anew: {listed(fresh, 3, str)}"
+            )
+
     def _plan(
-        self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
+        self,
+        path: Path,
+        only: PathFilter | None,
+        rename: Mapping[str, str] | None,
+        missing: Literal["error", "keep"],
+        others: OtherFrozen,
     ) -> RestorePlan:
         """Compare a checkpoint with the state, and the checkpoint's files with their sizes."""
         target = self.held.target(keeps=only is not None or missing == "keep")
@@ -186,7 +216,10 @@ class Checkpointing:
         try:
             # A checkpoint that no trainer wrote may hold other items.
             extra = "ignore" if rename else "error"
-            return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra, widen=WIDENED)
+            return plan_restore(
+                path, target, only=only, rename=rename, missing=missing, extra=extra, widen=WIDENED,
+                may_differ=others.paths,
+            )  # fmt: skip
         except CheckpointMismatchError as error:
             if about.get("model", self.model_name) == self.model_name:
                 raise

@@ -216,7 +216,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     )  # fmt: skip
     checkpoints = Checkpointing(
         store=store, held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
-        trained_on=trained_on, display=display, model_name=core.model_name,
+        trained_on=trained_on, display=display, model_name=core.model_name, frozen_in=core.adapter.frozen_in,
         measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore",
         clock=clock,
     )  # fmt: skip

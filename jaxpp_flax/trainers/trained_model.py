@@ -260,6 +260,9 @@ class TrainedModel:
         Inside a loop over data, the next step uses the next batch: the data does not go back. Checkpoints of later
         steps belong to what the loop has left: they are renamed to `<step>.abandoned` after its next step.
 
+        The run may have frozen other parameters. The optimizer's state of a parameter that is trained only now begins
+        anew, that of one that is frozen now is not read, and a line tells of both.
+
         Args:
           where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or the path of any
             Orbax checkpoint of a tree.

@@ -135,9 +135,10 @@ def test_all_faults_at_once_and_before_a_value_is_read(tmp_path: Path, reads: li
     assert faults(path, tree) == (
         "extra: no rule of the map fills it. Add a Rule for it, or name it in keep=",
         f"blocks/0/kernel: model.layers.0.fc.weight in {shard['model.layers.0.fc.weight']} has shape (8, 4), wanted "
-        "(9, 4) for the leaf's (4, 9)",
-        "blocks/2/kernel: the files have no model.layers.2.fc.weight",
-        "blocks/2/query: the files have no model.layers.2.q.weight",
+        "(9, 4) for the leaf's (4, 9). Make the model with the sizes of the files, change its rule, or name it in "
+        "keep=",
+        "blocks/2/kernel: the files have no model.layers.2.fc.weight. Change the map, or name the leaf in keep=",
+        "blocks/2/query: the files have no model.layers.2.q.weight. Change the map, or name the leaf in keep=",
         f"embed/embedding: model.embed.weight in {shard['model.embed.weight']} has dtype float32, wanted bfloat16: "
         "pass cast=True to convert",
         f"lm_head.weight: in {shard_of(path, 'lm_head.weight').name}, and no leaf takes it. The model ties it to "
@@ -155,9 +156,60 @@ def test_a_forgotten_transpose_is_told(tmp_path: Path):
 
 def test_weights_of_another_model_are_told_in_few_lines(tmp_path: Path):
     path = write(tmp_path / "w")
-    found = faults(path, {"decoder": [np.zeros(1, np.float32)] * 40})
-    assert len(found) == 25
-    assert found[-1] == "and 22 more. Are these the weights of this model, with its sizes?"
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_pretrained(path, {"decoder": [np.zeros(1, np.float32)] * 40}, map=NAMES)
+    head, *lines = str(caught.value).splitlines()
+    assert head.endswith("do not fit the model. 46 leaves are wrong:")
+    assert len(caught.value.faults) == 46
+    assert lines[0].strip() == (
+        "decoder/*: 40 times, first at decoder/0: no rule of the map fills it. Add a Rule for it, or name it in keep="
+    )
+    assert len(lines) == 1 + 4 + 1  # and one of each kind of tensor
+    assert "Are these the weights of this model, with its sizes?" in lines[-1]
+
+
+def with_adapters(tree: dict[str, Any]) -> dict[str, Any]:
+    """A model whose blocks have adapters, and with a new head."""
+    blocks = [{**block, "lora": {"lora_a": np.ones(2), "lora_b": np.ones(2)}} for block in tree["blocks"]]
+    return {**tree, "blocks": blocks}
+
+
+LACKING = {
+    "adapters": (with_adapters, "", 60, 'keep="*/lora_*"'),
+    "a head": (lambda tree: {**tree, "score": {"kernel": np.ones(2), "bias": np.ones(2)}}, "", 2, 'keep="score/*"'),
+    "a leaf": (lambda tree: {**tree, "scale": np.ones(2)}, "", 1, 'keep="scale"'),
+    "both": (
+        lambda tree: {**with_adapters(tree), "score": {"kernel": np.ones(2)}}, "", 61, 'keep=["*/lora_*", "score/*"]'
+    ),
+    "in layers": (
+        lambda tree: {**tree, "blocks": [{**block, "gate": np.ones(2)} for block in tree["blocks"]]}, ["none/*"], 30,
+        'keep=["none/*", "*/gate"]',
+    ),
+    "by a function": (
+        with_adapters, lambda path: path.endswith("lora_a"), 30, "a function keep= that also names */lora_*"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["a map", "no map"])
+@pytest.mark.parametrize(("change", "keep", "count", "remedy"), LACKING.values(), ids=LACKING.keys())
+def test_leaves_that_the_files_lack_are_counted_and_keep_is_named(
+    tmp_path: Path, mapped: bool, change: Any, keep: Any, count: int, remedy: str
+):
+    options: dict[str, Any] = {"map": NAMES} if mapped else {}
+    tree = make_tree(30)
+    path = export_pretrained(tree, tmp_path / "w", **options)
+    target = change(tree)
+    with pytest.raises(CheckpointMismatchError, match=r"(is|are) wrong") as caught:
+        load_pretrained(path, target, keep=keep or (), **options)
+    text = str(caught.value)
+    assert f" {count} lea" in text.splitlines()[0]
+    assert len(text.splitlines()) <= 5
+    assert remedy in text
+    given = {"keep": keep if callable(keep) else eval(remedy.removeprefix("keep="))}
+    if not callable(keep):
+        loaded = load_pretrained(path, target, **given, **options)
+        np.testing.assert_array_equal(loaded["blocks"][29]["query"], tree["blocks"][29]["query"])
 
 
 def test_ties(tmp_path: Path):
@@ -192,10 +244,10 @@ def test_cast_keep_and_dtypes_that_do_not_fit(tmp_path: Path):
     wrong = make_tree(dtype=jnp.bfloat16)
     wrong["head"] = {"kernel": np.zeros((4, 6), np.int32)}
     (fault,) = faults(path, wrong, cast=True)
-    assert fault.endswith("has dtype bfloat16, wanted int32")
+    assert fault.endswith("has dtype bfloat16, wanted int32. Make it in bfloat16, or name it in keep=")
     keys = {**make_tree(dtype=jnp.bfloat16), "head": {"kernel": jax.random.split(jax.random.key(0), (4, 6))}}
     assert "it holds random keys, which no file of weights has. Name it in keep=" in faults(path, keys)[0]
-    assert faults(path, {})[-1] == "the target has no leaves to fill"
+    assert faults(path, {})[-1].startswith("the target has no leaves to fill")
 
 
 def test_a_sharding_that_does_not_divide(tmp_path: Path):

@@ -18,7 +18,8 @@ def test_a_leaf_without_a_rule_with_two_and_with_one_for_other_dimensions():
     assert faults(names, a__kernel=(2,), d=(2,), c=(2,)) == [
         "a/kernel: filled twice, by (a/* <- a.*) and (*/kernel <- b.*). Keep one, or let the '*' of one match less",
         "d: no rule of the map fills it. Add a Rule for it, or name it in keep=",
-        "c: has shape (2,), and its rule is for another number of dimensions: c <- c, transpose (1, 0)",
+        "c: has shape (2,), and its rule is for another number of dimensions: c <- c, transpose (1, 0). Change the "
+        "rule's transpose= and merge=, or add one for this leaf",
     ]
 
 

@@ -76,6 +76,27 @@ def choose(only: PathFilter | None) -> Callable[[str], bool]:
     return matches_any(only)
 
 
+def places_of(path: str) -> tuple[str, ...]:
+    """Return the paths where a checkpoint may have a leaf of a `TrainState`, the first choice first.
+
+    A parameter has one place on disk, `params/`, whether it is trained or frozen. In memory a frozen one belongs to the
+    rest of the model: `model_state/` (NNX), or `model_state/frozen/` (Linen). Older checkpoints have it there.
+
+    Example:
+      >>> places_of("params/head/kernel")
+      ('params/head/kernel', 'model_state/head/kernel', 'model_state/frozen/head/kernel')
+      >>> places_of("model_state/frozen/head/kernel"), places_of("step")
+      (('model_state/frozen/head/kernel', 'params/head/kernel'), ('step',))
+    """
+    holders = ("model_state/frozen/", "model_state/", "params/")
+    holder = next((of for of in holders if path.startswith(of)), None)
+    if holder is None:
+        return (path,)
+    own = path.removeprefix(holder)
+    others = ("model_state/", "model_state/frozen/") if holder == "params/" else ("params/",)
+    return (path, *(f"{other}{own}" for other in others))
+
+
 def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
     """Replace the longest prefix of `path` that `rename` has; a prefix consists of whole parts of a path.
 

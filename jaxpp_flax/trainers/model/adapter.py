@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import jax
@@ -38,6 +39,10 @@ class ModelAdapter(Protocol):
 
     def batch_statistics(self, rest: Any) -> list[bool]:
         """Return, for each leaf of `rest`, True if it is a running statistic of the batch, as in BatchNorm."""
+        ...
+
+    def frozen_in(self, rest: Any) -> Collection[str]:
+        """Return the paths in `rest` of parameters that are not trained."""
         ...
 
     def rest_of(self, bound: Any, before: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 from flax import core
 from flax import linen as nn
 
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.precision import narrowed, widened
@@ -120,6 +121,9 @@ class LinenModel:
     def batch_statistics(self, rest: Any) -> list[bool]:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
         return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
+
+    def frozen_in(self, rest: Any) -> Collection[str]:
+        return flatten({"frozen": rest.get("frozen", {})})[0].keys()
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
         collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
 from jaxpp_flax.trainers.model.precision import calling_in, narrowed
@@ -20,11 +22,13 @@ _OF_THE_CALL = 1
 class NnxModel:
     """An NNX module, split into trained variables (`wrt`, a filter) and the rest.
 
-    `seed` is the seed of `rngs`; `compute` is the type in which the module computes (None: its own).
+    `kinds` is the filter before `frozen`; `seed` is the seed of `rngs`; `compute` is the type in which the module
+    computes (None: its own).
     """
 
     graphdef: Any
     wrt: Any
+    kinds: Any = nnx.Param
     seed: int = 0
     compute: Any = None
 
@@ -33,12 +37,14 @@ class NnxModel:
         cls, module: nnx.Module, wrt: Any = nnx.Param, frozen: Any = None, seed: int = 0
     ) -> tuple[NnxModel, Any, Any]:
         """Return the adapter, the trained variables and the rest (each an `nnx.State`); `module` does not change."""
+        kinds = wrt
         if frozen is not None:
             chosen = nnx.to_flat_state(nnx.state(module, wrt))
             is_frozen = frozen_filter(frozen, [path_text(path) for path, _ in chosen])
             wrt = nnx.All(wrt, lambda path, _: not is_frozen(path_text(path)))
         graphdef, params, rest = nnx.split(module, wrt, ...)
-        return cls(graphdef=graphdef, wrt=wrt, seed=seed), numbers_as_arrays(params), numbers_as_arrays(rest)
+        adapter = cls(graphdef=graphdef, wrt=wrt, kinds=kinds, seed=seed)
+        return adapter, numbers_as_arrays(params), numbers_as_arrays(rest)
 
     def computing_in(self, compute: Any) -> NnxModel:
         return replace(self, compute=compute)
@@ -64,6 +70,9 @@ class NnxModel:
     def batch_statistics(self, rest: Any) -> list[bool]:
         variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
         return [isinstance(variable, nnx.BatchStat) for variable in variables for _ in jax.tree.leaves(variable)]
+
+    def frozen_in(self, rest: Any) -> Collection[str]:
+        return flatten(nnx.filter_state(rest, nnx.Any(nnx.Param, self.kinds)))[0].keys()
 
     def rest_of(self, bound: Any, before: Any) -> Any:
         """Return the variables of `before` after the call; variables that the call created (sown ones) are dropped."""

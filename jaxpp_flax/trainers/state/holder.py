@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -148,12 +148,17 @@ class StateHolder:
 
     def begin_anew(self) -> None:
         """Forget the optimizer's state and the average: they are made from the parameters again."""
-        for leaf in jax.tree.leaves((self.memory.opt_state, self.memory.ema)):
-            if not is_abstract(leaf):
-                leaf.delete()
-        forgotten = replace(self.memory, opt_state=shapes_of(self.memory.opt_state), ema=shapes_of(self.memory.ema))
-        self.memory, self.is_placed = forgotten, False
-        self._sources = {path: of for path, of in self._sources.items() if not path.startswith(("opt_state", "ema"))}
+        self.forget([path for path in flatten(self.memory)[0] if path.startswith(("opt_state", "ema"))])
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Forget leaves of the optimizer's state and the average: they are made from the parameters again."""
+        (leaves, structure), gone = flatten(self.memory), {*paths}
+        for path in gone:
+            if not is_abstract(leaves[path]):
+                leaves[path].delete()
+            leaves[path] = shapes_of(leaves[path])
+        self.memory, self.is_placed = jax.tree.unflatten(structure, leaves.values()), False
+        self._sources = {path: of for path, of in self._sources.items() if path not in gone}
 
     # ------------------------------------------------------------------ places
 
