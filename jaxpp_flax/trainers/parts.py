@@ -140,11 +140,17 @@ def make_core(
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     adapter = chosen.adapter.computing_in(precision.computed)
-    builder = StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=memory.remat)
+    builder = StepBuilder(
+        model=adapter, update=update, loss_fn=loss_fn, remat=memory.remat, after_update=training.after_update
+    )
     stage = StageContext(mesh=mesh, specs=specs, rules=rules)
     builders = StepBuilderCache(builder, scheduling.num_microbatches, stage, training.unused)
     rows = BatchSharding(mesh, scheduling.num_microbatches)
     measures = _run_metrics(logging, held, builders, rows)
+    executables = CompiledSteps(
+        scheduling, assigner, builders, held,
+        stage=stage, ignored=ignored, fsdp=devices.fsdp, clock=measures.clock,
+    )  # fmt: skip
     return Core(
         adapter=adapter,
         model_name=chosen.name,
@@ -156,16 +162,7 @@ def make_core(
         assigner=assigner,
         held=held,
         builders=builders,
-        executables=CompiledSteps(
-            scheduling,
-            assigner,
-            builders,
-            held,
-            stage=stage,
-            ignored=ignored,
-            fsdp=devices.fsdp,
-            clock=measures.clock,
-        ),
+        executables=executables,
         rows=rows,
         measures=measures,
     )

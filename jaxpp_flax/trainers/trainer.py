@@ -79,8 +79,8 @@ class PipelineTrainer(TrainedModel):
         or a policy.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
-      training: `Training(wrt=, frozen=, ema_decay=, on_nonfinite=, seed=)`: the trained parameters and their moving
-        average, losses that are not finite, random numbers.
+      training: `Training(wrt=, frozen=, ema_decay=, on_nonfinite=, after_update=, seed=)`: the trained parameters and
+        their moving average, losses that are not finite, a function that runs once a step, random numbers.
       precision: "bfloat16" or "float16": the model computes in this type; parameters, sums of gradients and the loss
         stay float32. `Precision(compute=, params=, gradients=, loss_scale=)` has more.
       memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed,

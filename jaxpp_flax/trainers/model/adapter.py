@@ -45,6 +45,18 @@ class ModelAdapter(Protocol):
         """Return the paths in `rest` of parameters that are not trained."""
         ...
 
+    def frozen_parameters(self, rest: Any) -> list[bool]:
+        """Return, for each leaf of `rest`, True if it is a parameter that is not trained."""
+        ...
+
+    def overwritten_by_gradients(self, rest: Any) -> list[bool]:
+        """Return, for each leaf of `rest`, True if its gradient is its next value, as for the scales of Flax's fp8."""
+        ...
+
+    def params_of(self, bound: Any, before: Any) -> Any:
+        """Return the trained parameters after the call of `bound`: same structure as `before`."""
+        ...
+
     def rest_of(self, bound: Any, before: Any) -> Any:
         """Return the rest after the call of `bound`: same structure and same random keys as `before`."""
         ...

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import core
 from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
@@ -119,15 +120,26 @@ class LinenModel:
         return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in STREAMS}
 
     def batch_statistics(self, rest: Any) -> list[bool]:
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
-        return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
+        own = ["collections", "batch_stats"]
+        return [_first_keys(path, 2) == own for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+
+    def frozen_parameters(self, rest: Any) -> list[bool]:
+        return [_first_keys(path, 1) == ["frozen"] for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+
+    def overwritten_by_gradients(self, rest: Any) -> list[bool]:
+        own = ["collections", OVERWRITE_WITH_GRADIENT]
+        return [_first_keys(path, 2) == own for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+
+    def params_of(self, bound: LinenCall, before: Any) -> Any:
+        return _same_paths(bound.params, before)
 
     def frozen_in(self, rest: Any) -> Collection[str]:
         return flatten({"frozen": rest.get("frozen", {})})[0].keys()
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
         collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
-        return {**before, "collections": collections}
+        frozen = {"frozen": _same_paths(bound.params, before["frozen"])} if "frozen" in before else {}
+        return {**before, **frozen, "collections": collections}
 
     def rebuild(self, params: Any, rest: Any) -> nn.Module:
         return self.module.bind(self.variables_of(params, rest))
@@ -135,6 +147,16 @@ class LinenModel:
     def variables_of(self, params: Any, rest: Any) -> dict[str, Any]:
         """Return all collections, in the form that `module.apply` takes."""
         return {"params": _all(params, rest), **rest["collections"]}
+
+
+def _first_keys(path: Sequence[Any], count: int) -> list[Any]:
+    return [getattr(step, "key", None) for step in path[:count]]
+
+
+def _same_paths(params: Any, before: Any) -> Any:
+    """Return those of all parameters that have a path in `before`."""
+    found = dict(jax.tree_util.tree_leaves_with_path(core.unfreeze(params)))
+    return jax.tree_util.tree_map_with_path(lambda path, old: found.get(path, old), before)
 
 
 def _all(params: Any, rest: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
@@ -74,6 +75,18 @@ class NnxModel:
     def frozen_in(self, rest: Any) -> Collection[str]:
         return flatten(nnx.filter_state(rest, nnx.Any(nnx.Param, self.kinds)))[0].keys()
 
+    def frozen_parameters(self, rest: Any) -> list[bool]:
+        variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return [isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable)]
+
+    def overwritten_by_gradients(self, rest: Any) -> list[bool]:
+        variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return [_is_overwritten(variable) for variable in variables for _ in jax.tree.leaves(variable)]
+
+    def params_of(self, bound: Any, before: Any) -> Any:
+        new = dict(nnx.to_flat_state(nnx.state(bound, self.wrt)))
+        return nnx.from_flat_state([(path, new.get(path, old)) for path, old in nnx.to_flat_state(before)])
+
     def rest_of(self, bound: Any, before: Any) -> Any:
         """Return the variables of `before` after the call; variables that the call created (sown ones) are dropped."""
         _, _, after = nnx.split(bound, self.wrt, ...)
@@ -87,6 +100,14 @@ class NnxModel:
 
     def rebuild(self, params: Any, rest: Any) -> nnx.Module:
         return nnx.merge(self.graphdef, params, rest, copy=True)
+
+
+def _is_overwritten(variable: Any) -> bool:
+    """Return True for a variable of Linen's collection, which `nnx.bridge.ToNNX` makes a type of this name."""
+    try:
+        return nnx.variable_name_from_type(type(variable)) == OVERWRITE_WITH_GRADIENT
+    except ValueError:  # a type without a name in Linen
+        return False
 
 
 def _fold_keys(rest: Any, step: Any, microbatch: Any) -> Any:

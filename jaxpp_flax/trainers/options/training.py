@@ -17,6 +17,7 @@ from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused
+from jaxpp_flax.trainers.writes.after_update import AfterUpdate, check_after_update
 
 __all__ = ["Inference", "Training"]
 
@@ -36,6 +37,13 @@ class Training(Options):
         is saved. "skip" skips a step whose loss or gradients are not finite. "ignore" continues. "stop" and "skip"
         check the parameters before each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss
         scale (`Precision`).
+      after_update: changes variables once a step, inside the compiled step, after the optimizer. For NNX,
+        `after_update(model, metrics)` gets the module, and writes any of its variables in place: trained, frozen and
+        others. For Linen, `after_update(variables, metrics)` gets a dict of all collections and returns all of them.
+        The model has the new weights, in the type in which they are stored. What its call writes goes from microbatch
+        to microbatch, so `self.load[...] += tokens` has the sum over the batch (`metrics` of the loss are those of the
+        whole batch too). Such a variable is not reset by itself. The average of `ema_decay` gets what the function
+        writes; a step that is skipped skips it.
       max_batch_shapes: how many different shapes of batches one schedule may train on, such as lengths of padded texts.
         Each shape is compiled by itself, and a message says so. A batch with one more shape is refused.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
@@ -47,6 +55,11 @@ class Training(Options):
     Example:
       >>> Training(frozen=["embed/*", "blocks/[01]"], ema_decay=0.999).ema_decay
       0.999
+      >>> def follow(model, metrics):  # a teacher is the moving average of its student
+      ...     student = nnx.state(model.student, nnx.Param)
+      ...     teacher = nnx.state(model.teacher, nnx.Param)
+      ...     nnx.update(model.teacher, jax.tree.map(lambda t, s: 0.99 * t + 0.01 * s, teacher, student))
+      >>> training = Training(wrt=nnx.All(nnx.Param, nnx.PathContains("student")), after_update=follow)
     """
 
     wrt: nnx.filterlib.Filter = nnx.Param
@@ -54,6 +67,7 @@ class Training(Options):
     unused: OnUnused = "warn"
     ema_decay: float | None = None
     on_nonfinite: OnNonFinite | None = None
+    after_update: AfterUpdate | None = None
     max_batch_shapes: int = 32
     seed: int = 0
 
@@ -66,6 +80,8 @@ class Training(Options):
             raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonFinite):
             raise ValueError(f'on_nonfinite={self.on_nonfinite!r}: it must be "stop", "skip" or "ignore".')
+        if self.after_update is not None:
+            check_after_update(self.after_update)
         check_count("max_batch_shapes", self.max_batch_shapes)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise misfit("seed", self.seed, "a whole number")

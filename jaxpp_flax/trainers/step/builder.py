@@ -40,6 +40,7 @@ from jaxpp_flax.trainers.step.whole_batch import (
     summed,
     warn_of_mixing,
 )
+from jaxpp_flax.trainers.writes.after_update import AfterUpdate, call_after_update
 
 StepFunction = Callable[[TrainState, Any], Any]
 
@@ -126,6 +127,7 @@ class StepBuilder:
     loss_fn: Callable[..., Any]
     carried: tuple[int, ...] = ()  # the leaves of `model_state` that go from microbatch to microbatch
     unused: tuple[str, ...] = ()  # the parameters that the loss does not use
+    after_update: AfterUpdate | None = None  # changes variables after the optimizer
     remat: Any = None  # None, "full" or a policy: the values of the loss to recompute in backward
 
     def train(self, loop: Loop) -> StepFunction:
@@ -139,16 +141,20 @@ class StepBuilder:
                 carried, (terms, grads) = self._accumulate_in_two_passes(loss, computed, batch, loop)
             metrics, divisor = whole_batch(terms, loop.num_microbatches if loss is None else 1)
             leaves, tree = jax.tree.flatten(state.model_state)
-
+            model_state = jax.tree.unflatten(tree, self._with_carry(leaves, carried))
             params, grads = with_zeros(grads, state.params, self.unused, self.update.summand)
 
-            def model_state(carry: Sequence[Any]) -> Any:
-                return jax.tree.unflatten(tree, self._with_carry(leaves, carry))
+            def after(params: Any, rest: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+                check_apart(metrics, more)
+                if self.after_update is None:
+                    return params, rest
+                return call_after_update(
+                    self.after_update, self.model, params, rest, {**metrics, **more},
+                    step=state.step, num_microbatches=loop.num_microbatches,
+                )  # fmt: skip
 
-            new, more = self.update.apply(
-                replace(state, params=params), grads, metrics["loss"], divisor, carried, model_state
-            )
-            check_apart(metrics, more)
+            begun = replace(state, params=params)
+            new, more = self.update.apply(begun, grads, metrics["loss"], divisor, model_state, after=after)
             return new, {**metrics, **more}
 
         return step
@@ -164,8 +170,8 @@ class StepBuilder:
         params, rest = jax.eval_shape(self.model.narrowed, *shapes)
         return replace(state, params=params, model_state=rest)
 
-    def _accumulate(self, state: TrainState, batch: Any, loop: Loop) -> tuple[tuple[Any, Any], tuple[LossTerms, Any]]:
-        """Return the carried leaves before and after the loop, and the summed terms and gradients."""
+    def _accumulate(self, state: TrainState, batch: Any, loop: Loop) -> tuple[Sequence[Any], tuple[LossTerms, Any]]:
+        """Return the carried leaves after the loop, and the summed terms and gradients."""
         leaves, tree = jax.tree.flatten(state.model_state)
 
         def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
@@ -187,8 +193,7 @@ class StepBuilder:
             return carry, (terms, self.update.summand(of_used(grads, self.unused)))
 
         before = [leaves[i] for i in self.carried]
-        after, sums = self._loop(body, before, loop, Add)
-        return (before, after), sums
+        return self._loop(body, before, loop, Add)
 
     def _in_two_passes(self, loop: Loop) -> WholeBatchLoss | None:
         """Return the loss, if it has two parts and the batch several; one microbatch is the whole batch."""
@@ -196,7 +201,7 @@ class StepBuilder:
 
     def _accumulate_in_two_passes(
         self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop
-    ) -> tuple[tuple[Any, Any], tuple[LossTerms, Any]]:
+    ) -> tuple[Sequence[Any], tuple[LossTerms, Any]]:
         """Return what `_accumulate` returns, with the terms of the whole batch."""
         stacked = self._embed_all(loss, state, batch, loop, training=True)
         terms, cotangents = loss_and_cotangents(loss, stacked, batch, lambda total: self.update.scaled(total, state))

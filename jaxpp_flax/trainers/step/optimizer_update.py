@@ -80,6 +80,15 @@ def _takes_value(tx: Any) -> bool:
     return "value" in parameters or any(of.kind is of.VAR_KEYWORD for of in parameters.values())
 
 
+AfterOptimizer = Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]
+"""Takes the new parameters, the model's state and the metrics of the update; returns both as they are to be."""
+
+
+def _chosen(finite: Any, after: Any, before: Any) -> Any:
+    """Return the values before the step if it is not finite; a value that the step leaves alone is not computed."""
+    return jax.tree.map(lambda a, b: b if a is b else jnp.where(finite, a, b), after, before)
+
+
 def _check_shapes(updates: Any, params: Any) -> None:
     """Refuse updates that addition would broadcast to the parameters."""
     for (path, param), update in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=False):
@@ -138,48 +147,45 @@ class Update:
         grads: Any,
         loss: Any,
         divisor: Any,
-        carried: Any,
-        new_model_state: Callable[[Any], Any],
+        model_state: Any,
+        *,
+        written: Any = None,
+        after: AfterOptimizer | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the new state and its metrics.
 
-        `grads` are summed over the microbatches, before the division by `divisor`. `loss` is the loss of the whole
-        batch, for optimizers that ask for `value`. `carried` has the leaves of the model's state that the step writes,
-        before and after; `new_model_state` makes the model's state from them.
+        Args:
+          state: the state before the step.
+          grads: the gradients, summed over the microbatches, before the division by `divisor`.
+          loss: the loss of the whole batch, for optimizers that ask for `value`.
+          divisor: the number that makes sums means.
+          model_state: the rest of the model's state after the loop.
+          written: the parameters that the optimizer updates, if the model's call has written some of them.
+          after: changes the new parameters and the model's state once more, before they enter the average.
         """
         scale = self._scale(state)
-        total = divisor if scale is None else divisor * scale
-
-        def mean(grad: Any, param: Any) -> Any:
-            wide = grad.astype(jnp.promote_types(grad.dtype, param.dtype))
-            return (wide / jnp.asarray(total, wide.dtype)).astype(param.dtype)
-
-        if scale is not None and self._narrow(grads, state.params):
-            # The product of scale and divisor may overflow a narrow type, even if neither factor overflows.
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        grads = jax.tree.map(mean, grads, state.params)
+        grads = self._means(grads, state.params, divisor, scale)
         state = replace(state, opt_state=fetched(state.opt_state))
-        updates, opt_state = self._updates(grads, state, loss)
-        params = optax.apply_updates(state.params, updates)
-        old, new = carried
+        begun = state if written is None else replace(state, params=written)
+        updates, opt_state = self._updates(grads, begun, loss)
+        params = optax.apply_updates(begun.params, updates)
         metrics: dict[str, Any] = {}
         finite: Any = None
         skips = scale is not None or self.skips_nonfinite
-        updated = opt_state
         if skips:
             finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
             if scale is None:
                 finite &= jnp.isfinite(loss)
-
-            def chosen(after: Any, before: Any) -> Any:
-                return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
-
-            params, opt_state = chosen(params, state.params), chosen(opt_state, state.opt_state)
-            new = chosen(list(new), list(old))
             metrics = {"skipped_step": 1.0 - finite.astype(jnp.float32)}
             if scale is not None:
                 metrics["loss_scale"] = jnp.float32(scale)
-        metrics |= self.measured.of(state.step, grads, state.params, updates, updated, finite=finite)
+        metrics |= self.measured.of(state.step, grads, begun.params, updates, opt_state, finite=finite)
+        if after is not None:
+            params, model_state = after(params, model_state, metrics)
+        if skips:
+            opt_state = _chosen(finite, opt_state, state.opt_state)
+            params = _chosen(finite, params, state.params)
+            model_state = _chosen(finite, model_state, state.model_state)
         ema = state.ema
         if self.ema_decay is not None:
             # In the average's type: in bfloat16, a change of a thousandth would be rounded away.
@@ -189,15 +195,28 @@ class Update:
         grown = state.loss_scale
         if isinstance(self.loss_scale, DynamicLossScale):
             grown = self.loss_scale.after(state.loss_scale, finite)
-        after = TrainState(
+        new = TrainState(
             step=state.step + 1,
             params=params,
             opt_state=put_back(opt_state, self.kept),
-            model_state=new_model_state(new),
+            model_state=model_state,
             ema=ema,
             loss_scale=grown,
         )
-        return after, metrics
+        return new, metrics
+
+    def _means(self, grads: Any, params: Any, divisor: Any, scale: Any) -> Any:
+        """Return the gradients of the whole batch, without a loss scale, in the parameters' types."""
+        total = divisor if scale is None else divisor * scale
+
+        def mean(grad: Any, param: Any) -> Any:
+            wide = grad.astype(jnp.promote_types(grad.dtype, param.dtype))
+            return (wide / jnp.asarray(total, wide.dtype)).astype(param.dtype)
+
+        if scale is not None and self._narrow(grads, params):
+            # The product of scale and divisor may overflow a narrow type, even if neither factor overflows.
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jax.tree.map(mean, grads, params)
 
     def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
         """Return the optimizer's updates and its new state.

@@ -1,0 +1,145 @@
+"""Refuse calls that change what a model is made of: a step writes values, and all else would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import core, nnx
+
+from jaxpp_flax.messages import listed
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.model.linen_model import LinenCall
+
+__all__ = ["check_structure", "check_types"]
+
+_OWN = "_pytree__"  # how the names of Flax's own attributes of a module begin
+
+
+def check_structure(after: Any, before: Any, what: str) -> None:
+    """Refuse a call that has made or removed a variable of the model, or changed an attribute that is no array.
+
+    Values that a call sows (`nnx.Intermediate`) are no part of the model: they are dropped.
+
+    Args:
+      after: the model after the call, as an adapter binds it.
+      before: the same model, not called.
+      what: what was called, for the message.
+
+    Raises:
+      ModelError: naming the variable or the attribute.
+    """
+    if isinstance(after, LinenCall):
+        _check_paths(_paths_of_collections(after.variables), _paths_of_collections(before.variables), what)
+        return
+    after, before = (_without_sown(module) for module in (after, before))
+    new, old = (_leaves(module) for module in (after, before))
+    _check_paths(new, old, what)
+    for path, kind in old.items():
+        if new[path] is not kind:
+            raise ModelError(
+                f"{what} makes the {kind.__name__} {path} a {new[path].__name__}. A step writes values, and keeps the "
+                "types of the variables. Make the variable with this type in `__init__`."
+            )
+    if nnx.split(after)[0] != nnx.split(before)[0]:
+        _check_attributes(after, before, what)
+
+
+def check_types(after: Any, before: Any, what: str) -> None:
+    """Refuse leaves with another shape or dtype than before; both trees have the same structure.
+
+    Raises:
+      ModelError: naming the leaf.
+    """
+    pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), strict=True)
+    for (path, new), old in pairs:
+        if (np.shape(new), _dtype(new)) != (old.shape, old.dtype):
+            raise ModelError(
+                f"{what} writes {_type_text(new)} into {path_text(path)}, which is {_type_text(old)}. Each step needs "
+                "the same shapes and dtypes: write a value of this type, such as `x.astype(...)`."
+            )
+
+
+def _check_paths(new: Mapping[str, Any], old: Mapping[str, Any], what: str) -> None:
+    if made := sorted(new.keys() - old.keys()):
+        raise ModelError(
+            f"{what} makes {listed(made, 3, str)}, which the model does not have before. The trainer would lose its "
+            "value after each call. Make it before training: an `nnx.Variable` in `__init__` (NNX), a "
+            "variable that `init` makes and `variables=` holds (Linen)."
+        )
+    if removed := sorted(old.keys() - new.keys()):
+        raise ModelError(
+            f"{what} removes {listed(removed, 3, str)} from the model. A step keeps all variables: write another value "
+            "into it instead, such as zeros."
+        )
+
+
+def _check_attributes(after: nnx.Module, before: nnx.Module, what: str) -> None:
+    """Refuse other values of attributes that are no arrays, but those of `train()` and `eval()`."""
+    for module in (after, before):
+        module.eval()  # a mode that the loss sets in each call is no state
+    modules = dict(nnx.iter_modules(before))
+    for path, module in nnx.iter_modules(after):
+        if path not in modules:
+            continue  # a module without variables
+        was, now = (_attributes(of) for of in (modules[path], module))
+        for name in sorted(was.keys() | now.keys()):
+            if not _equal(was.get(name), now.get(name)):
+                raise ModelError(
+                    f"{what} changes the attribute {'/'.join(map(str, (*path, name)))} from {was.get(name)!r} to "
+                    f"{now.get(name)!r}. It is no array, so a compiled step would use the first value for ever. Keep "
+                    "it in an `nnx.Variable`, or set it before the trainer is made."
+                )
+
+
+def _attributes(module: nnx.Module) -> dict[str, Any]:
+    """Return the attributes of a module that hold no variables and no other modules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith(_OWN) and not any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state)))
+    }
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (nnx.Variable, nnx.Module, nnx.Pytree, jax.Array, np.ndarray))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:
+        return False
+
+
+def _without_sown(module: nnx.Module) -> nnx.Module:
+    copy = nnx.clone(module)
+    nnx.pop(copy, nnx.Intermediate)
+    return copy
+
+
+def _leaves(module: nnx.Module) -> dict[str, type]:
+    """Return the type of each variable; that of an array that is an attribute is one for all arrays."""
+    leaves = nnx.to_flat_state(nnx.state(module))
+    return {path_text(path): type(leaf) if isinstance(leaf, nnx.Variable) else jax.Array for path, leaf in leaves}
+
+
+def _paths_of_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves by path, without those in tuples: these are sown."""
+    found = jax.tree_util.tree_leaves_with_path({name: core.unfreeze(tree) for name, tree in variables.items()})
+    return {
+        path_text(path): leaf
+        for path, leaf in found
+        if not any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
+    }
+
+
+def _type_text(leaf: Any) -> str:
+    return f"{_dtype(leaf)}{list(np.shape(leaf))}"
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
