@@ -9,6 +9,7 @@ __all__ = [
     "LossError",
     "MeshError",
     "MicrobatchLossWarning",
+    "MicrobatchStateWarning",
     "ModelError",
     "NonFiniteLossError",
     "PrecisionWarning",
@@ -43,7 +44,12 @@ class MeshError(ValueError):
 
 @documented("JPF904")
 class MicrobatchLossWarning(UserWarning):
-    """A loss is not a mean over equally weighted examples: a masked mean, or one that mixes examples."""
+    """A loss is not a mean over equally weighted examples: a sum, a masked mean, or one that mixes examples."""
+
+
+@documented("JPF908")
+class MicrobatchStateWarning(UserWarning):
+    """A loss moves state in each microbatch that plain Flax moves once a step, such as a moving average."""
 
 
 @documented("JPF101")

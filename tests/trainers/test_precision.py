@@ -13,6 +13,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import DynamicLossScale, Precision, Training
 from tests.helpers import slow, tree_allclose
 
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.MicrobatchStateWarning")  # for counts of calls
 OPTIMIZED = pytest.mark.full_compilation  # where results differ by the rounding of narrow types alone
 STAGES, MICROBATCHES, WIDTH = 2, 4, 16
 

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint import save as save_tree
-from jaxpp_flax.trainers import Checkpoints, DictTracker
+from jaxpp_flax.trainers import Checkpoints, DictTracker, MicrobatchStateWarning
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from tests.helpers import slow
@@ -44,6 +44,8 @@ from tests.trainers.script_moves import SETTINGS, Does, continuations, data_sets
 from tests.trainers.script_program import State, features_of
 from tests.trainers.sharing import sharing_steps
 
+# The state of its model hashes the microbatches in their order.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.MicrobatchStateWarning")
 make_trainer = sharing_steps("checkpoints", "tracker")(script_program.make_trainer)
 
 
@@ -264,6 +266,7 @@ class Scripts(RuleBasedStateMachine):
         result = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", MicrobatchStateWarning)
             try:
                 result = call()
             except BaseException as raised:

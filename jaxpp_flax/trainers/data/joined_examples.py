@@ -22,7 +22,7 @@ from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, applied, values
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, Operands, facts_of
 
-__all__ = ["Joins", "find_joins"]
+__all__ = ["Joins", "find_joins", "follow_examples"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,16 @@ def find_joins(graph: Graph, examples: Iterable[Value], count: int) -> list[Join
       count: the number of examples. Of a single example, the search knows no dimension that runs over the examples: any
         dimension of size 1 might be the one.
     """
+    return follow_examples(graph, examples, count)[0]
+
+
+def follow_examples(graph: Graph, examples: Iterable[Value], count: int) -> tuple[list[Joins], list[int | None]]:
+    """Return what `find_joins` does, and the dimension of each output that runs over the examples, as far as known."""
     search = _Search(examples, count)
     search.walk(graph.equations, "an unknown place")
-    return [search.joins.get(atom, _NONE) if isinstance(atom, Value) else _NONE for atom in graph.outputs]
+    outputs = [atom if isinstance(atom, Value) else None for atom in graph.outputs]
+    dims = [search.dims[value][0] if value in search.dims else None for value in outputs]
+    return [_NONE if value is None else search.joins.get(value, _NONE) for value in outputs], dims
 
 
 class _Search:
@@ -71,6 +78,8 @@ class _Search:
                 self._pass_on(zip(body.outputs, equation.outputs, strict=True))
             elif facts.batch is Batch.EACH:
                 self._pass_on(zip(equation.inputs, equation.outputs, strict=True))
+            elif equation.name == "cond":
+                self._enter_branches(equation, where)
             else:
                 self._compute(equation, f"`{equation.name}` at {where}")
 
@@ -82,6 +91,21 @@ class _Search:
                 self.dims[value] = self.dims[same]  # type: ignore[index]
             if same in self.joins:
                 self.joins[value] = self.joins[same]  # type: ignore[index]
+
+    def _enter_branches(self, equation: Equation, place: str) -> None:
+        """Follow the examples through each branch of a condition: a result joins what it joins in any of them."""
+        branches = [applied(branch, equation.inputs[1:]) for branch in equation.params["branches"]]
+        for branch in branches:
+            self.walk(branch.equations, place)
+        for k, value in enumerate(equation.outputs):
+            self.dependent.add(value)
+            made = values(branch.outputs[k] for branch in branches)
+            dims = {self.dims.get(result) for result in made if result in self.dependent}
+            if len(dims) == 1 and (dim := dims.pop()) is not None:
+                self.dims[value] = dim
+            joins = _together([self.joins.get(result, _NONE) for result in made])
+            if joins != _NONE:
+                self.joins[value] = joins
 
     def _compute(self, equation: Equation, place: str) -> None:
         known = {v: self.dims[v] for v in values(equation.inputs) if v in self.dims}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.work import count_flops
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
@@ -23,6 +23,7 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.step.loss_trace import (
     LossTrace,
+    check_weights,
     check_written,
     trace_loss,
     warn_of_microbatches,
@@ -254,12 +255,18 @@ class StepBuilder:
             state = self._computed(state)
             if (loss := self._in_two_passes(loop)) is not None:
                 stacked = self._embed_all(loss, state, batch, loop, training=False)
-                return summed(loss_of_all(loss, stacked, batch), loop.num_microbatches)
-
-            def body(index: Any) -> LossTerms:
-                return read_loss(self._infer(self.loss_fn, state, batch, index))
-
-            return treduce_i(body, loop.num_microbatches, loop.schedule, Add)
+                terms = summed(loss_of_all(loss, stacked, batch), loop.num_microbatches)
+            else:
+                terms = treduce_i(
+                    lambda index: read_loss(self._infer(self.loss_fn, state, batch, index)),
+                    loop.num_microbatches,
+                    loop.schedule,
+                    Add,
+                )
+            if terms.weight is not None or any(isinstance(value, tuple) for value in terms.metrics.values()):
+                shapes, one = jax.tree.map(_type_of, (state, jax.eval_shape(partial(_at, index=0), batch)))
+                check_weights(self.model, self.loss_fn, shapes, one)
+            return terms
 
         return evaluate
 
@@ -294,6 +301,10 @@ class StepBuilder:
         return treduce_i(body, loop.num_microbatches, loop.schedule, operation, init=list(init))
 
 
+def _type_of(leaf: Any) -> Any:
+    return struct_of(jax.typeof(leaf))
+
+
 def _one_of(microbatches: Any) -> Any:
     """Return the shapes of one microbatch."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
@@ -323,10 +334,11 @@ class StepBuilderCache:
             one = _one_of(microbatches)
             model, loss_fn = self._untraced.model, self._untraced.loss_fn
             computed = self._untraced.computed_shapes(state)
-            found = self._stage.trace(lambda *types: trace_loss(model, loss_fn, *types), computed, one)
+            tracing = partial(trace_loss, model, loss_fn, num_microbatches=self._num_microbatches)
+            found = self._stage.trace(tracing, computed, one)
             check_written(found, state.model_state, computed.model_state)
             if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
-                found = replace(found, divided=None, mixed=None)
+                found = replace(found, divided=None, mixed=None, growing=None)
                 if self._num_microbatches > 1 and not self._has_warned:
                     mixing = partial(warn_of_mixing, loss_fn, model, self._num_microbatches)
                     self._has_warned = self._stage.trace(mixing, computed, one)

@@ -1,19 +1,32 @@
-"""Trace a loss function before anything is compiled: find the state it writes and the parameters it uses."""
+"""Trace a loss function before anything is compiled: find the state it writes and the parameters it uses.
+
+The loss is traced for a microbatch, and for one with twice as many examples: what differs says whether the mean over
+the microbatches is the loss of the whole batch.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
-from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.messages import listed, warn_user
-from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
-from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError, PrecisionWarning
+from jaxpp_flax.trainers.data.growth import is_same
+from jaxpp_flax.trainers.data.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
+from jaxpp_flax.trainers.errors import (
+    BatchStatisticsWarning,
+    LossError,
+    MicrobatchLossWarning,
+    MicrobatchStateWarning,
+    ModelError,
+    PrecisionWarning,
+)
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
@@ -35,47 +48,177 @@ class LossTrace:
     batch_statistics: tuple[str, ...]  # the paths of the carried leaves that are statistics of a batch
     divided: str | None = None  # the place where a mean loss is divided by a number that depends on the examples
     mixed: str | None = None  # the place where the loss mixes examples in another way
+    growing: str | None = None  # how the loss grows with the number of examples, if not as a mean
+    moved: tuple[str, ...] = ()  # the paths of carried leaves that a call with the whole batch leaves with other values
     wide: str | None = None  # of its matrix products, how many have a wider type than they are to have, and where
 
 
-def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
-    """Trace the loss function for microbatches of this structure; nothing is computed.
-
-    `state` and `microbatch` are shapes; they have the types, and the context has the mesh, that a stage sees.
-    """
+def trace_graph(
+    model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any, *, training: bool = True
+) -> LossGraph:
+    """Trace the loss function for microbatches of this structure; nothing is computed."""
     leaves, tree = jax.tree.flatten(state.model_state)
-    is_pair: list[bool] = []
+    pairs: list[tuple[bool, tuple[str, ...]]] = []
 
     def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
         rest = jax.tree.unflatten(tree, leaves)
-        output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
-        terms = read_loss(output, differentiated=True)
-        is_pair.append(terms.weight is not None)
-        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
+        output, bound = call_function(
+            loss_fn, model, params, rest, batch, step=step, microbatch=index, training=training
+        )
+        terms = read_loss(output, differentiated=training)
+        weights = {name: value[1] for name, value in terms.metrics.items() if isinstance(value, tuple)}
+        pairs.append((terms.weight is not None, tuple(weights)))
+        return jax.tree.leaves(model.rest_of(bound, rest)), [terms.total, terms.weight, *weights.values()]
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    graph, consts = from_jaxpr(jax.make_jaxpr(run)(leaves, state.params, state.step, index, microbatch))
-    inputs = graph.inputs[len(consts) :]
-    carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
-    used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
-    statistics = model.batch_statistics(state.model_state)
-    joins = _joins_of_loss(graph, inputs[-len(jax.tree.leaves(microbatch)) :], len(leaves))
-    return LossTrace(
-        carried=carried,
-        unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
-        batch_statistics=tuple(
-            path for i, path in enumerate(_paths(state.model_state)) if i in carried and statistics[i]
-        ),
-        divided=None if is_pair[-1] else joins.divided,  # a weight may make up for a quotient in the sum
-        mixed=joins.mixed,
-        wide=None if model.compute is None else wide_products(graph, model.compute),
+    graph, constants = from_jaxpr(jax.make_jaxpr(run)(leaves, state.params, state.step, index, microbatch))
+    return LossGraph(
+        graph=graph,
+        constants=constants,
+        num_states=len(leaves),
+        num_parameters=len(jax.tree.leaves(state.params)),
+        is_pair=pairs[-1][0],
+        weighed=pairs[-1][1],
     )
 
 
-def _joins_of_loss(graph: Graph, batch: Sequence[Value], position: int) -> Joins:
-    """Return how the loss, an output of the graph, joins examples; scalars of a batch are constants."""
-    examples = [leaf for leaf in batch if leaf.aval.shape]
-    return find_joins(graph, examples, examples[0].aval.shape[0])[position]
+def trace_loss(
+    model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any, *, num_microbatches: int = 1
+) -> LossTrace:
+    """Return what a trace tells of the loss function for microbatches of this structure; nothing is computed.
+
+    `state` and `microbatch` are shapes; they have the types, and the context has the mesh, that a stage sees.
+
+    Raises:
+      LossError: if a weight is none.
+      ModelError: if a state has a row for each example, and there are several microbatches.
+    """
+
+    def trace(microbatch: Any) -> LossGraph:
+        return trace_graph(model, loss_fn, state, microbatch)
+
+    try:
+        loss = trace(microbatch)
+    except (TypeError, ValueError) as error:
+        if num_microbatches > 1 and (found := _states_of_whole_batch(trace, state, microbatch, num_microbatches)):
+            raise ModelError(_state_of_examples(found, num_microbatches)) from error
+        raise
+    sizes = _other_sizes(trace, loss, microbatch) if num_microbatches > 1 or loss.weighed else None
+    growth = LossGrowth.of(loss, sizes, _tagged(model, loss, state))
+    _check_weights(loss, growth, state.params)
+    if num_microbatches > 1 and growth.of_examples:
+        found = _named(state.model_state, growth.of_examples)
+        raise ModelError(_state_of_examples(found, num_microbatches))
+    carried, paths = loss.carried(), _paths(state.model_state)
+    statistics = model.batch_statistics(state.model_state)
+    used = loss.used_parameters(loss.num_states)
+    return LossTrace(
+        carried=carried,
+        unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
+        batch_statistics=tuple(path for i, path in enumerate(paths) if i in carried and statistics[i]),
+        divided=growth.divided,
+        mixed=growth.mixed,
+        growing=growth.text,
+        moved=tuple(paths[i] for i in growth.moved),
+        wide=None if model.compute is None else wide_products(loss.graph, model.compute),
+    )
+
+
+def check_weights(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> None:
+    """Refuse a loss of an evaluation with a weight that is none.
+
+    Raises:
+      LossError: as `trace_loss`.
+    """
+
+    def trace(microbatch: Any) -> LossGraph:
+        return trace_graph(model, loss_fn, state, microbatch, training=False)
+
+    loss = trace(microbatch)
+    sizes = _other_sizes(trace, loss, microbatch) if loss.weighed else None
+    _check_weights(loss, LossGrowth.of(loss, sizes, set()), state.params)
+
+
+def _resized(microbatch: Any, size: int) -> Any:
+    """Return the shapes of a microbatch of so many examples; scalars are constants."""
+    return jax.tree.map(lambda x: x.update(shape=(size, *x.shape[1:])) if x.shape else x, microbatch)
+
+
+def _other_sizes(
+    trace: Callable[[Any], LossGraph], loss: LossGraph, microbatch: Any
+) -> tuple[LossGraph, LossGraph] | None:
+    """Return the loss of some examples and of twice as many; None if it can be traced for one size alone."""
+    size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
+    few = max(size, 2)  # a single example is broadcast
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            small = loss if size == few else trace(_resized(microbatch, few))
+            return small, trace(_resized(microbatch, 2 * few))
+    except Exception:  # the user's function may raise anything for a size that it does not expect
+        return None
+
+
+def _tagged(model: ModelAdapter, loss: LossGraph, state: TrainState) -> set[int]:
+    """Return the states that the loss writes, without those that are statistics of batches or metrics."""
+    exempt = model.batch_statistics(state.model_state)
+    kinds = (nnx.Intermediate, nnx.metrics.MetricState)
+    variables = jax.tree.leaves(state.model_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    known = [isinstance(variable, kinds) for variable in variables for _ in jax.tree.leaves(variable)]
+    return {i for i in loss.carried() if not exempt[i] and not known[i]}
+
+
+def _check_weights(loss: LossGraph, growth: LossGrowth, params: Any) -> None:
+    """Refuse a weight that depends on parameters. That of a metric may, if it is a count, such as of the hits."""
+    names = [*([None] if loss.is_pair else []), *loss.weighed]
+    for position, (name, weight) in enumerate(zip(names, growth.weights, strict=True), loss.num_states + 1):
+        if PARAMETERS not in weight.reads:
+            continue
+        paths = [p for p, used in zip(_paths(params), loss.used_parameters(position), strict=False) if used]
+        depends = f"depends on the trained parameters ({listed(paths, 3, str)})"
+        if name is None:
+            raise LossError(
+                f"the loss function returned a pair (loss_sum, weight) whose second value {depends}: this is no "
+                "weight. A weight is a number of examples or tokens, counted in the data. Return values to report, "
+                'which `has_aux=True` takes in plain JAX, by name: `(loss, {"accuracy": accuracy})`.'
+            )
+        if growth.compared and is_same(weight.factor, 1):
+            raise LossError(
+                f"the loss function returned the metric {name!r} as a pair (sum, weight) whose second value {depends}, "
+                "and is no sum over the examples: this is no weight. Return each value by a name of its own: "
+                f'`(loss, {{{name!r}: value, "accuracy": accuracy}})`.'
+            )
+
+
+def _states_of_whole_batch(
+    trace: Callable[[Any], LossGraph], state: TrainState, microbatch: Any, num_microbatches: int
+) -> str | None:
+    """Name the states with a row for each example of the batch, if the loss takes the whole batch alone."""
+    size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape) * num_microbatches
+    leaves = jax.tree.leaves(state.model_state)
+    rows = [i for i, leaf in enumerate(leaves) if leaf.shape[:1] == (size,)]
+    if not rows:
+        return None
+    try:
+        loss = trace(_resized(microbatch, size))
+    except Exception:  # the rows are not the reason
+        return None
+    used = used_inputs(loss.graph, [True] * len(loss.graph.outputs))[len(loss.constants) :]
+    return _named(state.model_state, [i for i in rows if used[i]]) or None
+
+
+def _named(tree: Any, positions: Sequence[int]) -> str:
+    paths, leaves = _paths(tree), jax.tree.leaves(tree)
+    return listed([f"{paths[i]} of shape {tuple(leaves[i].shape)}" for i in positions], 3, str)
+
+
+def _state_of_examples(found: str, num_microbatches: int) -> str:
+    return (
+        f"the loss reads and writes a state with a row for each example, such as the hidden state of a recurrent "
+        f"network: {found}. A step calls the loss for {num_microbatches} microbatches one after another, so each would "
+        "get the rows of other examples. Start the state anew in each call, let the batch hold it (batch['state'], and "
+        "return the new one in `predict`), or use num_microbatches=1."
+    )
 
 
 def _paths(tree: Any) -> list[str]:
@@ -100,10 +243,13 @@ def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
         return False
     if trace.batch_statistics:
         _warn_of_batch_statistics(trace.batch_statistics, num_microbatches)
+    if trace.moved:
+        _warn_of_states(trace.moved, num_microbatches)
     mixed = None if trace.batch_statistics else trace.mixed  # BatchNorm mixes examples: that warning has said so
-    if trace.divided or mixed:
-        _warn_of_joins(trace.divided, mixed, num_microbatches)
-    return bool(trace.batch_statistics or trace.divided or mixed)
+    growing = None if trace.divided or mixed else trace.growing
+    if trace.divided or mixed or growing:
+        _warn_of_joins(trace.divided, mixed, growing, num_microbatches)
+    return bool(trace.batch_statistics or trace.moved or trace.divided or mixed or growing)
 
 
 def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
@@ -133,9 +279,21 @@ def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> No
     )
 
 
-def _warn_of_joins(divided: str | None, mixed: str | None, num_microbatches: int) -> None:
+def _warn_of_states(paths: Sequence[str], num_microbatches: int) -> None:
+    """Warn of states that plain Flax moves once a step."""
+    warn_user(
+        f"the loss moves {listed(paths, 3, str)} in each of the {num_microbatches} microbatches, so later ones compute "
+        "with other values, and a step leaves other values than one call with the whole batch. Move such state once a "
+        "step, after the optimizer: Training(after_update=fn) calls fn(model, metrics). A loss may add sums over the "
+        "examples to a variable that it does not read (`variable[...] += x.sum(0)`). If you intend this, ignore the "
+        "category jaxpp_flax.trainers.MicrobatchStateWarning.",
+        MicrobatchStateWarning,
+    )
+
+
+def _warn_of_joins(divided: str | None, mixed: str | None, growing: str | None, num_microbatches: int) -> None:
     """Warn that the loss of a microbatch is no mean over its examples, and name the places."""
-    found = []
+    found = [growing] if growing else []
     if divided:
         found.append(
             f"It divides by a number that depends on the values in the microbatch, such as its count of unmasked "
@@ -152,18 +310,3 @@ def _warn_of_joins(divided: str | None, mixed: str | None, num_microbatches: int
         "jaxpp_flax.trainers.MicrobatchLossWarning.",
         MicrobatchLossWarning,
     )
-
-
-def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
-    """Mark the inputs that the wanted outputs depend on. Calls are entered; loops and conditions use all inputs."""
-    needed = {atom for atom, want in zip(graph.outputs, wanted, strict=True) if want and isinstance(atom, Value)}
-    for equation in reversed(graph.equations):
-        results = [value in needed for value in equation.outputs]
-        if not any(results):
-            continue
-        used = [True] * len(equation.inputs)
-        if (called := facts_of(equation.primitive).body_in(equation.params)) is not None:
-            body, consts = from_jaxpr(called)
-            used = used_inputs(body, results)[len(consts) :]
-        needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
-    return [value in needed for value in graph.inputs]

@@ -94,6 +94,9 @@ def test_another_name_error_stays():
 # ------------------------------------------------------------------ one trace for each structure of a batch
 
 
+COUNTED = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.MicrobatchStateWarning")
+
+
 class Counting(m.Layers):
     def __init__(self):
         super().__init__()
@@ -117,6 +120,7 @@ def plain_loss(model, batch):
     return jnp.divide(*weighted_loss(model, {"mask": jnp.ones(len(batch["x"])), **batch}))
 
 
+@COUNTED
 def test_what_the_loss_writes_is_found_for_each_structure():
     trainer = make_trainer(Counting(), counting_loss, num_stages=2)
     for batch in (PLAIN, MASKED, PLAIN, MASKED):
@@ -145,6 +149,7 @@ def test_what_the_loss_uses_is_found_for_each_structure():
                     trainer.step_function(batch)
 
 
+@COUNTED
 def test_evaluation_traces_its_own_loss_alone():
     trainer = make_trainer(
         Counting(),

@@ -31,6 +31,7 @@ from tests.trainers import two_towers as t
 BATCH = t.pairs()
 WEIGHTED = WholeBatchLoss(t.embed, t.weighted_info_nce)
 FROZEN = Training(frozen=["text/*", "log_scale"])
+COUNTED = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.MicrobatchStateWarning")
 BATCH_NORM = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 
@@ -126,6 +127,7 @@ def towers(options: tuple[str, ...], depth: int) -> t.TwoTowers:
         *(slow((option,), 2) for option in ("dropout", "batch_norm", "counted")),
     ],
 )
+@COUNTED
 def test_both_passes_have_the_same_keys_and_state_which_advances_once(options, stages):
     """The count is the number of microbatches, whose state is compared with the reference's."""
     make = lambda: towers(options, stages)  # noqa: E731

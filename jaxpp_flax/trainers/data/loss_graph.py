@@ -1,0 +1,149 @@
+"""A traced loss: what it uses, and how it and the states that it writes grow with the number of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.trainers.data.growth import EXAMPLES, Growth, is_same, literal_growth, read
+from jaxpp_flax.trainers.data.growth_walk import compare_growth
+from jaxpp_flax.trainers.data.joined_examples import follow_examples
+from jaxpp_flax.trainers.data.microbatch_state import INDEX, moved_by_microbatches, read_states
+
+__all__ = ["PARAMETERS", "LossGraph", "LossGrowth", "used_inputs"]
+
+PARAMETERS = "parameters"
+"""The name of the inputs that are trained."""
+_CONSTANT = "constant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossGraph:
+    """A loss function that was traced for microbatches of one size.
+
+    The graph has the inputs `(state, parameters, step, index of the microbatch, batch)` after its constants, and the
+    outputs `(state, loss, weights)`: that of the loss, if it is a pair, and then those of the metrics that are pairs.
+    """
+
+    graph: Graph
+    constants: Sequence[Any]
+    num_states: int
+    num_parameters: int
+    is_pair: bool
+    weighed: tuple[str, ...]  # the metrics that are pairs
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The inputs after the constants."""
+        return self.graph.inputs[len(self.constants) :]
+
+    @property
+    def batch(self) -> tuple[Value, ...]:
+        return self.inputs[self.num_states + self.num_parameters + 2 :]
+
+    def carried(self) -> tuple[int, ...]:
+        """Return the positions of the leaves of the state that the loss writes."""
+        return tuple(i for i in range(self.num_states) if self.graph.outputs[i] is not self.inputs[i])
+
+    def used_parameters(self, output: int) -> list[bool]:
+        """Return which parameters an output depends on."""
+        used = used_inputs(self.graph, [i == output for i in range(len(self.graph.outputs))])[len(self.constants) :]
+        return used[self.num_states :][: self.num_parameters]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossGrowth:
+    """How a loss and the states that it writes grow with the number of examples."""
+
+    weights: list[Growth]  # as in `LossGraph`
+    compared: bool  # False: the factors are not known
+    divided: str | None
+    mixed: str | None
+    text: str | None
+    moved: list[int]
+    of_examples: list[int]  # states with a row for each example, which the loss reads
+
+    @classmethod
+    def of(cls, loss: LossGraph, sizes: tuple[LossGraph, LossGraph] | None, tagged: set[int]) -> LossGrowth:
+        small, large = sizes or (loss, None)
+        if large is not None and len(small.constants) != len(large.constants):
+            large = None
+        values = (small if large is None else large).constants
+        captured = [literal_growth(*pair) for pair in zip(small.constants, values, strict=True)]
+        inputs = [*captured, *_growths_of_inputs(small, tagged)]
+        found, compared = compare_growth(small.graph, None if large is None else large.graph, inputs)
+        examples = [leaf for leaf in small.batch if leaf.aval.shape]
+        joins, dims = follow_examples(small.graph, examples, examples[0].aval.shape[0])
+        position = small.num_states
+        total, *weights = map(read, found[position:])
+        states = {i: found[i] for i in tagged}
+        is_read = read_states(states, [total, *weights[: small.is_pair]])
+        has_rows = {i for i in tagged if dims[i] is not None or (large is not None and _differ(small, large, i))}
+        mixed = joins[position].mixed
+        divided = joins[position].divided or (None if mixed else total.divided)
+        return cls(
+            weights=weights,
+            compared=compared,
+            divided=None if small.is_pair else divided,  # a weight may make up for a quotient in the sum
+            mixed=mixed,
+            text=_text_of(total, weights[0] if small.is_pair else None) if compared else None,
+            moved=moved_by_microbatches(states, joins, is_read, compared=compared),
+            of_examples=sorted(has_rows & is_read),
+        )
+
+
+def _growths_of_inputs(loss: LossGraph, tagged: set[int]) -> list[Growth]:
+    """Return the growths of the inputs after the constants: each has the name of what it is."""
+
+    def named(name: str) -> Growth:
+        return Growth(reads=frozenset([name]))
+
+    states = [Growth(factor=0.0, onto=(i, "add")) if i in tagged else named(_CONSTANT) for i in range(loss.num_states)]
+    batch = [named(EXAMPLES if leaf.aval.shape else _CONSTANT) for leaf in loss.batch]
+    return [*states, *[named(PARAMETERS)] * loss.num_parameters, named(_CONSTANT), named(INDEX), *batch]
+
+
+def _differ(small: LossGraph, large: LossGraph, output: int) -> bool:
+    return small.graph.outputs[output].aval.shape != large.graph.outputs[output].aval.shape
+
+
+def _text_of(total: Growth, weight: Growth | None) -> str | None:
+    """Say how a loss grows with the number of examples; None if it is a mean, or nothing is known."""
+    for name, growth in (("It", total), ("Its weight", weight)):
+        if growth is not None and growth.uneven:
+            return (
+                f"{name} adds terms that grow differently with the number of examples, such as a mean and a sum: "
+                f"{growth.place}. Make each of them a mean."
+            )
+    expected = 1.0 if weight is None else weight.factor
+    if not total.factor or not expected or is_same(total.factor, expected):
+        return None
+    where = f" ({total.place})" if total.place else ""
+    if weight is None:
+        return (
+            f"With twice as many examples it is {total.factor:.3g} times as large{where}, as a sum is; a mean is not. "
+            "Take the `.mean()`, divide by the number of examples in the microbatch (its shape), or return "
+            "(loss_sum, weight)."
+        )
+    return (
+        f"With twice as many examples its loss_sum is {total.factor:.3g} times as large{where}, its weight "
+        f"{expected:.3g} times. Return as weight the number of examples or tokens of the microbatch that loss_sum adds."
+    )
+
+
+def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
+    """Mark the inputs that the wanted outputs depend on. Calls are entered; loops and conditions use all inputs."""
+    needed = {atom for atom, want in zip(graph.outputs, wanted, strict=True) if want and isinstance(atom, Value)}
+    for equation in reversed(graph.equations):
+        results = [value in needed for value in equation.outputs]
+        if not any(results):
+            continue
+        used = [True] * len(equation.inputs)
+        if (called := facts_of(equation.primitive).body_in(equation.params)) is not None:
+            body, consts = from_jaxpr(called)
+            used = used_inputs(body, results)[len(consts) :]
+        needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
+    return [value in needed for value in graph.inputs]
