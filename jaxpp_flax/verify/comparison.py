@@ -15,7 +15,7 @@ from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, moved, spread, u
 from jaxpp_flax.verify.runs.pieces import Name, Piece
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 
-__all__ = ["Comparison", "compare", "run_twice"]
+__all__ = ["Comparison", "compare", "row_of", "run_twice"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def compare(
     for point in piece.compared:
         expected = plain[point]
         unit, apart_by = unit_of(expected), spread(expected, [other[point] for other in others])
-        row = _row(point, expected, actual[point], unit, FACTOR * max(apart_by, unit), process)
+        row = row_of(point, expected, actual[point], unit, FACTOR * max(apart_by, unit), process)
         if not row.agrees:
             is_sum = point.kind in ("gradient", "result")
             alone = alone or [piece(arrays, [i]) for i in order if is_sum]
@@ -139,7 +139,8 @@ def _count(pairs: Iterable[tuple[Any, Any]]) -> int:
     return sum(int(np.count_nonzero(apart(one, other))) for one, other in pairs)
 
 
-def _row(point: Point, expected: Any, actual: Any, unit: float, allowed: float, process: int) -> Row:
+def row_of(point: Point, expected: Any, actual: Any, unit: float, allowed: float, process: int) -> Row:
+    """Return the row of an array; `unit` and `allowed` are in its own numbers."""
     names = {"kind": point.kind, "block": point.block, "leaf": point.leaf, "process": process}
     difference = apart(expected, actual)
     if not difference.size:

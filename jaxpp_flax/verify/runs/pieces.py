@@ -23,7 +23,7 @@ from jaxpp_flax.verify.rounding import on_host
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
 
-__all__ = ["Name", "Piece", "cut", "early_host_calls", "points_after"]
+__all__ = ["Name", "Piece", "cut", "early_host_calls", "points_after", "rounding_of"]
 
 Name: TypeAlias = int | Point
 """What a piece reads: an argument of the traced step, by its number, or what was recorded at a point."""
@@ -80,7 +80,7 @@ class Piece:
         self.compared = [point for point in self.points if point.kind not in CHOSEN]
         self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._names, *(loop.recorded.values() if loop else ())]))
         equations = [*everywhere(self._outside), *(everywhere(loop.body) if loop else ())]
-        self.rounding = _rounding_of(equations)
+        self.rounding = rounding_of(equations)
         self.host_calls = [f"{e.primitive.name} at {place_of(e)}" for e in equations if _calls_host(e)]
         self.is_of_loop, self.has_order = loop is not None, loop is None or bool(loop.carried)
         self._run = jax.jit(self._made)
@@ -212,7 +212,7 @@ def points_after(
     return found
 
 
-def _rounding_of(equations: Iterable[Any]) -> float:
+def rounding_of(equations: Iterable[Any]) -> float:
     """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with."""
     made = (aval.dtype for equation in equations for aval in avals_of(equation)[1] if hasattr(aval, "dtype"))
     return max((float(jnp.finfo(of).eps) for of in {*made} if jnp.issubdtype(of, jnp.floating)), default=0.0)
