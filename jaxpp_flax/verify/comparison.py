@@ -46,7 +46,8 @@ def compare(
 ) -> Comparison:
     """Run a piece four times, and compare it with the pipeline.
 
-    It runs once more if it calls the host, and once more, by microbatch, if a sum is wrong.
+    It runs once more if it calls the host, once more, by microbatch, if a sum is wrong, and twice more if it rounds to
+    levels, as quantised products do.
 
     Args:
       piece: the piece.
@@ -71,6 +72,9 @@ def compare(
     own = {} if piece.is_of_loop else spreads
     others = [run_moved(0, own), run_moved(1, own) if piece.has_order else piece(arrays, order[::-1])]
     far = run_moved(2, spreads)
+    if piece.free is not None:  # what one level of rounding does, where a move of one unit changes some
+        freely = [piece.free(moved(arrays, piece.rounding, seed, own), order) for seed in range(3, 5)]
+        others += [{**plain, **found} for found in freely]
     found = Comparison([], [], _count_choices(plain, actual))
     alone: list[Mapping[Point, Any]] = []  # one microbatch each, for the class of a wrong sum
     for point in piece.compared:
