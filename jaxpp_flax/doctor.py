@@ -189,11 +189,16 @@ def transports() -> list[Finding]:
         findings.append(Finding("transport: transfer", "missing from this JAX", "install another version of JAX"))
     else:
         findings.append(Finding("transport: transfer", "found (the default on CPU)"))
-    accelerated = jax.default_backend() != "cpu"
-    findings.append(
-        Finding("transport: device_put", "found (the default on accelerators)" if accelerated else "needs accelerators")
-    )
-    return [*findings, *nccl(has_gpus=jax.default_backend() == "gpu")]
+    backend = _backend()
+    found = "needs accelerators" if backend in (None, "cpu") else "found (the default on accelerators)"
+    return [*findings, Finding("transport: device_put", found), *nccl(has_gpus=backend == "gpu")]
+
+
+def _backend() -> str | None:
+    try:
+        return jax.default_backend()
+    except RuntimeError:  # there is none, as `devices` has said
+        return None
 
 
 def nccl(*, has_gpus: bool) -> list[Finding]:
@@ -376,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements: list[Measurement] = []
     if group.process_count > 1:
         measurements = measure(group)
-    elif not options.no_processes:
+    elif not options.no_processes and _backend() is not None:
         measured = measure_here()
         if isinstance(measured, Finding):
             findings.append(measured)

@@ -70,6 +70,16 @@ def test_too_few_open_files_are_wrong(monkeypatch: pytest.MonkeyPatch):
     assert wrong(doctor.surroundings({})) == ["open files"]
 
 
+def test_without_a_backend_the_report_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fail(*_: object) -> None:
+        raise RuntimeError("unable to initialize backend 'foo'")
+
+    for name in ("local_devices", "devices", "default_backend"):
+        monkeypatch.setattr(doctor.jax, name, fail)
+    assert doctor.main([]) == 1
+    assert "no backend: unable to initialize" in capsys.readouterr().out
+
+
 def test_something_wrong_gives_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert doctor.main(["--no-processes"]) == 0
     assert "all is well" in capsys.readouterr().out

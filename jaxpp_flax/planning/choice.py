@@ -48,10 +48,10 @@ class LimitError(ScheduleError):
     """No mixture of keeping, recomputing and offloading residuals stays within the memory limit.
 
     Attributes:
-      closest: the choice that exceeds the limit by the fewest bytes.
+      closest: the choice that exceeds the limit by the fewest bytes; None where many layouts were tried.
     """
 
-    def __init__(self, text: str, closest: Choice) -> None:
+    def __init__(self, text: str, closest: Choice | None = None) -> None:
         super().__init__(text)
         self.closest = closest
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +15,17 @@ from typing import Any
 from rich.console import Console
 
 from jaxpp_flax.messages import near_names
+from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.planner import check_made, plan
 from jaxpp_flax.schedules.tools.cli import run
+from jaxpp_flax.schedules.tools.exit_status import exit_status
+
+__all__ = ["FactoryError", "bytes_of", "exit_status", "function_of", "made_by", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status. The user's errors are printed to stderr in one line."""
-    return run(_parser(), arguments)
+    """Run one command; return the exit status: 1 if nothing fits, 2 for a user's error."""
+    return run(_parser(), arguments, (LimitError,))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +57,7 @@ def bytes_of(text: str) -> float:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    trainer, batch = check_made(function_of(options.factory)(), options.factory)
+    trainer, batch = check_made(made_by(options.factory), options.factory)
     schedules: Any = "all" if options.schedules == ["all"] else options.schedules
     found = plan(trainer, batch, memory_limit=options.memory_limit, schedules=schedules, costs=options.costs)
     Console().print(found)
@@ -60,23 +66,54 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+class FactoryError(ValueError):
+    """There is no such file, or it has no such function, or the function needs arguments."""
+
+
+def made_by(factory: str) -> Any:
+    """Call a function of a user's file without arguments, and return what it returns.
+
+    Raises:
+      FactoryError: if there is no such function, or if it needs arguments.
+    """
+    function = function_of(factory)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        taken = inspect.signature(function)
+        raise FactoryError(
+            f"{factory} is called without arguments, but the function takes {taken}. Give them defaults, or write a "
+            "function that returns a trainer and a batch."
+        ) from error
+    except ValueError:  # it is not written in Python
+        pass
+    return function()
+
+
 def function_of(factory: str) -> Callable[[], Any]:
     """Run a user's file, and return a function of it; `factory` names both, as in "train.py:make".
 
     Raises:
-      ValueError: if there is no such file, or no such function in it.
+      FactoryError: if there is no such file, or no such function in it.
     """
     path, _, name = factory.partition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if name else None
     if spec is None or spec.loader is None:
-        raise ValueError(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
+        raise FactoryError(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
     if not Path(path).is_file():
-        raise ValueError(f"{factory!r}: no such file. Write a Python file and a function in it, such as train.py:make.")
+        raise FactoryError(
+            f"{factory!r}: no such file. Write a Python file and a function in it, such as train.py:make."
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        if not os.path.samefile(getattr(error, "filename", None) or path, path):  # a module that the file imports
+            raise
+        raise FactoryError(f"{path} is no Python file that can be run: {error}.") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [known for known, of in vars(module).items() if callable(of) and not known.startswith("_")]
-        raise ValueError(f"{path} has no function {name!r}.{near_names(name, functions)}")
+        raise FactoryError(f"{path} has no function {name!r}.{near_names(name, functions)}")
     return function

@@ -65,6 +65,8 @@ class Core:
     model_name: str
     update: Update
     loss_fn: Callable[..., Any]
+    training: Training
+    precision: Precision
     on_nonfinite: OnNonFinite
     max_batch_shapes: int
     scheduling: Scheduling
@@ -156,6 +158,8 @@ def make_core(
         model_name=chosen.name,
         update=update,
         loss_fn=loss_fn,
+        training=training,
+        precision=precision,
         on_nonfinite=on_nonfinite,
         max_batch_shapes=training.max_batch_shapes,
         scheduling=scheduling,

@@ -9,7 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpp_flax.planning.cli import function_of
+from jaxpp_flax.planning.cli import FactoryError, exit_status, made_by
+from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.verify import parting
 from jaxpp_flax.verify.verification import verify
 
@@ -17,7 +18,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, and write it to the file of `--report`; return 0 if the pipeline is right, else 1."""
+    """Print the report, and write it to the file of `--report`; return 0 if the pipeline is right, 1 if it is not.
+
+    It returns 2 if the file, its function, or what that returns is wrong.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["bisect"]:
         return parting.main(arguments[1:])
@@ -26,10 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", metavar="report.json", help="where to write the report")
     given = parser.parse_args(arguments)
     try:
-        make = function_of(given.make)
-    except ValueError as error:
+        return exit_status(lambda: _verify(given), script=given.make.rpartition(":")[0] or None, raised=FactoryError)
+    except FactoryError as error:
         parser.error(str(error))
-    report = verify(*make())
+
+
+def _verify(given: argparse.Namespace) -> int:
+    made = made_by(given.make)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], PipelineTrainer):
+        got = f"({', '.join(type(of).__name__ for of in made)})" if isinstance(made, tuple) else type(made).__name__
+        raise ValueError(f"{given.make} must return a PipelineTrainer and a batch, got {got}.")
+    report = verify(*made)
     print(report)
     if given.report:
         report.save(given.report)

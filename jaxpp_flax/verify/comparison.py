@@ -15,7 +15,7 @@ from jaxpp_flax.verify.rounding import FACTOR, apart, is_float, moved, spread, u
 from jaxpp_flax.verify.runs.pieces import Name, Piece
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 
-__all__ = ["Comparison", "compare", "run_twice"]
+__all__ = ["Comparison", "compare", "row_of", "run_twice"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def compare(
 ) -> Comparison:
     """Run a piece four times, and compare it with the pipeline.
 
-    It runs once more if it calls the host, and once more, by microbatch, if a sum is wrong.
+    It runs once more if it calls the host, once more, by microbatch, if a sum is wrong, and twice more if it rounds to
+    levels, as quantised products do.
 
     Args:
       piece: the piece.
@@ -71,12 +72,15 @@ def compare(
     own = {} if piece.is_of_loop else spreads
     others = [run_moved(0, own), run_moved(1, own) if piece.has_order else piece(arrays, order[::-1])]
     far = run_moved(2, spreads)
+    if piece.free is not None:  # what one level of rounding does, where a move of one unit changes some
+        freely = [piece.free(moved(arrays, piece.rounding, seed, own), order) for seed in range(3, 5)]
+        others += [{**plain, **found} for found in freely]
     found = Comparison([], [], _count_choices(plain, actual))
     alone: list[Mapping[Point, Any]] = []  # one microbatch each, for the class of a wrong sum
     for point in piece.compared:
         expected = plain[point]
         unit, apart_by = unit_of(expected), spread(expected, [other[point] for other in others])
-        row = _row(point, expected, actual[point], unit, FACTOR * max(apart_by, unit), process)
+        row = row_of(point, expected, actual[point], unit, FACTOR * max(apart_by, unit), process)
         if not row.agrees:
             is_sum = point.kind in ("gradient", "result")
             alone = alone or [piece(arrays, [i]) for i in order if is_sum]
@@ -139,7 +143,8 @@ def _count(pairs: Iterable[tuple[Any, Any]]) -> int:
     return sum(int(np.count_nonzero(apart(one, other))) for one, other in pairs)
 
 
-def _row(point: Point, expected: Any, actual: Any, unit: float, allowed: float, process: int) -> Row:
+def row_of(point: Point, expected: Any, actual: Any, unit: float, allowed: float, process: int) -> Row:
+    """Return the row of an array; `unit` and `allowed` are in its own numbers."""
     names = {"kind": point.kind, "block": point.block, "leaf": point.leaf, "process": process}
     difference = apart(expected, actual)
     if not difference.size:

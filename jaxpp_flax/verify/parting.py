@@ -19,6 +19,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.paths import flatten, nest
 from jaxpp_flax.checkpoint.reading import leaves_of, restore
+from jaxpp_flax.planning.cli import exit_status
 from jaxpp_flax.verify.errors import VerifyError
 from jaxpp_flax.verify.rounding import apart, wide
 
@@ -119,12 +120,16 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print where two runs begin to differ; return 0 if they agree, and 1 if they do not."""
+    """Print where two runs begin to differ; return 0 if they agree, 1 if they do not, 2 if they cannot be compared."""
     parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.verify bisect", description=__doc__)
     parser.add_argument("run", help="the directory of one run's checkpoints")
     parser.add_argument("other", help="the directory of the other run's checkpoints")
     parser.add_argument("--rtol", type=float, default=1e-5, help="largest relative difference of equal leaves (1e-5)")
     given = parser.parse_args(arguments)
-    parting = bisect(given.run, given.other, rtol=given.rtol)
-    print(parting)
-    return 0 if parting.differs is None else 1
+
+    def compare() -> int:
+        parting = bisect(given.run, given.other, rtol=given.rtol)
+        print(parting)
+        return 0 if parting.differs is None else 1
+
+    return exit_status(compare)

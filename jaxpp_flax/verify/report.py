@@ -24,6 +24,7 @@ class Row:
       allowed: the largest distance that rounding explains.
       likely: the likely class of the difference; empty if rounding explains it.
       process: the process whose devices hold the array.
+      is_whole: the plain step is a step by Flax and Optax alone on the whole model, and not the block by itself.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Row:
     allowed: float
     likely: str = ""
     process: int = 0
+    is_whole: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -103,7 +105,7 @@ class Report:
     """The comparison of one step; printed, it is a sentence and a table. `rows` are in order of computation.
 
     `choices` counts the choices that rounding changes. They do not count as differences: the rows compare the pipeline
-    with a plain step that makes the same choices as the pipeline.
+    with a plain step that makes the same choices as the pipeline. `notes` say what could not be compared, and why.
 
     Example:
       >>> right = Row(kind="gradient", block="b", leaf="w", index=(0,), expected=1.0, actual=1.0, distance=0,
@@ -120,6 +122,7 @@ class Report:
     rows: tuple[Row, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Choice, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -137,7 +140,7 @@ class Report:
         first = self.first
         if first is None:
             return f"The pipeline is right: rounding explains all differences of {len(self.rows)} arrays."
-        where = f" of block {first.block}" if first.block else ""
+        where = f" of block {first.block}" if first.block else " of the whole step" if first.is_whole else ""
         return (
             f"The first difference that rounding does not explain: {first.kind} {first.leaf}{where}, at {first.index}: "
             f"{first.actual!r}, expected {first.expected!r}, {first.distance:.3g} units of rounding apart "
@@ -149,7 +152,7 @@ class Report:
         """Return the sentence, and a table of at most two rows for each block and kind: the farthest ones."""
         shown: dict[tuple[str, str, bool], list[Row]] = {}
         for row in self.rows:
-            shown.setdefault((row.kind, row.block, row.agrees), []).append(row)
+            shown.setdefault((row.kind, "whole step" if row.is_whole else row.block, row.agrees), []).append(row)
         cells = [("", "what", "block", "leaf", "apart", "explained")]
         for (kind, block, agrees), rows in shown.items():
             worst = max(rows, key=lambda row: row.distance / max(row.allowed, 1e-300))
@@ -161,7 +164,7 @@ class Report:
         note = "apart, explained: in units of rounding of an array's largest number"
         choices = ["", *map(str, self.choices)] if self.choices else []
         remedy = [_REMEDY] if any(choice.is_at_risk for choice in self.choices) else []
-        return "\n".join([self.sentence, "", *table, note, *choices, *remedy])
+        return "\n".join([self.sentence, *self.notes, "", *table, note, *choices, *remedy])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON: the sentence, the facts of the run, and all rows."""

@@ -38,7 +38,7 @@ def test_plan(tmp_path, capsys):
         (f"{file}:mak", "has no function 'mak'. Did you mean 'make'"),
         (str(file), "write a Python file and a function in it"),
     ):
-        assert main(["plan", factory]) == 1
+        assert main(["plan", factory]) == 2
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", f"{file}:make", "--memory-limit", "80GX"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import jax
 
+from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.cli import bytes_of, function_of
 from jaxpp_flax.planning.quoting.curves import MeasuredCurves
 from jaxpp_flax.planning.quoting.devices import device_named
@@ -19,8 +20,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status. The user's errors are printed to stderr in one line."""
-    return run(_parser(), arguments)
+    """Run the command; return the exit status: 1 if nothing fits, 2 for a user's error."""
+    return run(_parser(), arguments, (LimitError,))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.messages import amount
+from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.quoting.curves import Curves
 from jaxpp_flax.planning.quoting.devices import Device, device_named
@@ -17,7 +18,7 @@ from jaxpp_flax.planning.quoting.report import explanation, table
 from jaxpp_flax.planning.quoting.search import Ranking, rank
 from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
 from jaxpp_flax.planning.quoting.traced import trace_model
-from jaxpp_flax.schedules import ScheduleError, draw, simulate
+from jaxpp_flax.schedules import draw, simulate
 
 __all__ = ["Quote", "quote"]
 
@@ -124,7 +125,7 @@ def quote(
       curves: the shares of their peaks that devices reach. None: those fitted to measured steps.
 
     Raises:
-      ScheduleError: if no layout fits.
+      LimitError: if no layout fits.
       ValueError: if a name, a number, the function or the batch does not fit.
 
     Example:
@@ -150,7 +151,7 @@ def quote(
     quoter = Quoter(trace_model(make, depth), device, curves or Curves())
     found = rank(quoter, devices, limit, top, wanted)
     if not found.steps:
-        raise ScheduleError(_nothing_fits(found, device, limit))
+        raise LimitError(_nothing_fits(found, device, limit))
     return Quote(quoter=quoter, ranking=found, device=device)
 
 

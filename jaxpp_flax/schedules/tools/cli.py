@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.tools.drawing import draw
 from jaxpp_flax.schedules.tools.drawing.scene import Panels
+from jaxpp_flax.schedules.tools.exit_status import exit_status
 from jaxpp_flax.schedules.tools.table import read_csv
 
 __all__ = ["add_counts", "add_model", "add_pictures", "costs_of", "draw_panels", "main", "run"]
@@ -35,14 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(_parser(), arguments)
 
 
-def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Parse the arguments and run their command; an error of the user's goes to stderr in one line."""
+def run(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, answer_no: tuple[type[Exception], ...] = ()
+) -> int:
+    """Parse the arguments and run their command; `exit_status` says how it ends."""
     options = parser.parse_args(arguments)
-    try:
-        return options.run(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    script = str(getattr(options, "factory", "")).rpartition(":")[0] or None
+    return exit_status(lambda: options.run(options), script=script, answer_no=answer_no)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -322,6 +322,11 @@ class StepBuilderCache:
         self._has_warned = self._has_warned_of_precision = False
         self._reported: set[str] = set()  # unused parameters
 
+    @property
+    def has_warned_of_microbatches(self) -> bool:
+        """True if a warning has said that the loss of the microbatches is not that of the whole batch."""
+        return self._has_warned
+
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
         found = self.trace(state, microbatches)

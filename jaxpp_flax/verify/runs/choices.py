@@ -13,7 +13,10 @@ from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, e
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Choices", "choice_places", "num_gradients", "open_choices"]
+__all__ = ["Choices", "choice_places", "num_gradients", "open_choices", "rounds_to_level"]
+
+# What rounds a number to the nearest of some levels, as quantised products do.
+_ROUNDING = ("ceil", "convert_element_type", "floor", "round")
 
 Places: TypeAlias = frozenset[tuple[str, str]]
 """The primitives, and the user's lines, of choices."""
@@ -35,6 +38,16 @@ class Choices:
         """Return the same where a scan returns them, which runs as a whole in a forward pass or in a backward pass."""
         reads, made = (tuple(stacked[value] for value in of) for of in (self.reads, self.made))
         return Choices(self.name, reads, made, scan.late or scan.transposed)
+
+
+def rounds_to_level(name: str) -> bool:
+    """Return True if the choices of this name are levels of a quantised number: one level is rounding there.
+
+    Example:
+      >>> rounds_to_level("round at layer.py:7"), rounds_to_level("top_k at layer.py:7")
+      (True, False)
+    """
+    return name.partition(" at ")[0] in _ROUNDING
 
 
 def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:

@@ -20,10 +20,11 @@ from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, inside,
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p
 from jaxpp_flax.verify.rounding import on_host
+from jaxpp_flax.verify.runs.choices import rounds_to_level
 from jaxpp_flax.verify.runs.points import CHOSEN, Point
 from jaxpp_flax.verify.runs.traced_step import OpenedLoop, TracedStep
 
-__all__ = ["Name", "Piece", "cut", "early_host_calls", "points_after"]
+__all__ = ["Name", "Piece", "cut", "early_host_calls", "points_after", "rounding_of"]
 
 Name: TypeAlias = int | Point
 """What a piece reads: an argument of the traced step, by its number, or what was recorded at a point."""
@@ -71,16 +72,21 @@ class Piece:
       host_calls: the names of its calls of the host.
       has_order: its microbatches have an order, since a value goes from one to the next.
       is_of_loop: it is a part of a loop.
+      free: the same piece where it rounds to levels itself, and does not take the levels that the pipeline chose; None
+        for a piece without such choices.
     """
 
-    def __init__(self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None) -> None:
+    def __init__(
+        self, step: _Cut, makes: Mapping[Any, Atom], loop: _LoopPart | None = None, free: Piece | None = None
+    ) -> None:
+        self.free = free
         self._outside, self._loop, self._makes = step.part(makes.values()), loop, tuple(makes)
         self._names = [step.names[value] for value in self._outside.inputs]
         self.points: tuple[Point, ...] = tuple(makes if loop is None else loop.points)
         self.compared = [point for point in self.points if point.kind not in CHOSEN]
         self.reads: tuple[Name, ...] = tuple(dict.fromkeys([*self._names, *(loop.recorded.values() if loop else ())]))
         equations = [*everywhere(self._outside), *(everywhere(loop.body) if loop else ())]
-        self.rounding = _rounding_of(equations)
+        self.rounding = rounding_of(equations)
         self.host_calls = [f"{e.primitive.name} at {place_of(e)}" for e in equations if _calls_host(e)]
         self.is_of_loop, self.has_order = loop is not None, loop is None or bool(loop.carried)
         self._run = jax.jit(self._made)
@@ -156,6 +162,16 @@ def _cut_graphs(step: TracedStep) -> tuple[_Cut, list[tuple[OpenedLoop, _Cut]]]:
     return _Cut(step.graph, names, {**results, **step.scalars}), bodies
 
 
+def _cut_without_levels(loop: OpenedLoop) -> _Cut:
+    """Return the body of a loop, cut at recorded values other than levels."""
+    recorded = {look.made: look.point for look in loop.inside if look.made is not None and not _is_level(look.point)}
+    return _Cut(loop.body, {}, recorded)
+
+
+def _is_level(point: Point) -> bool:
+    return point.kind in CHOSEN and rounds_to_level(point.leaf)
+
+
 def cut(step: TracedStep) -> tuple[Piece, ...]:
     """Cut a step into pieces, in about the order of computation; their `reads` count its constants as arguments."""
     outside, loops = _cut_graphs(step)
@@ -163,8 +179,12 @@ def cut(step: TracedStep) -> tuple[Piece, ...]:
     for loop, body in loops:
         makes = {look.point: look.atom for look in (*loop.inside, *loop.results)}
         for block in dict.fromkeys(point.block for point in makes):
-            part = _LoopPart(loop, body, {p: atom for p, atom in makes.items() if p.block == block})
-            pieces.append(Piece(outside, part.operands, part))
+            own = {p: atom for p, atom in makes.items() if p.block == block}
+            part, free = _LoopPart(loop, body, own), None
+            if any(_is_level(point) for point in own):
+                free = _LoopPart(loop, _cut_without_levels(loop), own)
+                free = Piece(outside, free.operands, free)
+            pieces.append(Piece(outside, part.operands, part, free))
     results = (look.point for loop in step.loops for look in loop.results)
     blocks = {f"/{p.leaf}": (p.phase, p.block) for p in results if p.kind == "gradient"}
     ends = {point: value for value, point in step.scalars.items()}
@@ -212,7 +232,7 @@ def points_after(
     return found
 
 
-def _rounding_of(equations: Iterable[Any]) -> float:
+def rounding_of(equations: Iterable[Any]) -> float:
     """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with."""
     made = (aval.dtype for equation in equations for aval in avals_of(equation)[1] if hasattr(aval, "dtype"))
     return max((float(jnp.finfo(of).eps) for of in {*made} if jnp.issubdtype(of, jnp.floating)), default=0.0)

@@ -216,5 +216,5 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused("the batch is 3, without examples", factory=lambda layers=8, **options: (make(layers, **options)[0], 3))
     refused("table of devices 'none.toml': there is no such file", table="none.toml")
     refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)
-    assert main(["train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 1
+    assert main(["train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 2
     assert "Did you mean 'TP' or 'PP'" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
     file = tmp_path / "mine.csv"
     write_csv(Std1F1B(2), file, 2)
     file.write_text(file.read_text().replace("1F0,1B0", "1B0,1F0"))
-    assert main(["show", str(file)]) == 1
+    assert main(["show", str(file)]) == 2
     assert ">1B0<" in capsys.readouterr().err
     for wrong, text in [
         (["show", str(tmp_path / "none.csv")], "none.csv"),
@@ -106,7 +106,7 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
         (["show", "1f1b", "--forward", "fast"], "--forward 'fast': give one number"),
         (["show", "1f1b", "--ranks", "4", "--forward", "1,2"], "2 numbers for 4 stages"),
     ]:
-        assert main(wrong) == 1
+        assert main(wrong) == 2
         assert text in capsys.readouterr().err
 
 

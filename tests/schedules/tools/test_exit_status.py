@@ -1,0 +1,95 @@
+"""How commands end: 0 well, 1 for the answer no, 2 for a user's error, which is one line or the user's own lines."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpp_flax.planning.cli import main as plan
+from jaxpp_flax.planning.quoting.cli import main as quote
+from jaxpp_flax.schedules.tools.exit_status import exit_status
+from jaxpp_flax.verify.__main__ import main as verify
+from jaxpp_flax.verify.parting import main as bisect
+
+SCRIPT = """
+import sys
+
+def number(**options):
+    return 3
+
+def needs(rate, **options):
+    return rate
+
+def fails(**options):
+    return undefined
+
+def refuses(**options):
+    raise ValueError("no data here")
+
+def ends(**options):
+    sys.exit(1)
+
+def pair(**options):
+    return {}, 2
+"""
+COMMANDS = {
+    "verify": lambda script: verify([script]),
+    "planning plan": lambda script: plan(["plan", script]),
+    "plan": lambda script: quote([script, "--hardware", "h100-sxm", "--devices", "8"]),
+}
+# For each: the function, a word of the last line, and whether the user's own lines are shown.
+WRONG = {
+    "a return value": ("train.py:number", "a batch, got int", False),
+    "a pair of others": ("train.py:pair", "a batch, got (dict, int)", False),
+    "arguments that nobody gives": ("train.py:needs", "rate", False),
+    "no such function": ("train.py:other", "has no function 'other'", False),
+    "no function": ("train.py", "such as train.py:make", False),
+    "no such file": ("missing.py:make", "no such file", False),
+    "no Python": ("text.py:make", "text.py is no Python file", False),
+    "no script": ("text.txt:make", "such as train.py:make", False),
+    "a file that ends": ("ends.py:make", "ended by itself, with the exit status 1", False),
+    "a function that ends": ("train.py:ends", "ended by itself, with the exit status 1", False),
+    "an error in the function": ("train.py:fails", "NameError: name 'undefined' is not defined", True),
+    "a user's own refusal": ("train.py:refuses", "ValueError: no data here", True),
+    "an error in the file": ("imports.py:make", "No module named 'nowhere_xyz'", True),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_file_function_or_return_value(
+    command: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    files = {"train.py": SCRIPT, "text.py": "no python", "text.txt": "", "ends.py": "raise SystemExit(1)"}
+    for name, text in {**files, "imports.py": "import nowhere_xyz"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    target, words, has_lines = WRONG[wrong]
+    try:
+        status = COMMANDS[command](target)
+    except SystemExit as end:
+        status = end.code
+    shown = capsys.readouterr().err
+    assert status == 2
+    assert words in shown.splitlines()[-1]
+    assert ("Traceback" in shown) == has_lines
+    assert "jaxpp_flax/planning" not in shown
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert bisect([str(tmp_path / "one"), str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err.startswith("error: the runs have no checkpoint of the same step")
+
+
+def test_an_error_that_is_no_users_shows_its_lines(capsys: pytest.CaptureFixture[str]):
+    assert exit_status(lambda: {}["missing"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_command_of_the_module_ends_with_the_status(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["planning", "plan", "missing.py:make"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("jaxpp_flax.planning", run_name="__main__")
