@@ -11,7 +11,7 @@ import jax
 from flax import core
 from flax import linen as nn
 
-from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
+from jaxpp_flax.trainers.model.adapter import PERTURBATIONS, check_shapes, fold, numbers_as_arrays, without_sown
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.precision import narrowed, widened
 from jaxpp_flax.trainers.model.sharding import is_box
@@ -93,6 +93,7 @@ class LinenModel:
         """Return the adapter, the `params` collection without the frozen parameters, and the rest."""
         collections = numbers_as_arrays(core.unfreeze(dict(variables)))  # type: ignore[arg-type]
         params = collections.pop("params")
+        collections.pop(PERTURBATIONS, None)
         rest = {"collections": collections, "key": key}
         if frozen is not None:
             leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
@@ -122,7 +123,11 @@ class LinenModel:
         return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
-        collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
+        collections = {
+            name: without_sown(values, core.unfreeze(bound.variables[name]))
+            for name, values in before["collections"].items()
+        }
+        check_shapes(before["collections"], collections)
         return {**before, "collections": collections}
 
     def rebuild(self, params: Any, rest: Any) -> nn.Module:
