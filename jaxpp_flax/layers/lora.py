@@ -8,7 +8,7 @@ a layer that ends a stage still does: the mark comes after the adapter's term.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -99,7 +99,7 @@ def merge_lora(model: M) -> M:
     Raises:
       TypeError: if `model` is no NNX module.
       ValueError: if no layer has an adapter; if an `nnx.LoRA` belongs to no linear layer, such as one that wraps a
-        module; if two layers with adapters share a kernel.
+        module; if the kernel of a layer with an adapter is used elsewhere too: by a tied layer, or a tied embedding.
 
     Example:
       >>> import jax.numpy as jnp
@@ -195,7 +195,23 @@ def _adapted_layers(model: nnx.Module, caller: str) -> dict[str, tuple[Any, type
                 f"{caller}: the layers {other!r} and {path!r} share a kernel, and each has an adapter of its own: one "
                 "kernel cannot be merged with both. Give the layers kernels of their own."
             )
+    _check_alone(model, adapted, caller)
     return adapted
+
+
+def _check_alone(model: nnx.Module, adapted: Mapping[str, tuple[Any, type]], caller: str) -> None:
+    """Refuse an adapted layer whose kernel is used elsewhere too: the merged kernel would be used there.
+
+    A module that is used several times is one layer, with its adapter everywhere.
+    """
+    kernels = {id(layer.kernel) for layer, _ in adapted.values()}
+    for paths in nnx.find_duplicates(model, only=lambda _, node: id(node) in kernels):
+        first, second, *_ = sorted(map(_path_text, paths), key=lambda path: path.rpartition("/")[0] not in adapted)
+        raise ValueError(
+            f"{caller}: layers share a kernel: {first!r}, with an adapter, is also {second!r}, without one. The sum of "
+            "kernel and adapter would change both. Give the adapted layer a kernel of its own before: "
+            "`layer.kernel = nnx.Param(layer.kernel[...])`."
+        )
 
 
 class _Adapted(nnx.Module, metaclass=StageMeta):

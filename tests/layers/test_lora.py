@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage
 from jaxpp_flax.layers import add_lora, merge_lora
+from jaxpp_flax.layers.lora import find_adapters
 from tests.trainers import models as m
 
 
@@ -171,3 +172,44 @@ def test_layers_that_share_a_kernel_are_not_merged_into_it():
     with pytest.raises(ValueError, match=r"merge_lora: the layers 'blocks/0' and 'blocks/1' share a kernel.*of their"):
         merge_lora(model)
     assert "blocks/0/lora/lora_a" in paths(model)
+
+
+def tied_to(kind: str) -> Any:
+    """A model whose first layer has an adapter, and a kernel that is used elsewhere too."""
+    first, second = (nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))
+    model = m.Chain([first, second])
+    if kind == "a layer":
+        second.kernel = first.kernel
+    elif kind == "a stage":
+        model.blocks[1] = PipelineStage(second, name="second")
+        second.kernel = first.kernel
+    elif kind == "an embedding":
+        model.embed = nnx.Embed(8, 8, rngs=nnx.Rngs(2))
+        model.embed.embedding = first.kernel
+    else:
+        model.tables = nnx.data({"own": [first.kernel]})
+    return add_lora(model, rank=2, layers="blocks/0", rngs=nnx.Rngs(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [("a layer", "blocks/1/kernel"), ("a stage", "blocks/1/kernel"), ("an embedding", "embed/embedding"),
+     ("a container", "tables/own/0")],
+)  # fmt: skip
+def test_a_kernel_that_is_used_without_an_adapter_too_is_not_merged(kind: str, other: str):
+    model = fill(tied_to(kind))
+    text = rf"layers share a kernel: 'blocks/0/kernel', with an adapter, is also '{other}', without.*layer\.kernel = "
+    for function in (merge_lora, find_adapters):
+        with pytest.raises(ValueError, match=f"{function.__name__}: {text}"):
+            function(model)
+    adapted, kernel = model(X), np.asarray(model.blocks[1].kernel[...])
+    model.blocks[0].kernel = nnx.Param(model.blocks[0].kernel[...])  # as the message says
+    np.testing.assert_allclose(merge_lora(model)(X), adapted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(model.blocks[1].kernel[...], kernel)
+
+
+def test_a_module_that_is_used_twice_is_merged_once():
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    model = fill(add_lora(m.Chain([layer, layer]), rank=2, rngs=nnx.Rngs(1)))
+    adapted = model(X)
+    np.testing.assert_allclose(merge_lora(model)(X), adapted, rtol=1e-5, atol=1e-5)

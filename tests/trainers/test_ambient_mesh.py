@@ -221,9 +221,7 @@ def test_axes_named_by_a_model_on_one_device_are_refused():
 
     with jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("x",))):
         trainer = trainer_of(loss=loss, num_stages=1)
-        with pytest.raises(
-            MeshError, match=r"names axes of a mesh, but one stage on one device.*mesh=\{'data'"
-        ):
+        with pytest.raises(MeshError, match=r"names axes of a mesh, but one stage on one device.*mesh=\{'data'"):
             trainer.train_step(BATCH["x"])
         named = trainer_of(loss=loss, num_stages=1, mesh={"x": 1})
         assert np.isfinite(float(named.train_step(BATCH["x"])["loss"]))

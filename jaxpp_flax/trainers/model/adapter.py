@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.model.frozen import path_text
+
+M = TypeVar("M", bound=nnx.Module)
+
+PERTURBATIONS = "perturbations"
+"""The collection of Linen's `perturb`: zeros of the shape of one batch, which a call without them does not need."""
 
 
 class ModelAdapter(Protocol):
@@ -90,3 +99,70 @@ def numbers_as_arrays(tree: Any) -> Any:
         return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, (int, float, complex)) else leaf
 
     return jax.tree.map(one, tree)
+
+
+# Values that a model sows or perturbs: they belong to one call, and are no state of a training.
+
+
+def without_sown_variables(module: M) -> M:
+    """Return an NNX module without the values of `nnx.Intermediate` and `nnx.Perturbation`; `module` does not change.
+
+    They have the shapes of the batch of an earlier call, and each call makes them again. Tuples stay, without their
+    values: so one sees whether a loss removes them.
+    """
+    graphdef, state = nnx.split(module)
+    variables = nnx.to_flat_state(state)
+    if not any(isinstance(of, nnx.Intermediate) for _, of in variables):
+        return module
+
+    def emptied(of: Any) -> Any:
+        return of.replace(()) if isinstance(of, nnx.Intermediate) and isinstance(of.get_value(), tuple) else of
+
+    other = nnx.merge(graphdef, nnx.from_flat_state([(path, emptied(of)) for path, of in variables]))
+    nnx.pop(other, lambda _, of: isinstance(of, nnx.Intermediate) and not isinstance(of.get_value(), tuple))
+    return other
+
+
+def check_shapes(before: Any, after: Any) -> None:
+    """Refuse a call that gives a variable another shape: it goes from microbatch to microbatch.
+
+    Raises:
+      ModelError: naming the variable.
+    """
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if np.shape(old) != np.shape(new):
+            raise ModelError(
+                f"the model's call gives {path_text(path)} the shape {np.shape(new)}, and it had {np.shape(old)}. If "
+                "the model sows it, remove what an earlier call has left: `nnx.pop(model, ...)` before you make the "
+                "trainer, or a dict without this collection as variables=. Other variables must keep their shape."
+            )
+
+
+def has_grown(before: Any, after: Any) -> bool:
+    """Return True if a call has sown into a tuple of values: it appends to it.
+
+    Example:
+      >>> has_grown((1,), (1, 2)), has_grown((1, 2), (3, 4))
+      (True, False)
+    """
+    return isinstance(before, tuple) and isinstance(after, tuple) and len(after) > len(before)
+
+
+def without_sown(before: Any, after: Any) -> Any:
+    """Return a collection of Linen after a call, without what the call has sown.
+
+    Example:
+      >>> without_sown({"balance": (1,), "mean": 1}, {"balance": (1, 2), "mean": 2, "others": {"balance": (3,)}})
+      {'balance': (1,), 'mean': 2}
+    """
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        kept = {name: value for name, value in after.items() if name in before or not _is_sown(value)}
+        return {name: without_sown(before.get(name), value) for name, value in kept.items()}
+    return before if has_grown(before, after) else after
+
+
+def _is_sown(value: Any) -> bool:
+    """Return True for a tuple, or a tree of them."""
+    return all(map(_is_sown, value.values())) if isinstance(value, Mapping) else isinstance(value, tuple)

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
+from jaxpp_flax.trainers.model.adapter import PERTURBATIONS, check_shapes, fold, numbers_as_arrays, without_sown
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.precision import narrowed, widened
 from jaxpp_flax.trainers.model.sharding import is_box
@@ -95,6 +95,7 @@ class LinenModel:
         """Return the adapter, the `params` collection without the frozen parameters, and the rest."""
         collections = numbers_as_arrays(core.unfreeze(dict(variables)))  # type: ignore[arg-type]
         params = collections.pop("params")
+        collections.pop(PERTURBATIONS, None)
         rest = {"collections": collections, "key": key}
         if frozen is not None:
             leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
@@ -137,7 +138,11 @@ class LinenModel:
         return flatten({"frozen": rest.get("frozen", {})})[0].keys()
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
-        collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
+        collections = {
+            name: without_sown(values, core.unfreeze(bound.variables[name]))
+            for name, values in before["collections"].items()
+        }
+        check_shapes(before["collections"], collections)
         frozen = {"frozen": _same_paths(bound.params, before["frozen"])} if "frozen" in before else {}
         return {**before, **frozen, "collections": collections}
 

@@ -11,7 +11,8 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.model.adapter import check_shapes, fold, has_grown, numbers_as_arrays, without_sown_variables
 from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
 from jaxpp_flax.trainers.model.precision import calling_in, narrowed
 
@@ -38,6 +39,7 @@ class NnxModel:
         cls, module: nnx.Module, wrt: Any = nnx.Param, frozen: Any = None, seed: int = 0
     ) -> tuple[NnxModel, Any, Any]:
         """Return the adapter, the trained variables and the rest (each an `nnx.State`); `module` does not change."""
+        module = without_sown_variables(module)
         kinds = wrt
         if frozen is not None:
             chosen = nnx.to_flat_state(nnx.state(module, wrt))
@@ -88,15 +90,25 @@ class NnxModel:
         return nnx.from_flat_state([(path, new.get(path, old)) for path, old in nnx.to_flat_state(before)])
 
     def rest_of(self, bound: Any, before: Any) -> Any:
-        """Return the variables of `before` after the call; variables that the call created (sown ones) are dropped."""
+        """Return the variables of `before` after the call; variables that the call created (sown ones) are dropped.
+
+        Raises:
+          ModelError: if the call has removed a variable, or given it another shape.
+        """
         _, _, after = nnx.split(bound, self.wrt, ...)
         new = dict(nnx.to_flat_state(after))
 
         def pick(path: Any, old: Any) -> Any:
             # Random streams start again in each microbatch: with a counter, masks would depend on the schedule.
-            return old if isinstance(old, nnx.RngState) else new.get(path, old)
+            if isinstance(old, nnx.RngState):
+                return old
+            if path not in new:
+                raise ModelError(_removed(path_text(path), type(old)))
+            return old if has_grown(old.get_value(), new[path].get_value()) else new[path]
 
-        return nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
+        picked = nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
+        check_shapes(before, picked)
+        return picked
 
     def rebuild(self, params: Any, rest: Any) -> nnx.Module:
         return nnx.merge(self.graphdef, params, rest, copy=True)
@@ -108,6 +120,15 @@ def _is_overwritten(variable: Any) -> bool:
         return nnx.variable_name_from_type(type(variable)) == OVERWRITE_WITH_GRADIENT
     except ValueError:  # a type without a name in Linen
         return False
+
+
+def _removed(path: str, kind: type[nnx.Variable[Any]]) -> str:
+    """Return the message for a variable that the model had, and that is gone after the call."""
+    return (
+        f"the loss removes the variable {path} ({kind.__name__}), which the model had before training, as `nnx.pop` "
+        "does with what an earlier call of the model has sown: in plain Flax that value counts too. Remove it before "
+        f"you make the trainer: `nnx.pop(model, {kind.__name__})`."
+    )
 
 
 def _fold_keys(rest: Any, step: Any, microbatch: Any) -> Any:

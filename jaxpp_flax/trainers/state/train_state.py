@@ -19,8 +19,8 @@ _HOLDERS = ("params/", "model_state/collections/", "model_state/frozen/", "model
 OF_MODEL = ("params/", "model_state/")
 """The beginnings of the paths of a model's leaves."""
 
-# Variables that are no weights: random streams, and the cache of an attention that decodes.
-_NO_WEIGHTS = (nnx.RngState, nnx.Cache)
+# Variables that are no weights: random streams, the cache of an attention that decodes, and what a call has sown.
+_NO_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 
 WIDENED = "ema/*"
 """The leaves of a state that a checkpoint may hold in a narrower type: old averages had the parameters' own."""
