@@ -312,7 +312,7 @@ class PipelineTrainer(TrainedModel):
             leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
             "drop", with a message. A batch with more examples than the first one is refused.
           eval_data: data to evaluate at the end, and every `eval_every` steps.
-          eval_every: the number of steps between two evaluations. None: only at the end.
+          eval_every: the number of steps between two evaluations. None: only at the end. Without `eval_data`, an error.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;

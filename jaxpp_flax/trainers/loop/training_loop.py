@@ -53,7 +53,7 @@ class TrainingLoop:
 
     Args:
       callbacks: the states of the callbacks, for checkpoints.
-      saves: True if a loop saves by itself: when a save is due, and after its last step.
+      saves: True if a loop saves when a save is due, and after its last step; `fit` always saves its last step.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
     """
 
@@ -164,8 +164,8 @@ class TrainingLoop:
                 arguments.eval_data, every=arguments.eval_every, global_batch_size=arguments.eval_global_batch_size
             )
         save = Save(
-            self.checkpoints, by_itself=self.saves, again="fit(..., resume=True)", stop=stop, saves_interrupted=True,
-            evaluation=evaluation,
+            self.checkpoints, by_itself=self.checkpoints.store is not None, again="fit(..., resume=True)", stop=stop,
+            saves_interrupted=True, tells=not self.saves, evaluation=evaluation,
         )  # fmt: skip
         with save.owned():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None

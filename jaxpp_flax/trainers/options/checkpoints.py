@@ -22,12 +22,12 @@ class Checkpoints:
     """The options of checkpoints, `checkpoints=`: where and when to save, and how many checkpoints to keep.
 
     A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use this directory, and
-    `fit` does not save. See `docs/guides/checkpointing.md`.
+    `fit` saves its last step. See `docs/guides/checkpointing.md`.
 
     Args:
       directory: the directory of all checkpoints; it gets one directory for each saved step.
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
-        only `trainer.save` writes.
+        `fit` saves its last step alone, and `training_steps` nothing.
       keep: how many of the latest checkpoints to keep, or an Orbax preservation policy. None keeps all.
       best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
         it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps. The summary at the
