@@ -252,8 +252,9 @@ class PipelineTrainer(TrainedModel):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
 
-        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
-        callbacks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
+        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. After
+        SIGTERM it yields the step, saves it and raises `SystemExit(75)`. With the callbacks `LogMetrics` and `Evaluate`
+        the loop logs and evaluates as `fit` does.
 
         Args:
           data, steps, epochs, global_batch_size, remainder: as in `fit`.

@@ -11,7 +11,6 @@ from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.processes.waits import print_notice
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
-from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.errors import NonFiniteLossError
@@ -151,11 +150,11 @@ class Save(Callback):
         if not self._stop.is_preempted:
             self._ranking.end()
 
-    def tell_preempted(self) -> None:
-        """Say what SIGTERM left, before the process ends."""
+    def tell_preempted(self, then: str) -> None:
+        """Say what SIGTERM left, and what happens then."""
         # With several processes, a SIGTERM after the last step comes too late for a save of all of them.
         done = "saved step" if self._store is not None and self._store.holds(self._step) else "did not save step"
-        self._checkpoints.display.message(f"SIGTERM: {done} {self._step}, exiting with status {PREEMPTED_STATUS}")
+        self._checkpoints.display.message(f"SIGTERM: {done} {self._step}, {then}")
 
     # ------------------------------------------------------------------ after an error
 

@@ -34,8 +34,9 @@ class Checkpoints:
         end of `fit` names the best value that was logged.
       best_mode: "min" if smaller values are better; "max" if larger values are, as for an accuracy.
       asynchronous: write checkpoints in the background while training continues.
-      preemption_deadline: SIGTERM ends `fit` as `trainer.stop` does, with a checkpoint, within this many seconds. None
-        does not handle the signal.
+      preemption_deadline: SIGTERM ends `fit` and `training_steps` as `trainer.stop` does, with a checkpoint, within
+        this many seconds; then the process ends without one, and says so. The scheduler must wait longer before it
+        kills the process: `docs/guides/jobs/slurm.sh` gives 120 s. None does not handle the signal.
 
     Raises:
       TypeError, ValueError: if a field has a value that does not fit; the message names the field.
@@ -52,7 +53,7 @@ class Checkpoints:
     best: str | None = None
     best_mode: Literal["min", "max"] = "min"
     asynchronous: bool = True
-    preemption_deadline: float | None = 30.0
+    preemption_deadline: float | None = 110.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)):
