@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,7 @@ class CheckpointStore:
         self._writing: int | None = None  # the step whose save is under way
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
+        self._noted: weakref.ref[Any] | None = None
         self.branch: int | None = None
         """The step that a loop has gone back to; checkpoints of later steps are not of this run any more."""
         self._ownership, self._is_owned = Ownership(self.directory), False
@@ -215,6 +217,14 @@ class CheckpointStore:
         elif not self._finishes_at_exit:
             finish_at_exit(self)
             self._finishes_at_exit = True
+
+    def note(self, tree: Any) -> None:
+        """Note that the last save was of this very tree; see `is_noted`."""
+        self._noted = weakref.ref(tree)
+
+    def is_noted(self, tree: Any) -> bool:
+        """Return True if `tree` is the one of `note`."""
+        return self._noted is not None and self._noted() is tree
 
     def check(self) -> None:
         """Raise the error of a save in the background since the last call, if any; never wait. Call it at each step."""

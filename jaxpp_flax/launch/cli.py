@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace",
         type=float,
-        default=60.0,
-        help="seconds that a process has to end after Ctrl-C, SIGTERM or the program's end (default: 60)",
+        default=120.0,
+        help="seconds that a process has to end after Ctrl-C, SIGTERM or the program's end (default: 120)",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")

@@ -57,7 +57,7 @@ class LocalJob:
     devices_per_process: int = 1
     address: str = LOOPBACK
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
-    grace: float = 60.0
+    grace: float = 120.0
 
     def __post_init__(self) -> None:
         if not self.program or self.program == ["-m"]:

@@ -106,6 +106,9 @@ class Checkpointing:
                 f"save({where}): the state in memory is that of step {self.held.step}, and no other can be saved. Call "
                 "save()."
             )
+        if store.is_noted(self.held.memory) and self.is_saved():
+            self.display.message(f"step {self.held.step} is saved already: fit has saved its last step")
+            return store.directory / str(self.held.step)
         if not self.saves_nonfinite:  # a bad checkpoint would replace a good one
             self.under_way.finish()
             check_parameters(self.held.step, self.held.whole().params)

@@ -252,8 +252,9 @@ class PipelineTrainer(TrainedModel):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
 
-        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
-        callbacks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
+        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. After
+        SIGTERM it yields the step, saves it and raises `SystemExit(75)`. With the callbacks `LogMetrics` and `Evaluate`
+        the loop logs and evaluates as `fit` does.
 
         Args:
           data, steps, epochs, global_batch_size, remainder: as in `fit`.
@@ -312,7 +313,7 @@ class PipelineTrainer(TrainedModel):
             leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
             "drop", with a message. A batch with more examples than the first one is refused.
           eval_data: data to evaluate at the end, and every `eval_every` steps.
-          eval_every: the number of steps between two evaluations. None: only at the end.
+          eval_every: the number of steps between two evaluations. None: only at the end. Without `eval_data`, an error.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;

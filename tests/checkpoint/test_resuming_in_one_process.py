@@ -54,7 +54,7 @@ def test_a_save_under_way_is_the_latest(
     tmp_path: Path, uninterrupted: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ):
     trainer = make_trainer(tmp_path / "run")
-    losses_of(trainer, steps=4)
+    list(trainer.training_steps(BATCHES, steps=4))
     waited: list[int | None] = []
     wait = CheckpointStore.wait
 
@@ -73,9 +73,9 @@ def test_what_was_not_saved_is_given_up(
     tmp_path: Path, uninterrupted: dict[int, float], capsys: pytest.CaptureFixture[str]
 ):
     trainer = make_trainer(tmp_path / "run", logging=Logging(every=1))
-    losses_of(trainer, steps=2)
+    list(trainer.training_steps(BATCHES, steps=2))
     trainer.save()
-    losses_of(trainer, BATCHES[5:], steps=3)
+    list(trainer.training_steps(BATCHES[5:], steps=3))
     again = losses_of(trainer, steps=8, resume=True)
     assert again == {step: loss for step, loss in uninterrupted.items() if step > 2}
     assert "step 2; later steps, up to step 5, were not saved and are lost" in capsys.readouterr().out
@@ -105,9 +105,9 @@ def test_one_iterator_goes_on(tmp_path: Path, uninterrupted: dict[int, float]):
 
 def test_an_iterator_that_is_past_the_checkpoint_is_refused(tmp_path: Path):
     trainer, data = make_trainer(tmp_path / "run"), iter(BATCHES)
-    losses_of(trainer, data, steps=2)
+    list(trainer.training_steps(data, steps=2))
     trainer.save()
-    losses_of(trainer, data, steps=3)
+    list(trainer.training_steps(data, steps=3))
     with pytest.raises(DataPositionError, match=r"after 2 batches.* but 5 are drawn from this list_iterator"):
         trainer.fit(data, steps=8, resume=True)
 
@@ -130,7 +130,7 @@ def test_a_loop_of_the_users_own_saves_as_fit_does(tmp_path: Path, uninterrupted
 
 def test_restoring_the_latest_waits_for_the_save_under_way(tmp_path: Path):
     trainer = make_trainer(tmp_path / "run")
-    losses_of(trainer, steps=2)
+    list(trainer.training_steps(BATCHES, steps=2))
     trainer.save(wait=False)
     trainer.train_step(BATCHES[5])
     trainer.restore()

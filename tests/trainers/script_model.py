@@ -117,6 +117,7 @@ class Run:
         self.patience = Patience(2)
         self.has_patience = False  # whether the callbacks of the last `fit` have it
         self.stream: Stream | None = None
+        self.last_of_fit: State | None = None  # saved because the directory stands alone
 
     # ------------------------------------------------------------------ single calls
 
@@ -126,6 +127,8 @@ class Run:
         return loss
 
     def save(self) -> None:
+        if self.state is self.last_of_fit and self.state.step in self.disk:
+            return
         if max(self.disk, default=-1) >= self.state.step:
             raise Fails(CheckpointSaveError)
         self.disk[self.state.step] = self.saved()
@@ -144,6 +147,7 @@ class Run:
         if saved.damaged:
             raise Fails(*DAMAGE)
         there = replace(saved.state, params=saved.state.anchor) if renamed else saved.state
+        self.last_of_fit = None
         if part == "all":
             self.state, self.place = there, saved.place
             return
@@ -170,7 +174,8 @@ class Run:
                 if left_at is not None and stream.given == left_at:
                     return outcome
             outcome.warns = stream.warns
-            self._end(preempted=False)
+            if self.save_every is not None:
+                self._end(preempted=False)
         except Happens as event:
             outcome.errors = _ERRORS[event.args[0]]
         except Fails as failure:
@@ -259,8 +264,10 @@ class Run:
 
     def _end(self, *, preempted: bool) -> None:
         step = self.state.step
-        if (self.save_every is not None or preempted) and step > 0 and step not in self.disk:
+        if step > 0 and step not in self.disk:
             self.save()
+            if self.save_every is None:
+                self.last_of_fit = self.state
         if preempted:
             raise Happens("sigterm")
 

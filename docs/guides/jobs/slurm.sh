@@ -6,7 +6,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@120     # two minutes before the end, for a last checkpoint
+#SBATCH --signal=TERM@120     # for a last checkpoint: more than Checkpoints(preemption_deadline=), which is 110 s
 #SBATCH --requeue             # after the failure of a host
 #SBATCH --open-mode=append    # keep the output of the run before
 set -euo pipefail
@@ -18,6 +18,7 @@ export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
 status=0
 srun --kill-on-bad-exit=1 python -m jaxpp_flax.launch --cluster train.py --steps 100000 || status=$?
 
-# 75: it was asked to end, and has saved. SLURM runs the job again from there, if train.py has fit(resume=True).
-if [ "$status" = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# 75: it was asked to end, and has saved. 143: the save took too long; the checkpoint before is whole.
+# SLURM runs the job again from there, if train.py has fit(resume=True).
+if [ "$status" = 75 ] || [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

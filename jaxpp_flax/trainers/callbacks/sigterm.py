@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM asks `fit` to finish its step, save and end."""
+"""Preemption: SIGTERM asks a loop over data to finish its step, save and end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import selectors
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
+from jaxpp_flax.processes.waits import call_with_limit
 
 __all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 
@@ -20,6 +22,8 @@ KILLED_STATUS = 143
 
 # A process may get two signals for one request: one from the scheduler, and one that the launcher passes on.
 _ONE_REQUEST = 1.0
+# The seconds to ask what is left, and to write it, when the process ends: its disk or its output may hang.
+_TO_TELL = 2.0
 
 
 class Preemption:
@@ -31,9 +35,11 @@ class Preemption:
     waiting for devices or another process, and then Python runs no signal handler.
 
     Nothing is installed without a deadline, or outside of the main thread, since Python handles signals only there.
+    Inside another `Preemption`, as in two loops that run in turn, both note the signal.
 
     Args:
       deadline: seconds from the first signal to the end, or None to handle no signals.
+      left: returns what to tell of the checkpoints that there are, if the process has to end at once.
 
     Example:
       >>> import os, signal
@@ -43,10 +49,11 @@ class Preemption:
       True
     """
 
-    def __init__(self, deadline: float | None) -> None:
+    def __init__(self, deadline: float | None, left: Callable[[], str] = lambda: "") -> None:
         self.requested = False
-        self._deadline = deadline
+        self._deadline, self._left = deadline, left
         self._before: Any = None
+        self._is_over = False
         self._watcher: threading.Thread | None = None
         self._read = self._write = self._descriptor_before = -1
 
@@ -63,6 +70,10 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         if self._watcher is None:
             return
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) != self._receive:
+            self._is_over = True  # an iterator may end in any order: the handler stays, and passes signals on
+            return
         signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(self._descriptor_before)
         os.close(self._write)  # ends the thread
@@ -71,7 +82,13 @@ class Preemption:
         self._watcher = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+            return
         self.requested = True
+        if isinstance(getattr(self._before, "__self__", None), Preemption):
+            self._before(number, frame)
 
     def _watch(self, deadline: float) -> None:
         end, first = None, 0.0
@@ -79,7 +96,10 @@ class Preemption:
             selector.register(self._read, selectors.EVENT_READ)
             while True:
                 if not selector.select(None if end is None else max(0.0, end - time.monotonic())):
-                    return os._exit(KILLED_STATUS)
+                    return self._end(
+                        f"the step and its save were not complete within {deadline:g} s "
+                        "(Checkpoints(preemption_deadline=))"
+                    )
                 numbers = os.read(self._read, 64)
                 if not numbers:
                     return None
@@ -92,4 +112,13 @@ class Preemption:
                 if end is None:
                     first, end = now, now + deadline
                 elif now - first > _ONE_REQUEST:
-                    return os._exit(KILLED_STATUS)
+                    return self._end("it came a second time, before the step and its save were complete")
+
+    def _end(self, why: str) -> None:
+        """End the process, and say so first: its output, or a disk that it asks, may hang."""
+        left: list[str] = []
+        call_with_limit(lambda: left.append(self._left()), _TO_TELL)
+        line = f"jaxpp_flax: SIGTERM: {why}; exiting with status {KILLED_STATUS}. {''.join(left)}".rstrip()
+        # Not by `print`: the main thread may hold its lock.
+        call_with_limit(lambda: os.write(2, f"{line}\n".encode()) and None, _TO_TELL)
+        os._exit(KILLED_STATUS)

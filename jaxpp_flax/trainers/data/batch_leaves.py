@@ -71,7 +71,8 @@ def check_leaf(path: Any, leaf: Any) -> None:
 @lru_cache  # called for each leaf of each step
 def _is_jax_dtype(dtype: Any) -> bool:
     try:
-        return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
+        kinds = (np.number, np.bool_) if isinstance(dtype, (np.dtype, type)) else (jax.dtypes.extended,)  # PRNG keys
+        return any(jnp.issubdtype(dtype, kind) for kind in kinds)
     except TypeError:  # another library's
         return False
 
@@ -97,7 +98,10 @@ def _about_object(name: str, leaf: Any) -> str:
     """Return what is wrong with a leaf that is no array, after its type and a comma."""
     kind = type(leaf).__name__
     if isinstance(leaf, str | bytes):
-        return "but a step takes numbers only. Leave texts out of the batch: `{name: batch[name] for name in names}`."
+        return (
+            "not an array, and a step takes numbers only. Leave texts out of the batch: "
+            "`{name: batch[name] for name in names}`."
+        )
     if isinstance(leaf, Mapping):
         passes = ", in the loader's `collate_fn=` or a class with `__iter__`" if name == "batch" else ""
         return f"a mapping that JAX does not know as a pytree. Convert it with `dict({name})`{passes}."

@@ -47,6 +47,9 @@ class FitArguments:
                 object.__setattr__(self, name, check_count(name, value))
         if self.eval_data is not None:
             check_batches("eval_data", self.eval_data)
+        for name in ("eval_every", "eval_global_batch_size") if self.eval_data is None else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)}, but there is nothing to evaluate: pass eval_data=.")
         if self.eval_every is not None and isinstance(self.eval_data, Iterator):
             raise ValueError(
                 f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "

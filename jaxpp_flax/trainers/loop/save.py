@@ -8,12 +8,13 @@ from typing import Any
 
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.processes.store import ProcessFailedError
+from jaxpp_flax.processes.waits import print_notice
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
-from jaxpp_flax.trainers.callbacks.sigterm import PREEMPTED_STATUS
 from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.errors import NonFiniteLossError
+from jaxpp_flax.trainers.loop.ranking import Ranking
 from jaxpp_flax.trainers.metrics.summary import after_error
 
 __all__ = ["Save"]
@@ -25,6 +26,7 @@ class Save(Callback):
     Args:
       checkpoints: saves the state.
       by_itself: False leaves saves to `trainer.save`, but for the last one after SIGTERM or Ctrl-C.
+      tells: True tells that the last step is saved, with a directory alone.
       again: the call that goes on from a checkpoint, for errors.
       stop: knows how the loop ends.
       saves_interrupted: True saves the last step after Ctrl-C too; a loop of the user's own leaves that to the user.
@@ -39,13 +41,17 @@ class Save(Callback):
         again: str,
         stop: Stop,
         saves_interrupted: bool,
+        tells: bool = False,
         evaluation: Evaluate | None = None,
     ) -> None:
         super().__init__()
         self._checkpoints, self._store, self._by_itself = checkpoints, checkpoints.store, by_itself
         self._again, self._stop, self._evaluation = again, stop, evaluation
-        self._saves_interrupted = saves_interrupted
+        self._saves_interrupted, self._tells = saves_interrupted, tells
+        self._ranking = Ranking(self._store.ranking if by_itself and self._store is not None else None)
+        self._has_evaluated = False
         self._beginning: int | None = None
+        self._last: int | None = None  # the last step whose metrics are known
         self._waiting = False
 
     @property
@@ -61,8 +67,11 @@ class Save(Callback):
                     claim.enter_context(self._store.owned())
                 except CheckpointSaveError as error:
                     # If the directory cannot be written, its checkpoints can still be read.
-                    if self._by_itself or isinstance(error, DirectoryInUseError):
+                    if (self._by_itself and not self._tells) or isinstance(error, DirectoryInUseError):
                         raise
+                    if self._by_itself:
+                        print_notice(f"{error} The last step of this run is not saved")
+                    self._by_itself = False
             yield
 
     def refuse_later_checkpoints(self) -> None:
@@ -80,12 +89,15 @@ class Save(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         self._beginning = trainer.step
+        self._ranking.begin(trainer.callbacks)
         if self._store is not None:
             self._store.branch = None
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self._store is not None:
             self._checkpoints.measured.add(record.step, record.metrics)
+            self._last = record.step
+            self._look_for_metric(record.step)
             self._store.check()
             if self._by_itself and self._step == record.step:  # else a callback has just restored a checkpoint
                 self._checkpoints.leave_branch()
@@ -94,6 +106,9 @@ class Save(Callback):
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self._checkpoints.measured.add(step, {f"eval_{name}": value for name, value in metrics.items()})
+        self._has_evaluated = True
+        if self._last == step:  # else `on_step` adds the metrics of the step
+            self._look_for_metric(step)
 
     def on_next_batch(self) -> None:
         """Save a step that waited: it was not the last one."""
@@ -125,13 +140,21 @@ class Save(Callback):
             return
         is_saved = self._checkpoints.is_saved()  # every process asks
         if (self._by_itself or self._stop.is_preempted) and self._step > 0 and not is_saved:
-            self._checkpoints.save()
+            self._save()
+            if self._tells:
+                self._store.note(self._checkpoints.held.memory)
+                self._checkpoints.display.message(
+                    f"step {self._step} is saved in {self._store.directory}: a directory alone saves the last step of "
+                    "fit, Checkpoints(directory, every=) more often"
+                )
+        if not self._stop.is_preempted:
+            self._ranking.end()
 
-    def tell_preempted(self) -> None:
-        """Say what SIGTERM left, before the process ends."""
+    def tell_preempted(self, then: str) -> None:
+        """Say what SIGTERM left, and what happens then."""
         # With several processes, a SIGTERM after the last step comes too late for a save of all of them.
         done = "saved step" if self._store is not None and self._store.holds(self._step) else "did not save step"
-        self._checkpoints.display.message(f"SIGTERM: {done} {self._step}, exiting with status {PREEMPTED_STATUS}")
+        self._checkpoints.display.message(f"SIGTERM: {done} {self._step}, {then}")
 
     # ------------------------------------------------------------------ after an error
 
@@ -144,7 +167,15 @@ class Save(Callback):
 
     def _save_if_due(self) -> None:
         if self._store is not None and not self._waiting and self._by_itself and self._store.wants(self._step):
-            self._checkpoints.save(wait=False)
+            self._save(wait=False)
+
+    def _save(self, *, wait: bool = True) -> None:
+        self._checkpoints.save(wait=wait)
+        self._ranking.saved(self._step, self._checkpoints.measured.names(self._step))
+
+    def _look_for_metric(self, step: int) -> None:
+        names = self._checkpoints.measured.names(step)
+        self._ranking.measured(step, names, evaluated=self._has_evaluated)
 
     def _finish(self, error: BaseException) -> None:
         """Wait for the save under way, and add to the error what to do."""
@@ -185,7 +216,7 @@ class Save(Callback):
             try:
                 self._store.wait()
                 if not self._checkpoints.is_saved():
-                    self._checkpoints.save()
+                    self._save()
             except (CheckpointSaveError, NonFiniteLossError) as failed:
                 error.add_note(f"Step {self._step} is not saved: {failed}")
             else:

@@ -5,6 +5,7 @@ The trainer's own callbacks and the user's stand in one list, `_in_order`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from jaxpp_flax.trainers.state.holder import StateHolder
 
 __all__ = ["TrainingLoop"]
 
+_EXITING = f"exiting with status {PREEMPTED_STATUS}"
+
 
 def _in_order(
     log: LogMetrics | None, users: Sequence[Callback], evaluation: Evaluate | None, stop: Stop, save: Save
@@ -53,7 +56,7 @@ class TrainingLoop:
 
     Args:
       callbacks: the states of the callbacks, for checkpoints.
-      saves: True if a loop saves by itself: when a save is due, and after its last step.
+      saves: True if a loop saves when a save is due, and after its last step; `fit` always saves its last step.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
     """
 
@@ -138,7 +141,8 @@ class TrainingLoop:
         _check_metrics_are_logged(callbacks)
         trainer.measures.begin()
         again = "trainer.restore() before training_steps(the data after the saved step)"
-        stop = Stop(self.stopping_group(), Interruption(raises=False), Preemption(None))  # which nothing asks to end
+        preemption = Preemption(self.deadline, self._what_is_left)
+        stop = Stop(self.stopping_group(), Interruption(raises=False), preemption)  # Ctrl-C is the user's
         save = Save(self.checkpoints, by_itself=self.saves, again=again, stop=stop, saves_interrupted=False)
         with save.owned():
             if self.saves:
@@ -148,8 +152,8 @@ class TrainingLoop:
             records = self.run(
                 trainer, source, users=callbacks, stop=stop, save=save, global_batch_size=global_batch_size
             )
-            with closing(records):  # before the directory is given up
-                for record in records:
+            with closing(_preemptible(records, stop, save)) as preemptible:  # before the directory is given up
+                for record in preemptible:
                     yield record.step, dict(record.metrics)
 
     def fit(self, trainer: Any, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
@@ -157,15 +161,16 @@ class TrainingLoop:
         trainer.measures.begin()
         self._agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
         group = self.stopping_group()
-        stop = Stop(group, Interruption(raises=group.process_count == 1), Preemption(self.deadline))
+        preemption = Preemption(self.deadline, self._what_is_left)
+        stop = Stop(group, Interruption(raises=group.process_count == 1), preemption)
         evaluation = None
         if arguments.eval_data is not None:
             evaluation = Evaluate(
                 arguments.eval_data, every=arguments.eval_every, global_batch_size=arguments.eval_global_batch_size
             )
         save = Save(
-            self.checkpoints, by_itself=self.saves, again="fit(..., resume=True)", stop=stop, saves_interrupted=True,
-            evaluation=evaluation,
+            self.checkpoints, by_itself=self.checkpoints.store is not None, again="fit(..., resume=True)", stop=stop,
+            saves_interrupted=True, tells=not self.saves, evaluation=evaluation,
         )  # fmt: skip
         with save.owned():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
@@ -217,21 +222,18 @@ class TrainingLoop:
             trainer, source, users=users, stop=stop, save=save, global_batch_size=arguments.global_batch_size,
             log=log, evaluation=evaluation,
         )  # fmt: skip
-        with stop.interruption, stop.preemption:  # also while trackers are closed, which may hang
-            try:
-                with closing(records):
-                    for _ in records:
-                        pass
-            except SystemExit:
-                if stop.is_preempted:
-                    save.tell_preempted()
-                raise
-            if stop.preemption.requested:  # after the last save
-                if stop.is_alone:
-                    save.save_last()
-                save.tell_preempted()
-                raise SystemExit(PREEMPTED_STATUS)
+        with stop.interruption, closing(_preemptible(records, stop, save)) as preemptible:
+            for _ in preemptible:
+                pass
         return log.last
+
+    def _what_is_left(self) -> str:
+        """Return where a run that SIGTERM has cut off goes on."""
+        store = self.checkpoints.store
+        latest = None if store is None else store.latest()
+        if store is None or latest is None:
+            return "No checkpoint is complete."
+        return f"The newest complete checkpoint is that of step {latest} in {store.directory}."
 
     def stopping_group(self) -> ProcessGroup:
         """Return the processes that end a loop together."""
@@ -288,6 +290,32 @@ class TrainingLoop:
         rule = RemainderRule.of(remainder, global_batch_size, self.display)
         drawn = self.tracking.drawn_from(data)
         return self.tracking.enter(Batches(data, display=self.display, drawn=drawn, remainder=rule, **more))
+
+
+def _preemptible(records: Generator[StepRecord], stop: Stop, save: Save) -> Generator[StepRecord]:
+    """Yield the records of a loop; SIGTERM ends the loop and the process, also while trackers are closed.
+
+    A loop that is left by `break` after a SIGTERM cannot raise the exit: the process gets the signal once more.
+    """
+    is_left = False
+    with stop.preemption:
+        try:
+            with closing(records):
+                yield from records
+        except SystemExit:
+            if stop.is_preempted:
+                save.tell_preempted(_EXITING)
+            raise
+        except GeneratorExit:
+            is_left = True
+        if stop.preemption.requested:  # after the last save
+            if stop.is_alone:
+                save.save_last()
+            save.tell_preempted(_EXITING if not is_left else "and the program gets the signal again")
+            if not is_left:
+                raise SystemExit(PREEMPTED_STATUS)
+    if is_left and stop.preemption.requested:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _check_metrics_are_logged(callbacks: Sequence[Callback]) -> None:

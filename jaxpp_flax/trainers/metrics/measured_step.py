@@ -34,6 +34,10 @@ class MeasuredStep:
         """Forget the metrics: the state is another one now, perhaps of the same step."""
         self._step, self._metrics = -1, {}
 
+    def names(self, step: int) -> list[str]:
+        """Return the names of the scalars of this step, without waiting for them."""
+        return [name for name, value in self._metrics.items() if np.ndim(value) == 0] if step == self._step else []
+
     def at(self, step: int) -> dict[str, float] | None:
         """Wait for the scalars of this step, and return them as floats; None if no metrics of it are known."""
         if step != self._step:

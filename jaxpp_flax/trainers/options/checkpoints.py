@@ -22,20 +22,21 @@ class Checkpoints:
     """The options of checkpoints, `checkpoints=`: where and when to save, and how many checkpoints to keep.
 
     A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use this directory, and
-    `fit` does not save. See `docs/guides/checkpointing.md`.
+    `fit` saves its last step. See `docs/guides/checkpointing.md`.
 
     Args:
       directory: the directory of all checkpoints; it gets one directory for each saved step.
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
-        only `trainer.save` writes.
+        `fit` saves its last step alone, and `training_steps` nothing.
       keep: how many of the latest checkpoints to keep, or an Orbax preservation policy. None keeps all.
       best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
         it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps. The summary at the
         end of `fit` names the best value that was logged.
       best_mode: "min" if smaller values are better; "max" if larger values are, as for an accuracy.
       asynchronous: write checkpoints in the background while training continues.
-      preemption_deadline: SIGTERM ends `fit` as `trainer.stop` does, with a checkpoint, within this many seconds. None
-        does not handle the signal.
+      preemption_deadline: SIGTERM ends `fit` and `training_steps` as `trainer.stop` does, with a checkpoint, within
+        this many seconds; then the process ends without one, and says so. The scheduler must wait longer before it
+        kills the process: `docs/guides/jobs/slurm.sh` gives 120 s. None does not handle the signal.
 
     Raises:
       TypeError, ValueError: if a field has a value that does not fit; the message names the field.
@@ -52,7 +53,7 @@ class Checkpoints:
     best: str | None = None
     best_mode: Literal["min", "max"] = "min"
     asynchronous: bool = True
-    preemption_deadline: float | None = 30.0
+    preemption_deadline: float | None = 110.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from jaxpp_flax.trainers import KILLED_STATUS, Checkpoints
+from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS, Checkpoints
 from jaxpp_flax.trainers.callbacks import sigterm as module
 from jaxpp_flax.trainers.callbacks.sigterm import Preemption
 from tests.checkpoint.program import make_trainer
-from tests.running import wait_for
+from tests.running import run_python, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -59,6 +61,86 @@ def test_the_deadline_ends_a_save_that_hangs(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.2)
     assert statuses == [KILLED_STATUS], "a save in time is let be"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_end_without_a_save_says_why(signals: int, monkeypatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(module, "_ONE_REQUEST", 0.05)
+    statuses = statuses_of(monkeypatch)
+    with Preemption(0.5 if signals == 1 else 60.0, lambda: "The newest complete checkpoint is that of step 4 in run."):
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        wait_for(lambda: statuses)
+    why = "complete within 0.5 s (Checkpoints(preemption_deadline=))" if signals == 1 else "it came a second time"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("jaxpp_flax: SIGTERM: ")
+    assert why in line
+    assert line.endswith("; exiting with status 143. The newest complete checkpoint is that of step 4 in run.")
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process(monkeypatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(module, "_TO_TELL", 0.1)
+    statuses, asked = statuses_of(monkeypatch), threading.Event()
+    with Preemption(0.05, lambda: str(asked.wait(60))):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: statuses)
+    asked.set()
+    assert "exiting with status 143" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("order", ["last first", "first first"])
+def test_two_loops_in_turn_both_note_the_signal(order: str):
+    """As `zip` of two iterators does, which end in any order."""
+    before = signal.getsignal(signal.SIGTERM)
+    got: list[int] = []
+    own = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        first, second = Preemption(60.0), Preemption(60.0)
+        first.__enter__(), second.__enter__()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert first.requested
+        assert second.requested
+        for preemption in (second, first) if order == "last first" else (first, second):
+            preemption.__exit__()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [signal.SIGTERM], "then the signal goes where it went before"
+    finally:
+        signal.signal(signal.SIGTERM, own)
+        assert own == before
+
+
+def test_a_loop_that_another_thread_ends_passes_signals_on():
+    got: list[int] = []
+    own = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        preemption = Preemption(60.0)
+        preemption.__enter__()
+        thread = threading.Thread(target=preemption.__exit__)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [signal.SIGTERM]
+        assert not preemption.requested
+    finally:
+        signal.signal(signal.SIGTERM, own)
+        signal.set_wakeup_fd(-1)
+
+
+def test_a_slow_save_has_the_time_that_the_job_script_gives(tmp_path: Path):
+    """The save takes longer than the deadline: nothing is silent, and the checkpoint before is named."""
+    begin = "from tests.checkpoint.slow_save import main; "
+    run = run_python("-c", f"{begin}main({str(tmp_path)!r}, seconds=30.0, deadline=1.0)", status=KILLED_STATUS)
+    assert "were not complete within 1 s (Checkpoints(preemption_deadline=)); exiting with status 143" in run.stderr
+    assert f"The newest complete checkpoint is that of step 2 in {tmp_path}." in run.stderr
+    run = run_python(
+        "-c", f"{begin}main({str(tmp_path / 'other')!r}, seconds=2.0, deadline=None)", status=PREEMPTED_STATUS
+    )
+    assert "SIGTERM: saved step 3, exiting with status 75" in run.stdout
+    script = Path("docs/guides/jobs/slurm.sh").read_text()
+    (given,) = re.findall(r"--signal=TERM@(\d+)", script)
+    assert int(given) > Checkpoints("run").preemption_deadline  # type: ignore[operator]
+    assert f'[ "$status" = {PREEMPTED_STATUS} ] || [ "$status" = {KILLED_STATUS} ]' in script
 
 
 def test_other_signals_go_where_they_went():

@@ -373,3 +373,72 @@ def test_processes_that_trained_different_numbers_of_steps_are_named(
     assert ended == ([3] if others == [b"3"] else [])
     assert len(told) == 1
     assert "the end of fit: its data ended, or it was stopped, after step 3." in told[0]
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+@pytest.mark.parametrize("every", [4, None])
+@pytest.mark.parametrize("where", ["body", "callback", "data", "last"])
+def test_sigterm_ends_a_loop_of_the_users_own_as_it_ends_fit(where: str, every: int | None, tmp_path: Path):
+    def terminate(at: str) -> None:
+        if where == at:
+            signal.raise_signal(signal.SIGTERM)
+
+    class Asked(callbacks.Callback):
+        def on_step(self, trainer: Any, record: StepRecord) -> None:
+            if record.step == 2:
+                terminate("callback")
+
+    def data() -> Iterator[Any]:
+        yield from DATA[:1]
+        terminate("data")
+        yield from DATA[1:]
+
+    trainer, seen = make_logging(None, checkpoints=Checkpoints(tmp_path, every=every)), []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def loop() -> None:
+        for step, _ in trainer.training_steps(data(), callbacks=[Asked()]):
+            seen.append(step)
+            if step == 2:
+                terminate("body")
+            if step == 3:
+                terminate("last")
+
+    with pytest.raises(SystemExit) as caught:
+        loop()
+    last = {"body": 3, "last": 3}.get(where, 2)
+    assert caught.value.code == 75
+    assert steps_in(tmp_path) == [last] == [seen[-1]]
+    assert signal.getsignal(signal.SIGTERM) is before
+    resumed, whole = make_trainer(tmp_path), make_trainer(tmp_path / "other")
+    for trained in (resumed, whole):
+        trained.fit(DATA, steps=4, resume=True)
+    tree_allclose(resumed.state, whole.state, rtol=0, atol=0)
+
+
+def test_a_loop_left_after_sigterm_is_saved_and_gets_the_signal_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        trainer = make_trainer(tmp_path)
+        for step, _ in trainer.training_steps(DATA):
+            if step == 1:
+                signal.raise_signal(signal.SIGTERM)
+                assert got == []
+                break
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_without_a_deadline_a_loop_leaves_sigterm_alone(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_logging(None, checkpoints=Checkpoints(tmp_path, preemption_deadline=None))
+    for _ in trainer.training_steps(DATA):
+        assert signal.getsignal(signal.SIGTERM) is before

@@ -101,8 +101,9 @@ def test_the_best_metric_is_the_one_that_ranks_checkpoints(tmp_path, mode, step)
 
 
 def test_a_metric_that_no_row_has_is_not_the_best(tmp_path):
-    trainer, shown = make(Checkpoints(tmp_path, best="eval_accuracy"))
-    trainer.fit(BATCHES)
+    trainer, shown = make(Checkpoints(tmp_path, best="accuracy"))
+    with pytest.warns(UserWarning, match=r"Checkpoints\(best='accuracy'\): step 1 has no number of this name"):
+        trainer.fit(BATCHES)
     assert "best" not in shown.lines[-1]
 
 
