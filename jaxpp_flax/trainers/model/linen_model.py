@@ -133,7 +133,11 @@ class LinenModel:
         return _same_paths(bound.params, before)
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
-        collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
+        # What the call leaves in the collection that gradients overwrite is not its next value.
+        collections = {
+            name: old if name == OVERWRITE_WITH_GRADIENT else core.unfreeze(bound.variables[name])
+            for name, old in before["collections"].items()
+        }
         frozen = {"frozen": _same_paths(bound.params, before["frozen"])} if "frozen" in before else {}
         return {**before, **frozen, "collections": collections}
 

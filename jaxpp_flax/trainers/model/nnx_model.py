@@ -85,7 +85,8 @@ class NnxModel:
 
         def pick(path: Any, old: Any) -> Any:
             # Random streams start again in each microbatch: with a counter, masks would depend on the schedule.
-            return old if isinstance(old, nnx.RngState) else new.get(path, old)
+            # What the call leaves in a variable that gradients overwrite is not its next value.
+            return old if isinstance(old, nnx.RngState) or _is_overwritten(old) else new.get(path, old)
 
         return nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
 
