@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
@@ -25,7 +25,8 @@ class LossGraph:
     """A loss function that was traced for microbatches of one size.
 
     The graph has the inputs `(state, parameters, step, index of the microbatch, batch)` after its constants, and the
-    outputs `(state, loss, weights)`: that of the loss, if it is a pair, and then those of the metrics that are pairs.
+    outputs `(state, loss, weights, parameters)`. The weights are that of the loss, if it is a pair, and then those of the
+    metrics that are pairs. State and parameters are those after the call.
     """
 
     graph: Graph
@@ -44,9 +45,17 @@ class LossGraph:
     def batch(self) -> tuple[Value, ...]:
         return self.inputs[self.num_states + self.num_parameters + 2 :]
 
-    def carried(self) -> tuple[int, ...]:
-        """Return the positions of the leaves of the state that the loss writes."""
-        return tuple(i for i in range(self.num_states) if self.graph.outputs[i] is not self.inputs[i])
+    @property
+    def call(self) -> Graph:
+        """The graph with the outputs `(state, parameters)`: what the call leaves in the model."""
+        outputs = self.graph.outputs
+        return replace(self.graph, outputs=(*outputs[: self.num_states], *outputs[self.weights.stop :]))
+
+    @property
+    def weights(self) -> slice:
+        """The positions of the outputs that are weights."""
+        first = self.num_states + 1
+        return slice(first, first + self.is_pair + len(self.weighed))
 
     def used_parameters(self, output: int) -> list[bool]:
         """Return which parameters an output depends on."""
@@ -78,7 +87,7 @@ class LossGrowth:
         examples = [leaf for leaf in small.batch if leaf.aval.shape]
         joins, dims = follow_examples(small.graph, examples, examples[0].aval.shape[0])
         position = small.num_states
-        total, *weights = map(read, found[position:])
+        total, weights = read(found[position]), [read(one) for one in found[small.weights]]
         states = {i: found[i] for i in tagged}
         is_read = read_states(states, [total, *weights[: small.is_pair]])
         has_rows = {i for i in tagged if dims[i] is not None or (large is not None and _differ(small, large, i))}

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from flax.linen.fp8_ops import fm32
 
 from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_variables, trace_factory
+from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
@@ -48,11 +50,22 @@ class ChosenModel:
         cls, adapter: ModelAdapter, name: str, params: Any, rest: Any, initializer: LeafPrograms | None = None
     ) -> ChosenModel:
         """Take Linen's boxes off, and note the annotations."""
+        _check_dtypes((params, rest), name)
         notes = annotations_of(params), annotations_of(rest)
         params, rest = (jax.tree.map(_without_sharding, unboxed(tree)) for tree in (params, rest))
         if initializer is not None:
             initializer = replace(initializer, shapes=model_part(params, rest))
         return cls(adapter=adapter, name=name, params=params, rest=rest, notes=notes, initializer=initializer)
+
+
+def _check_dtypes(model: Any, name: str) -> None:
+    """Refuse variables that are stored in `fm32`, in which gradients of Flax's fp8 layers accumulate."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if getattr(leaf, "dtype", None) == fm32:
+            raise ModelError(
+                f"the leaf {path_text(path[1:])} of {name} has dtype {leaf.dtype}, which JAX cannot differentiate. "
+                "Store it in float32, and convert it where it is used: `jax.lax.convert_element_type(x, fm32)`."
+            )
 
 
 def _without_sharding(leaf: Any) -> Any:

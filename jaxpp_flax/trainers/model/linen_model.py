@@ -138,9 +138,10 @@ class LinenModel:
         return flatten({"frozen": rest.get("frozen", {})})[0].keys()
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
+        # What the call leaves in the collection that gradients overwrite is not its next value.
         collections = {
-            name: without_sown(values, core.unfreeze(bound.variables[name]))
-            for name, values in before["collections"].items()
+            name: old if name == OVERWRITE_WITH_GRADIENT else without_sown(old, core.unfreeze(bound.variables[name]))
+            for name, old in before["collections"].items()
         }
         check_shapes(before["collections"], collections)
         frozen = {"frozen": _same_paths(bound.params, before["frozen"])} if "frozen" in before else {}

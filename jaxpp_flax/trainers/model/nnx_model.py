@@ -100,7 +100,8 @@ class NnxModel:
 
         def pick(path: Any, old: Any) -> Any:
             # Random streams start again in each microbatch: with a counter, masks would depend on the schedule.
-            if isinstance(old, nnx.RngState):
+            # What the call leaves in a variable that gradients overwrite is not its next value.
+            if isinstance(old, nnx.RngState) or _is_overwritten(old):
                 return old
             if path not in new:
                 raise ModelError(_removed(path_text(path), type(old)))

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.work import count_flops
-from jaxpp_flax.engine.tracing.ir import from_jaxpr, struct_of
-from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce_i
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, prune, struct_of
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
 from jaxpp_flax.trainers.data.batch import dtype_of, shape_of, signature
@@ -20,9 +20,10 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
+from jaxpp_flax.trainers.step.loss import LossTerms, not_zero, read_loss, whole_batch
 from jaxpp_flax.trainers.step.loss_trace import (
     LossTrace,
+    check_reads,
     check_weights,
     check_written,
     trace_loss,
@@ -42,6 +43,7 @@ from jaxpp_flax.trainers.step.whole_batch import (
     warn_of_mixing,
 )
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, call_after_update
+from jaxpp_flax.trainers.writes.dependencies import NO_WRITES, Writes
 
 StepFunction = Callable[[TrainState, Any], Any]
 
@@ -119,6 +121,32 @@ def _at(batch: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), batch)
 
 
+def _with_leaves(tree: Any, positions: Sequence[int], values: Sequence[Any]) -> Any:
+    """Return the tree with other values at the positions of these leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    for i, leaf in zip(positions, values, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What the loop over the microbatches computes.
+
+    Args:
+      terms, grads: sums; the gradients are those of the used parameters.
+      carried, once, params: what the loss has written, see `Writes`.
+      overwriting: the largest gradients of the leaves that they overwrite.
+    """
+
+    terms: LossTerms
+    grads: Any
+    carried: Sequence[Any]
+    once: Sequence[Any]
+    params: Sequence[Any]
+    overwriting: Sequence[Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder:
     """Builds functions of `(state, batch)`; batch leaves have shape (num_microbatches, microbatch, ...)."""
@@ -126,7 +154,9 @@ class StepBuilder:
     model: ModelAdapter
     update: Update
     loss_fn: Callable[..., Any]
-    carried: tuple[int, ...] = ()  # the leaves of `model_state` that go from microbatch to microbatch
+    writes: Writes = NO_WRITES  # what the loss writes into the model
+    overwritten: tuple[int, ...] = ()  # the leaves of `model_state` whose gradients are their next values
+    weighs: bool = False  # the loss returns a weight
     unused: tuple[str, ...] = ()  # the parameters that the loss does not use
     after_update: AfterUpdate | None = None  # changes variables after the optimizer
     remat: Any = None  # None, "full" or a policy: the values of the loss to recompute in backward
@@ -137,13 +167,16 @@ class StepBuilder:
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
             loss, computed = self._in_two_passes(loop), self._computed(state)
             if loss is None:
-                carried, (terms, grads) = self._accumulate(computed, batch, loop)
+                known = self._known_divisor(computed, batch, loop) if self.overwritten else None
+                sums = self._accumulate(computed, batch, loop, known)
             else:
-                carried, (terms, grads) = self._accumulate_in_two_passes(loss, computed, batch, loop)
-            metrics, divisor = whole_batch(terms, loop.num_microbatches if loss is None else 1)
-            leaves, tree = jax.tree.flatten(state.model_state)
-            model_state = jax.tree.unflatten(tree, self._with_carry(leaves, carried))
-            params, grads = with_zeros(grads, state.params, self.unused, self.update.summand)
+                sums = self._accumulate_in_two_passes(loss, computed, batch, loop)
+            metrics, divisor = whole_batch(sums.terms, loop.num_microbatches if loss is None else 1)
+            params, grads = with_zeros(sums.grads, state.params, self.unused, self.update.summand)
+            written = _with_leaves(params, self.writes.params, sums.params) if self.writes.params else None
+            model_state = _with_leaves(state.model_state, self.writes.carried, sums.carried)
+            model_state = _with_leaves(model_state, self.writes.once, sums.once)
+            model_state = _with_leaves(model_state, self.overwritten, sums.overwriting)
 
             def after(params: Any, rest: Any, more: dict[str, Any]) -> tuple[Any, Any]:
                 check_apart(metrics, more)
@@ -155,7 +188,10 @@ class StepBuilder:
                 )  # fmt: skip
 
             begun = replace(state, params=params)
-            new, more = self.update.apply(begun, grads, metrics["loss"], divisor, model_state, after=after)
+            new, more = self.update.apply(
+                begun, grads, metrics["loss"], 1 if self.overwritten else divisor, model_state,
+                written=written, after=after,
+            )  # fmt: skip
             return new, {**metrics, **more}
 
         return step
@@ -171,62 +207,94 @@ class StepBuilder:
         params, rest = jax.eval_shape(self.model.narrowed, *shapes)
         return replace(state, params=params, model_state=rest)
 
-    def _accumulate(self, state: TrainState, batch: Any, loop: Loop) -> tuple[Sequence[Any], tuple[LossTerms, Any]]:
-        """Return the carried leaves after the loop, and the summed terms and gradients."""
-        leaves, tree = jax.tree.flatten(state.model_state)
+    def _accumulate(self, state: TrainState, batch: Any, loop: Loop, divisor: Any = None) -> Sums:
+        """Return what the loop over the microbatches computes; the loss to differentiate is divided by `divisor`."""
+        writes, leaves = self.writes, jax.tree.leaves(state.model_state)
 
         def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
-            rest = jax.tree.unflatten(tree, self._with_carry(leaves, carry))
-            microbatch = _at(batch, index)
+            microbatch, model_state = _at(batch, index), _with_leaves(state.model_state, writes.carried, carry)
 
-            def loss_of(params: Any) -> tuple[Any, Any]:
+            def loss_of(params: Any, overwritten: Sequence[Any]) -> tuple[Any, Any]:
+                rest = _with_leaves(model_state, self.overwritten, overwritten)
                 output, bound = call_function(
                     self.loss_fn, self.model, params, rest, microbatch,
                     step=state.step, microbatch=index, training=True,
                 )  # fmt: skip
                 terms = read_loss(output)
                 after = jax.tree.leaves(self.model.rest_of(bound, rest))
-                return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
+                new_params = jax.tree.leaves(self.model.params_of(bound, params))
+                last = [new_params[i] for i in writes.params], [after[i] for i in writes.once]
+                total = terms.total if divisor is None else terms.total / divisor
+                return self.update.scaled(total, state), (terms, [after[i] for i in writes.carried], last)
 
             if self.remat is not None:  # the engine divides this region into one for each stage
                 loss_of = jax.checkpoint(loss_of, policy=policy_of(self.remat))
-            (_, (terms, carry)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-            return carry, (terms, self.update.summand(of_used(grads, self.unused)))
+            differentiated = state.params, [leaves[i] for i in self.overwritten]
+            (_, (terms, carry, last)), (grads, overwriting) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(
+                *differentiated
+            )
+            return carry, ((terms, self.update.summand(of_used(grads, self.unused))), overwriting, last)
 
-        before = [leaves[i] for i in self.carried]
-        return self._loop(body, before, loop, Add)
+        before = [leaves[i] for i in writes.carried]
+        carried, ((terms, grads), overwriting, (params, once)) = self._loop(body, before, loop, (Add, Max, Last))
+        return Sums(terms=terms, grads=grads, carried=carried, once=once, params=params, overwriting=overwriting)
+
+    def _known_divisor(self, state: TrainState, batch: Any, loop: Loop) -> Any:
+        """Return the divisor of the sums over the microbatches, before the loop.
+
+        Overwritten leaves hold the largest gradients of a layer's outputs: these are to be those of the whole batch.
+        """
+        if not self.weighs:
+            return loop.num_microbatches
+
+        def weight_of(microbatch: Any, index: Any) -> Any:
+            output, _ = call_function(
+                self.loss_fn, self.model, state.params, state.model_state, microbatch,
+                step=state.step, microbatch=index, training=True,
+            )  # fmt: skip
+            return read_loss(output).weight
+
+        shapes = (_one_of(batch), jax.ShapeDtypeStruct((), jnp.int32))
+        graph, consts = from_jaxpr(jax.make_jaxpr(weight_of)(*shapes))
+        alone = prune(graph)  # nothing of the model is left
+        indices = jnp.arange(loop.num_microbatches, dtype=jnp.int32)
+        weights = jax.vmap(lambda *inputs: alone.run(*consts, *inputs)[0])(*jax.tree.leaves(batch), indices)
+        return not_zero(weights.sum())
 
     def _in_two_passes(self, loop: Loop) -> WholeBatchLoss | None:
         """Return the loss, if it has two parts and the batch several; one microbatch is the whole batch."""
         return self.loss_fn if isinstance(self.loss_fn, WholeBatchLoss) and loop.num_microbatches > 1 else None
 
-    def _accumulate_in_two_passes(
-        self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop
-    ) -> tuple[Sequence[Any], tuple[LossTerms, Any]]:
+    def _accumulate_in_two_passes(self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop) -> Sums:
         """Return what `_accumulate` returns, with the terms of the whole batch."""
         stacked = self._embed_all(loss, state, batch, loop, training=True)
-        terms, cotangents = loss_and_cotangents(loss, stacked, batch, lambda total: self.update.scaled(total, state))
+
+        def scaled(terms: LossTerms) -> Any:
+            total = terms.total / whole_batch(terms, 1)[1] if self.overwritten else terms.total
+            return self.update.scaled(total, state)
+
+        terms, cotangents = loss_and_cotangents(loss, stacked, batch, scaled)
         # The gradients of the embeddings are scaled already. The carried leaves begin as in the first pass.
         second = replace(self, loss_fn=second_pass(loss), update=replace(self.update, loss_scale=None))
-        carried, (products, grads) = second._accumulate(state, (batch, cotangents), loop)
+        sums = second._accumulate(state, (batch, cotangents), loop)
         # The engine would drop a forward whose loss nobody reads, and `remat` recomputes from its marks.
-        total, _ = jax.lax.optimization_barrier((terms.total, products.total))
-        return carried, (replace(terms, total=total), grads)
+        total, _ = jax.lax.optimization_barrier((terms.total, sums.terms.total))
+        return replace(sums, terms=replace(terms, total=total))
 
     def _embed_all(self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop, *, training: bool) -> Any:
         """Return the embeddings of a `WholeBatchLoss`, stacked by microbatch: a pass without a backward."""
-        leaves, tree = jax.tree.flatten(state.model_state)
+        leaves, carried = jax.tree.leaves(state.model_state), self.writes.carried
 
         def embed(carry: Sequence[Any], index: Any, microbatch: Any) -> tuple[Sequence[Any], Any]:
-            rest = jax.tree.unflatten(tree, self._with_carry(leaves, carry))
+            rest = _with_leaves(state.model_state, carried, carry)
             embeddings, bound = call_function(
                 loss.embed_fn, self.model, state.params, rest, microbatch,
                 step=state.step, microbatch=index, training=training,
             )  # fmt: skip
             after = jax.tree.leaves(self.model.rest_of(bound, rest))
-            return [after[i] for i in self.carried], embeddings
+            return [after[i] for i in carried], embeddings
 
-        before = [leaves[i] for i in self.carried]
+        before = [leaves[i] for i in carried]
         forward = replace(loop, schedule=loop.schedule and ForwardOnly(loop.schedule))
         operations = embedding_operations(embed, before, batch)
         return self._loop(lambda carry, i: embed(carry, i, _at(batch, i)), before, forward, operations)[1]
@@ -289,12 +357,6 @@ class StepBuilder:
             function, self.model, params, rest, microbatch, step=state.step, microbatch=index, training=False
         )[0]
 
-    def _with_carry(self, leaves: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
-        merged = list(leaves)
-        for i, leaf in zip(self.carried, carry, strict=True):
-            merged[i] = leaf
-        return merged
-
     def _loop(self, body: Any, init: Sequence[Any], loop: Loop, operation: Any) -> tuple[Sequence[Any], Any]:
         if not init:  # without a carry, the microbatches have no order
             return [], treduce_i(lambda i: body([], i)[1], loop.num_microbatches, loop.schedule, operation)
@@ -330,7 +392,9 @@ class StepBuilderCache:
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
         found = self.trace(state, microbatches)
-        return replace(self._untraced, carried=found.carried, unused=found.unused)
+        return replace(
+            self._untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
+        )
 
     def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
         """Trace the training loss for such batches; each structure of a batch is traced once."""
@@ -341,7 +405,9 @@ class StepBuilderCache:
             computed = self._untraced.computed_shapes(state)
             tracing = partial(trace_loss, model, loss_fn, num_microbatches=self._num_microbatches)
             found = self._stage.trace(tracing, computed, one)
-            check_written(found, state.model_state, computed.model_state)
+            check_written(found, state, computed, self._num_microbatches)
+            if found.overwritten:
+                self._stage.trace(partial(check_reads, model, loss_fn, self._num_microbatches), computed, one)
             if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
                 found = replace(found, divided=None, mixed=None, growing=None)
                 if self._num_microbatches > 1 and not self._has_warned:

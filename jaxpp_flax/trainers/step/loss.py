@@ -76,13 +76,13 @@ def whole_batch(summed: LossTerms, num_microbatches: int) -> tuple[dict[str, jax
       >>> {name: float(value) for name, value in metrics.items()}, float(divisor)
       ({'loss': 1.5, 'weight': 4.0, 'hits': 0.25}, 4.0)
     """
-    divisor = num_microbatches if summed.weight is None else _not_zero(summed.weight)
+    divisor = num_microbatches if summed.weight is None else not_zero(summed.weight)
     metrics = {"loss": summed.total / divisor}
     if summed.weight is not None:
         metrics["weight"] = summed.weight
     for name, value in summed.metrics.items():
         if isinstance(value, tuple):
-            metrics[name] = value[0] / _not_zero(value[1])
+            metrics[name] = value[0] / not_zero(value[1])
         else:
             metrics[name] = value / num_microbatches
     return metrics, divisor
@@ -94,7 +94,7 @@ _FORMS = (
 )
 
 
-def _not_zero(weight: Any) -> Any:
+def not_zero(weight: Any) -> Any:
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 

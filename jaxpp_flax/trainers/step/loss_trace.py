@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.messages import listed, warn_user
+from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.data.growth import is_same
 from jaxpp_flax.trainers.data.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
 from jaxpp_flax.trainers.errors import (
@@ -33,17 +34,25 @@ from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.wide_products import wide_products
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import read_loss
+from jaxpp_flax.trainers.writes.dependencies import Writes, find_writes
+from jaxpp_flax.trainers.writes.overwriting import check_overwritten
+from jaxpp_flax.trainers.writes.second_call import model_after, same_program
+from jaxpp_flax.trainers.writes.structure import Changes, changes_of, check_types
+
+_THE_CALL = "the loss's call of the model"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTrace:
     """The properties of a loss function for microbatches of one structure.
 
-    The carried leaves of `model_state` are those that the loss function writes. They go from microbatch to microbatch;
-    all other leaves (frozen parameters, keys) are constants of the loop.
+    All leaves of `model_state` that the loss function does not write (frozen parameters, keys) are constants of the
+    loop.
     """
 
-    carried: tuple[int, ...]  # the positions of these leaves
+    writes: Writes  # the leaves of `model_state` and the parameters that the loss function writes
+    overwritten: tuple[int, ...]  # the leaves of `model_state` whose gradients are their next values
+    weighs: bool  # the loss returns a weight
     unused: tuple[str, ...]  # the paths of parameters that the loss does not depend on
     batch_statistics: tuple[str, ...]  # the paths of the carried leaves that are statistics of a batch
     divided: str | None = None  # the place where a mean loss is divided by a number that depends on the examples
@@ -59,19 +68,38 @@ def trace_graph(
     """Trace the loss function for microbatches of this structure; nothing is computed."""
     leaves, tree = jax.tree.flatten(state.model_state)
     pairs: list[tuple[bool, tuple[str, ...]]] = []
+    changes: list[Changes | None] = []
 
-    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
-        rest = jax.tree.unflatten(tree, leaves)
-        output, bound = call_function(
-            loss_fn, model, params, rest, batch, step=step, microbatch=index, training=training
-        )
+    def run(
+        leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any, made: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], Any]:
+        own, rest = model, jax.tree.unflatten(tree, leaves)
+        given = rest
+        if changes and changes[0] is not None:  # the second call
+            own, given = model_after(own, rest, changes[0], made)  # type: ignore[arg-type]
+        numbers = {"step": step, "microbatch": index, "training": training}
+        output, bound = call_function(loss_fn, own, params, given, batch, **numbers)
         terms = read_loss(output, differentiated=training)
         weights = {name: value[1] for name, value in terms.metrics.items() if isinstance(value, tuple)}
         pairs.append((terms.weight is not None, tuple(weights)))
-        return jax.tree.leaves(model.rest_of(bound, rest)), [terms.total, terms.weight, *weights.values()]
+        if not training:  # what an evaluation writes is dropped
+            return leaves, [terms.total, terms.weight, *weights.values()], []
+        changes.append(changes_of(bound, own.bind(params, given, **numbers), _THE_CALL))
+        if changes[0] is not None and changes[0].graphdef is None:  # a Linen model
+            raise ModelError(changes[0].message)
+        after = own.rest_of(bound, rest), own.params_of(bound, params)
+        check_types(after[0], rest, _THE_CALL)
+        check_types(after[1], params, _THE_CALL)
+        return jax.tree.leaves(after[0]), [terms.total, terms.weight, *weights.values()], jax.tree.leaves(after[1])
 
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    graph, constants = from_jaxpr(jax.make_jaxpr(run)(leaves, state.params, state.step, index, microbatch))
+    arguments = leaves, state.params, state.step, jax.ShapeDtypeStruct((), jnp.int32), microbatch
+    jaxpr = jax.make_jaxpr(run)(*arguments)
+    if changes and changes[0] is not None:
+        made = jax.tree.map(shape_of, [*changes[0].made.values()])
+        second = jax.make_jaxpr(run)(*arguments, made)
+        if changes[1] is not None or not same_program(jaxpr, second):
+            raise ModelError(changes[0].message)
+    graph, constants = from_jaxpr(jaxpr)
     return LossGraph(
         graph=graph,
         constants=constants,
@@ -104,18 +132,22 @@ def trace_loss(
             raise ModelError(_state_of_examples(found, num_microbatches)) from error
         raise
     sizes = _other_sizes(trace, loss, microbatch) if num_microbatches > 1 or loss.weighed else None
-    growth = LossGrowth.of(loss, sizes, _tagged(model, loss, state))
+    frozen = model.frozen_parameters(state.model_state)
+    writes = find_writes(loss.call, len(loss.constants), frozen, loss.num_parameters)
+    growth = LossGrowth.of(loss, sizes, _tagged(model, writes, state))
     _check_weights(loss, growth, state.params)
     if num_microbatches > 1 and growth.of_examples:
         found = _named(state.model_state, growth.of_examples)
         raise ModelError(_state_of_examples(found, num_microbatches))
-    carried, paths = loss.carried(), _paths(state.model_state)
-    statistics = model.batch_statistics(state.model_state)
+    paths, statistics = _paths(state.model_state), model.batch_statistics(state.model_state)
+    overwritten = model.overwritten_by_gradients(state.model_state)
     used = loss.used_parameters(loss.num_states)
     return LossTrace(
-        carried=carried,
+        writes=writes,
+        overwritten=tuple(i for i, is_one in enumerate(overwritten) if is_one),
+        weighs=loss.is_pair,
         unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
-        batch_statistics=tuple(path for i, path in enumerate(paths) if i in carried and statistics[i]),
+        batch_statistics=tuple(path for i, path in enumerate(paths) if i in writes.carried and statistics[i]),
         divided=growth.divided,
         mixed=growth.mixed,
         growing=growth.text,
@@ -159,13 +191,13 @@ def _other_sizes(
         return None
 
 
-def _tagged(model: ModelAdapter, loss: LossGraph, state: TrainState) -> set[int]:
-    """Return the states that the loss writes, without those that are statistics of batches or metrics."""
+def _tagged(model: ModelAdapter, writes: Writes, state: TrainState) -> set[int]:
+    """Return the states that microbatches pass on, without those that are statistics of batches or metrics."""
     exempt = model.batch_statistics(state.model_state)
     kinds = (nnx.Intermediate, nnx.metrics.MetricState)
     variables = jax.tree.leaves(state.model_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     known = [isinstance(variable, kinds) for variable in variables for _ in jax.tree.leaves(variable)]
-    return {i for i in loss.carried() if not exempt[i] and not known[i]}
+    return {i for i in writes.carried if not exempt[i] and not known[i]}
 
 
 def _check_weights(loss: LossGraph, growth: LossGrowth, params: Any) -> None:
@@ -225,15 +257,45 @@ def _paths(tree: Any) -> list[str]:
     return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def check_written(trace: LossTrace, stored: Any, computed: Any) -> None:
-    """Refuse a loss that writes a frozen parameter of which it has a copy in the type of the computation."""
-    paths, leaves = _paths(stored), zip(jax.tree.leaves(stored), jax.tree.leaves(computed), strict=True)
-    converted = [i for i, (kept, used) in enumerate(leaves) if kept.dtype != used.dtype]
-    if written := sorted(paths[i] for i in {*trace.carried} & {*converted}):
+def check_reads(
+    model: ModelAdapter, loss_fn: Callable[..., Any], num_microbatches: int, state: TrainState, microbatch: Any
+) -> None:
+    """Refuse a loss that reads a variable at several places whose gradient is its next value."""
+
+    def loss_of(rest: Any, params: Any, step: Any, index: Any, batch: Any) -> Any:
+        output, _ = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
+        return read_loss(output).total
+
+    check_overwritten(model, loss_of, num_microbatches, state, microbatch)
+
+
+def check_written(trace: LossTrace, stored: TrainState, computed: TrainState, num_microbatches: int) -> None:
+    """Refuse a loss that writes a parameter of which it has a copy in the type of the computation.
+
+    Refuse also one that writes another value into a trained parameter in each of several microbatches.
+    """
+    writes = trace.writes
+    for kind, written, of, used_of in (
+        ("frozen", {*writes.carried, *writes.once}, stored.model_state, computed.model_state),
+        ("trained", {*writes.params}, stored.params, computed.params),
+    ):
+        paths, leaves = _paths(of), zip(jax.tree.leaves(of), jax.tree.leaves(used_of), strict=True)
+        converted = [i for i, (kept, used) in enumerate(leaves) if kept.dtype != used.dtype]
+        if rounded := sorted(paths[i] for i in written & {*converted}):
+            raise ModelError(
+                f"the model's call writes the {kind} parameter {listed(rounded, 3, str)}, but with precision= it "
+                "computes with a copy in a narrower dtype, so the written values would be rounded. Keep these values "
+                "in a variable of another type (NNX) or collection (Linen), or write them once a step: "
+                "Training(after_update=)."
+            )
+    if num_microbatches > 1 and writes.varying:
+        paths = _paths(stored.params)
         raise ModelError(
-            f"the model's call writes the frozen parameter {listed(written, 3, str)}, but with precision= it computes "
-            "with a copy in a narrower dtype, so the written values would be rounded. Keep these values in a variable "
-            "of another type (NNX) or collection (Linen)."
+            f"the model's call writes the trained parameter {listed([paths[i] for i in writes.varying], 3, str)}, and "
+            f"the value depends on the microbatch: on its examples, on random numbers, or on state that they move. So "
+            f"{num_microbatches} microbatches write {num_microbatches} values, where one call for the whole batch "
+            "writes one. Write it once a step, from sums over the batch: Training(after_update=); or use "
+            "num_microbatches=1."
         )
 
 

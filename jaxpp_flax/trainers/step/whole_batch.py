@@ -134,7 +134,7 @@ def loss_of_all(loss: WholeBatchLoss, stacked: Any, batch: Any) -> LossTerms:
 
 
 def loss_and_cotangents(
-    loss: WholeBatchLoss, stacked: Any, batch: Any, scaled: Callable[[Any], Any]
+    loss: WholeBatchLoss, stacked: Any, batch: Any, scaled: Callable[[LossTerms], Any]
 ) -> tuple[LossTerms, list[Any]]:
     """Return the terms as `loss_of_all`, and the gradients of the scaled loss, stacked by microbatch.
 
@@ -145,7 +145,7 @@ def loss_and_cotangents(
 
     def loss_of(embeddings: Any) -> tuple[Any, LossTerms]:
         terms = read_loss(loss.loss_fn(embeddings, whole))
-        return scaled(terms.total), terms
+        return scaled(terms), terms
 
     (_, terms), gradients = jax.value_and_grad(loss_of, has_aux=True, allow_int=True)(embeddings)
 

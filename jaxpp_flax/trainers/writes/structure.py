@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,15 +15,31 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.linen_model import LinenCall
 
-__all__ = ["check_structure", "check_types"]
+__all__ = ["Changes", "changes_of", "check_structure", "check_types"]
 
 _OWN = "_pytree__"  # how the names of Flax's own attributes of a module begin
 
 
-def check_structure(after: Any, before: Any, what: str) -> None:
-    """Refuse a call that has made or removed a variable of the model, or changed an attribute that is no array.
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a call has changed beside values: attributes that are no arrays, and variables that it has made.
 
-    Values that a call sows (`nnx.Intermediate`) are no part of the model: they are dropped.
+    Args:
+      message: names the first of them, and says what to do.
+      graphdef: the module after the call, without values; None for Linen.
+      made: the variables that the call has made, by their paths in NNX.
+    """
+
+    message: str
+    graphdef: Any = None
+    made: Mapping[Any, Any] = field(default_factory=dict)
+
+
+def changes_of(after: Any, before: Any, what: str) -> Changes | None:
+    """Return what a call has changed beside values; None for nothing.
+
+    Values that a call sows (`nnx.Intermediate`) are no part of the model: they are dropped. The modes of `train()` and
+    `eval()` do not count: a call sets them before it reads them.
 
     Args:
       after: the model after the call, as an adapter binds it.
@@ -30,22 +47,35 @@ def check_structure(after: Any, before: Any, what: str) -> None:
       what: what was called, for the message.
 
     Raises:
-      ModelError: naming the variable or the attribute.
+      ModelError: for a variable that the call has removed, or made another type of.
     """
     if isinstance(after, LinenCall):
-        _check_paths(_paths_of_collections(after.variables), _paths_of_collections(before.variables), what)
-        return
+        message = _made(_paths_of_collections(after.variables), _paths_of_collections(before.variables), what)
+        return None if message is None else Changes(message=message)
     after, before = (_without_sown(module) for module in (after, before))
     new, old = (_leaves(module) for module in (after, before))
-    _check_paths(new, old, what)
+    message = _made(new, old, what)
     for path, kind in old.items():
         if new[path] is not kind:
             raise ModelError(
                 f"{what} makes the {kind.__name__} {path} a {new[path].__name__}. A step writes values, and keeps the "
                 "types of the variables. Make the variable with this type in `__init__`."
             )
-    if nnx.split(after)[0] != nnx.split(before)[0]:
-        _check_attributes(after, before, what)
+    graphdef, state = nnx.split(after)
+    if (message := message or _other_attribute(after, before, what)) is None:
+        return None
+    made = {path: leaf for path, leaf in nnx.to_flat_state(state) if path_text(path) not in old}
+    return Changes(message=message, graphdef=graphdef, made=made)
+
+
+def check_structure(after: Any, before: Any, what: str) -> None:
+    """Refuse a call that changes more than values; the arguments are those of `changes_of`.
+
+    Raises:
+      ModelError: naming the variable or the attribute.
+    """
+    if (changes := changes_of(after, before, what)) is not None:
+        raise ModelError(changes.message)
 
 
 def check_types(after: Any, before: Any, what: str) -> None:
@@ -58,27 +88,30 @@ def check_types(after: Any, before: Any, what: str) -> None:
     for (path, new), old in pairs:
         if (np.shape(new), _dtype(new)) != (old.shape, old.dtype):
             raise ModelError(
-                f"{what} writes {_type_text(new)} into {path_text(path)}, which is {_type_text(old)}. Each step needs "
-                "the same shapes and dtypes: write a value of this type, such as `x.astype(...)`."
+                f"{what} writes {_type_text(new)} into {path_text(path).removeprefix('collections/')}, which is "
+                f"{_type_text(old)}. Each step needs the same shapes and dtypes: write a value of this type, such as "
+                "`x.astype(...)`."
             )
 
 
-def _check_paths(new: Mapping[str, Any], old: Mapping[str, Any], what: str) -> None:
-    if made := sorted(new.keys() - old.keys()):
-        raise ModelError(
-            f"{what} makes {listed(made, 3, str)}, which the model does not have before. The trainer would lose its "
-            "value after each call. Make it before training: an `nnx.Variable` in `__init__` (NNX), a "
-            "variable that `init` makes and `variables=` holds (Linen)."
-        )
+def _made(new: Mapping[str, Any], old: Mapping[str, Any], what: str) -> str | None:
+    """Return the message for variables that were made; refuse those that were removed."""
     if removed := sorted(old.keys() - new.keys()):
         raise ModelError(
             f"{what} removes {listed(removed, 3, str)} from the model. A step keeps all variables: write another value "
             "into it instead, such as zeros."
         )
+    if made := sorted(new.keys() - old.keys()):
+        return (
+            f"{what} makes {listed(made, 3, str)}, which the model does not have before, and the trainer would lose "
+            "its value. Make it before training: an `nnx.Variable` in `__init__` (NNX), a variable that `init` makes "
+            "and `variables=` holds (Linen)."
+        )
+    return None
 
 
-def _check_attributes(after: nnx.Module, before: nnx.Module, what: str) -> None:
-    """Refuse other values of attributes that are no arrays, but those of `train()` and `eval()`."""
+def _other_attribute(after: nnx.Module, before: nnx.Module, what: str) -> str | None:
+    """Return the message for another value of an attribute that is no array."""
     for module in (after, before):
         module.eval()  # a mode that the loss sets in each call is no state
     modules = dict(nnx.iter_modules(before))
@@ -88,11 +121,12 @@ def _check_attributes(after: nnx.Module, before: nnx.Module, what: str) -> None:
         was, now = (_attributes(of) for of in (modules[path], module))
         for name in sorted(was.keys() | now.keys()):
             if not _equal(was.get(name), now.get(name)):
-                raise ModelError(
+                return (
                     f"{what} changes the attribute {'/'.join(map(str, (*path, name)))} from {was.get(name)!r} to "
                     f"{now.get(name)!r}. It is no array, so a compiled step would use the first value for ever. Keep "
                     "it in an `nnx.Variable`, or set it before the trainer is made."
                 )
+    return None
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
