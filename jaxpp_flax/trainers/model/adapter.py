@@ -123,23 +123,6 @@ def without_sown_variables(module: M) -> M:
     return other
 
 
-def check_shapes(before: Any, after: Any) -> None:
-    """Refuse a call that gives a variable another shape: it goes from microbatch to microbatch.
-
-    Raises:
-      ModelError: naming the variable.
-    """
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        return
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
-        if np.shape(old) != np.shape(new):
-            raise ModelError(
-                f"the model's call gives {path_text(path)} the shape {np.shape(new)}, and it had {np.shape(old)}. If "
-                "the model sows it, remove what an earlier call has left: `nnx.pop(model, ...)` before you make the "
-                "trainer, or a dict without this collection as variables=. Other variables must keep their shape."
-            )
-
-
 def has_grown(before: Any, after: Any) -> bool:
     """Return True if a call has sown into a tuple of values: it appends to it.
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers.model.adapter import PERTURBATIONS, check_shapes, fold, numbers_as_arrays, without_sown
+from jaxpp_flax.trainers.model.adapter import PERTURBATIONS, fold, numbers_as_arrays, without_sown
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.precision import narrowed, widened
 from jaxpp_flax.trainers.model.sharding import is_box
@@ -143,7 +143,6 @@ class LinenModel:
             name: old if name == OVERWRITE_WITH_GRADIENT else without_sown(old, core.unfreeze(bound.variables[name]))
             for name, old in before["collections"].items()
         }
-        check_shapes(before["collections"], collections)
         frozen = {"frozen": _same_paths(bound.params, before["frozen"])} if "frozen" in before else {}
         return {**before, **frozen, "collections": collections}
 

@@ -308,7 +308,6 @@ def with_metric(model, batch):
 
 MOVED: dict[str, Callable[..., Any]] = {
     "centre": moving(lambda v, x, model: 0.9 * v + 0.1 * x.mean(0)),
-    "teacher": moving(lambda v, x, model: 0.9 * v + 0.1 * model.layers[0].bias[...]),
     "mean": moving(lambda v, x, model: v + x.mean(0)),
     "last": moving(lambda v, x, model: x.mean(0)),
     "calls": moving(lambda v, x, model: v + 1, "count"),
@@ -319,6 +318,7 @@ MOVED: dict[str, Callable[..., Any]] = {
 
 KEPT: dict[str, Callable[..., Any]] = {
     "sum": moving(lambda v, x, model: v + x.sum(0)),
+    "teacher": moving(lambda v, x, model: 0.9 * v + 0.1 * model.layers[0].bias[...]),  # written once a step
     "counts": moving(lambda v, x, model: v.at[x.argmax(-1)].add(1.0)),
     "examples": moving(lambda v, x, model: v + len(x), "count"),
     "largest": moving(lambda v, x, model: jnp.maximum(v, jnp.abs(x).max(0))),
