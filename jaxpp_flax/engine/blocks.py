@@ -64,8 +64,8 @@ class Holding:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
         all microbatches), "gradients" (accumulators), "gathered" (whole copies of sharded parameters, with
         `fsdp="step"`); while the block's backward runs: "regions" (what the largest `jax.checkpoint` region in the
-        block makes again) and "around" (the same of regions around marks); for each microbatch in flight: "activations"
-        and "kept" (see `residuals_of`), "saved" (activations that a policy of the user saves).
+        block makes again); for each microbatch in flight: "activations" and "kept" (see `residuals_of`), "saved"
+        (activations that a policy of the user saves).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -204,14 +204,13 @@ class Blocks:
 
     @cached_property
     def _regions(self) -> list[Holding]:
-        found = dict[tuple[str, int], float]()
+        found = dict[int, float]()
         for task in self.partition.tasks:
             if task.kind is not TaskKind.FORWARD:
                 read = [self._specs_made.get(v) or self._spec_read(v) for v in task.graph.inputs]
-                key = "around" if any(equation.late for equation in task.graph.equations) else "regions", task.stage
                 again = held_inside(task.graph, read, self.shards_of.axes)
-                found[key] = max(again, found.get(key, 0.0))
-        return [Holding(kind=kind, nbytes=again, blocks=(at,)) for (kind, at), again in found.items() if again]
+                found[task.stage] = max(again, found.get(task.stage, 0.0))
+        return [Holding(kind="regions", nbytes=again, blocks=(at,)) for at, again in found.items() if again]
 
     @cached_property
     def _saving(self) -> dict[Value, set[int]]:

@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer, pipeline_stage
+from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.trainers import Memory
-from tests.helpers import slow_but, tree_allclose
+from tests.helpers import slow, slow_but, tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
 
@@ -161,3 +162,103 @@ def test_what_is_no_remat_is_refused():
     }.items():
         with pytest.raises(TypeError, match=rf"^{where} got remat=True\. Use None .*, 'full'"):
             make()
+
+
+@pytest.fixture
+def remat3():
+    """JAX's other implementation of `jax.checkpoint`."""
+    before = getattr(jax.config, "jax_remat3")  # noqa: B009, as it is not among the typed names
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", before)
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, "trainer"))
+def test_a_block_recomputes_itself_alone_in_both_implementations(case, remat3):
+    options, of_blocks, again = CASES[case]
+    losses, state, products, kept = train(blocks(of_blocks), **options)
+    expected_losses, expected_state, *_ = plain()
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    tree_allclose(state, expected_state)
+    assert (products["fwd_0"], products["bwd_0"]) == (4, 7 + again)
+    assert kept < plain()[3], "less is kept for backward"
+
+
+@pytest.mark.parametrize("schedule", [slow("gpipe"), "1f1b"])
+def test_stages_hold_their_own_parameters_in_both_implementations(schedule, remat3):
+    memory = Memory(remat="full")
+    made = PipelineTrainer(
+        blocks(), optax.sgd(0.1), m.squared_error, num_stages=4, num_microbatches=2, schedule=schedule, memory=memory,
+        logging=False,
+    )  # fmt: skip
+    counts = [stage.parameter_count for stage in made.compile(BATCH).stages]
+    assert counts == [sum(x.size for x in jax.tree.leaves(nnx.state(m.Block(rngs=nnx.Rngs(0)), nnx.Param)))] * 4
+
+
+def barriers(model, data, **options):
+    """The barriers of each task of a loop, as XLA gets them; and the bytes that the first stage keeps."""
+    made = PipelineTrainer(
+        model, optax.sgd(0.1), m.squared_error, num_stages=STAGES, num_microbatches=MICROBATCHES, mesh={"data": data},
+        logging=False, **options,
+    )  # fmt: skip
+    compiled, found = made.compile(m.make_xy(4 * MICROBATCHES, m.WIDTH)), {}
+    for task in compiled.program.tasks:
+        if task.stage is not None:
+            structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in task.graph.inputs]
+            found[task.name] = jax.jit(task.graph.run).lower(*structs).as_text().count("optimization_barrier")
+    return found, compiled.stages[0].activation_bytes
+
+
+class Layers(nnx.Module):
+    """A scan over blocks that recompute themselves."""
+
+    def __init__(self, seed):
+        make = nnx.vmap(lambda key: m.Block(rngs=nnx.Rngs(key)))
+        self.layers = make(jax.random.split(jax.random.key(seed), 3))
+
+    def __call__(self, x):
+        scan = nnx.scan(nnx.remat(lambda x, layer: layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(x, self.layers)
+
+
+def wrapped(wrap):
+    """Two stages of two blocks, each in `wrap`."""
+    return m.Chain(PipelineStage(wrap(m.Block(rngs=nnx.Rngs(i))), name=f"block_{i}") for i in range(2 * STAGES))
+
+
+class Rematted(nnx.Module):
+    def __init__(self, block):
+        self.block = block
+
+    def __call__(self, x):
+        return nnx.remat(lambda block, x: block(x))(self.block, x)
+
+
+RECOMPUTE = ResidualPlan([StageResiduals(recompute=True)] * STAGES)
+# The loss is one more region, if the trainer's remat is around it.
+REGIONS = {
+    "nnx.remat": (lambda: wrapped(Rematted), {}, 2),
+    "block": (lambda: blocks("full"), {}, 2),
+    "policy": (lambda: blocks(jax.checkpoint_policies.dots_saveable), {}, 2),
+    "trainer": (blocks, {"memory": Memory(remat="full")}, 3),
+    "scan": (lambda: m.Chain(PipelineStage(Layers(i), name=f"layers_{i}") for i in range(STAGES)), {}, 1),
+    "nnx.remat in a stage that recomputes": (lambda: wrapped(Rematted), {"memory": Memory(residuals=RECOMPUTE)}, 2),
+}
+
+
+@pytest.mark.parametrize("schedule", [slow("gpipe"), "1f1b"])
+@pytest.mark.parametrize("case", slow_but(REGIONS, "nnx.remat", "trainer", "nnx.remat in a stage that recomputes"))
+def test_each_region_keeps_its_barrier_with_a_data_axis(case, schedule):
+    """Without it, accelerators undo the recomputation, or hold the values of all regions at once."""
+    make, options, regions = REGIONS[case]
+    alone, kept = barriers(make(), 1, schedule=schedule, **options)
+    last = "fwd_bwd_1" if schedule == "1f1b" else "bwd_1"
+    assert alone["fwd_0"] == 0
+    assert (alone["bwd_0"], alone[last]) == (min(regions, 2), regions)
+    assert barriers(make(), 2, schedule=schedule, **options) == (alone, kept)
+
+
+@pytest.mark.parametrize("policy", ["full", slow(jax.checkpoint_policies.dots_saveable)], ids=["full", "policy"])
+def test_a_stage_of_blocks_with_remat_recomputes_its_residuals_on_a_data_axis(policy):
+    made = lambda **options: barriers(blocks(policy), 2, schedule="gpipe", **options)[1]  # noqa: E731
+    assert made(memory=Memory(residuals=RECOMPUTE)) < made()

@@ -21,6 +21,7 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value
 from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.tracing.regions import shielded
 
 __all__ = ["Scan", "ends_in_sum", "open_scan", "shard_map_without_sums"]
 
@@ -41,7 +42,7 @@ class Scan:
 
 def open_scan(equation: Equation) -> Scan:
     """Return the parts of a `scan` equation."""
-    body = body_of(equation, remat=True)
+    body = shielded(body_of(equation, remat=True))
     sliced = sum(a.aval.ndim > v.aval.ndim for a, v in zip(equation.inputs, body.inputs, strict=True))
     carried = sum(v.aval.ndim == a.aval.ndim for v, a in zip(equation.outputs, body.outputs, strict=True))
     return Scan(body, len(body.inputs) - carried - sliced, carried)

@@ -20,13 +20,14 @@ from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.regions import shielded
 
 __all__ = ["PASSES"]
 
 PASSES: tuple[Pass, ...] = (
     Pass(
         "inline",
-        lambda graph, _: inline(graph, flatten=True),
+        lambda graph, _: shielded(inline(graph, flatten=True)),
         requires="a traced step, on the submesh of one rank",
         ensures="every loop stands at the top; plain calls are gone",
     ),

@@ -29,7 +29,9 @@ from jaxpp_flax.engine.runtime.profile import (
     timeline,
 )
 from jaxpp_flax.engine.runtime.transport.base import Parcel
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
+from jaxpp_flax.engine.runtime.transport.credits import Credits
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, Route, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.processes.group import ProcessGroup
 
@@ -50,6 +52,7 @@ class Runtime:
         program, mesh, distributed = executables.program, executables.mesh, executables.distributed
         self.program = program
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
+        self._routes: list[tuple[int, Route]] = []  # of the transfers of this process, by their numbers
         self._distributed = distributed
         self._calls = 0
         self._mesh, self._executables = mesh, executables
@@ -60,6 +63,8 @@ class Runtime:
         local = set(mesh.local_ranks)
         bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         if distributed is not None:
+            self._credits = self._confirmations(distributed)
+            self.parcels += self._credits.parcels
             before, group = distributed.connection.window.before_task, distributed.connection.group
             bound = [
                 partial(_begin, before, group, partial(_begun, group, *_place_of(program, instruction)), step)
@@ -112,6 +117,7 @@ class Runtime:
         )
         route = self._route_of(leaves, jax.process_index())
         self.parcels += route.own_parcels()
+        self._routes.append((number, route))
         # Other code may donate or delete arguments and results.
         private = [value in self.program.preset or value in self.program.returned for value in instruction.sent]
         what = _awaited(self.program, instruction)
@@ -119,11 +125,19 @@ class Runtime:
 
         def step(environment: Environment) -> None:
             arrays = [None if value is None else environment[value] for value in sent]
+            self._credits.wait(number, distributed, self._calls)
             arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls, what))
             for value, array in zip(instruction.received, arrived, strict=True):
                 environment[value] = array
+            self._credits.send(number, distributed, self._calls)
 
         return step
+
+    def _confirmations(self, distributed: DistributedProgram) -> Credits:
+        """Return what keeps a process from running ahead of one that sends nothing back."""
+        sent = [(number, route.own_parcels()) for number, route in self._routes]
+        credits = Credits.of(sent, jax.process_index())
+        return credits if credits.parcels and distributed.connection.transport.holds_sent else Credits()
 
     def _specs(self, values: Iterable[int]) -> tuple[PartitionSpec, ...]:
         return tuple([self._executables.held[value].spec for value in values])

@@ -20,6 +20,7 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxpp_flax._compat_hijax import RECOMPUTED, without_high_calls
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -72,7 +73,8 @@ class Equation:
     """One application of a primitive.
 
     `transposed` marks backward work (found in JAX's name stack). `late` marks recomputation, of a rematerialised region
-    or of a stage, which belongs to the task that uses it. `where` is the user's `file:line (function)`.
+    or of a stage, which belongs to the task that uses it. `region` is the `Region` (see `regions.py`) of an opened
+    `jax.checkpoint` in which it stands. `where` is the user's `file:line (function)`.
     """
 
     primitive: Any
@@ -84,6 +86,7 @@ class Equation:
     source: Any = field(default=None, repr=False)
     transposed: bool = False
     late: bool = False
+    region: Any = None
 
     @property
     def name(self) -> str:
@@ -101,7 +104,7 @@ class Equation:
         # `dataclasses.replace` takes three times as long, and this runs several times for each equation of a step.
         return Equation(
             self.primitive, self.params, inputs, self.outputs, self.effects, self.context, self.source,
-            self.transposed, self.late,
+            self.transposed, self.late, self.region,
         )  # fmt: skip
 
     def named_within(self, outer: Any) -> AbstractContextManager[Any]:
@@ -223,9 +226,11 @@ def from_jaxpr(
     """Convert a (closed) jaxpr; its captured constants become leading inputs, and are returned with the graph.
 
     If `operands` are given (constants' atoms first), they replace the jaxpr's variables: this is inlining.
-    `transposed` and `late` label every equation, in addition to the labels from the equations' own name stacks. The
-    scopes of `within`, the source of a call, go around those of its equations.
+    `transposed` and `late` label every equation, in addition to the labels from the equations' own name stacks: what
+    JAX names as recomputed is `late`, and not `transposed`. The scopes of `within`, the source of a call, go around
+    those of its equations.
     """
+    jaxpr = without_high_calls(jaxpr)
     consts = list(getattr(jaxpr, "consts", ()))
     inner = opened(jaxpr)
     variables = [*inner.constvars, *inner.invars]
@@ -238,9 +243,11 @@ def from_jaxpr(
         return environment[atom]
 
     equations: list[Equation] = []
-    backward = cache(lambda stack: "transpose(" in str(stack))  # few stacks, and their text takes time
+    scopes_of = cache(str)  # few stacks, and their text takes time
     scopes = getattr(within, "name_stack", None)
     for eqn in inner.eqns:
+        stack = scopes_of(eqn.source_info.name_stack)
+        recomputed = RECOMPUTED in stack
         equation = Equation(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -251,8 +258,8 @@ def from_jaxpr(
             source=eqn.source_info
             if scopes is None
             else eqn.source_info.replace(name_stack=scopes + eqn.source_info.name_stack),
-            transposed=transposed or backward(eqn.source_info.name_stack),
-            late=late,
+            transposed=(transposed or "transpose(" in stack) and not recomputed,
+            late=late or recomputed,
         )
         equations.append(equation)
         environment.update(zip(eqn.outvars, equation.outputs, strict=True))
@@ -291,7 +298,8 @@ def emit(
         named = [output or Value(atom.aval) for output, atom in zip(outputs, results, strict=True)]
         equations, results = with_outputs(graph, named), list[Atom](named)
     if like is not None:
-        equations = [replace(e, source=like.source, transposed=like.transposed, late=like.late) for e in equations]
+        labels = {"transposed": like.transposed, "late": like.late, "region": like.region}
+        equations = [replace(e, source=like.source, **labels) for e in equations]
     return equations, results
 
 

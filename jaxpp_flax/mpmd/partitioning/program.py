@@ -13,6 +13,7 @@ from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, graph_of, values
+from jaxpp_flax.engine.tracing.regions import shielded
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment
 from jaxpp_flax.mpmd.partitioning.infer import Placed
 
@@ -44,7 +45,7 @@ def unroll(
     for fragment in fragments:
         rank = fragment.key.rank
         made = [v for node in fragment.nodes for v in node.outputs if readers.get(v, {}).keys() - {fragment}]
-        whole = graph_of([equation for node in fragment.nodes for equation in node.equations], set(made))
+        whole = shielded(graph_of([e for node in fragment.nodes for e in node.equations], set(made)), always=True)
         graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
         _bring(builder, whole.inputs, homes, rank)
         key = rank, fragment.label, fingerprints.graph(graph)

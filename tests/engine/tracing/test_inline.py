@@ -123,6 +123,9 @@ def test_a_recomputed_marker_gives_way_to_the_original():
     assert not any(is_recomputation(e) for e in graph.equations)
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False) and jax.__version_info__ < (0, 11), reason="JAX ignores this policy"
+)
 def test_a_region_that_saves_everything_recomputes_nothing():
     """Nothing in it has JAX's name of recomputed work: what reads a cotangent is backward work, not recomputation."""
     saving = partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)

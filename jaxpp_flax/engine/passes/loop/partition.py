@@ -28,11 +28,11 @@ from jaxpp_flax.engine.tracing.ir import (
     Value,
     VerificationError,
     applied,
-    emit,
     struct_of,
     values,
 )
 from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.tracing.regions import shielded
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op, state_type
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
@@ -150,27 +150,14 @@ def _split(drafts: TaskDrafts) -> None:
 def _task(drafts: TaskDrafts, key: Key, graphs: Mapping[Key, Graph]) -> LoopTask:
     stage, graph = drafts.stage_of(key), graphs[key]
     if key == drafts.fused:
-        return LoopTask(stage, TaskKind.FORWARD, _shield_recomputation(graph), fused=True)
+        return LoopTask(stage, TaskKind.FORWARD, shielded(graph, always=True), fused=True)
     if key[0] < drafts.stages:
         return LoopTask(stage, TaskKind.FORWARD, graph)
+    graph = shielded(graph)
     if key[1] == 1:
         return LoopTask(stage, TaskKind.BACKWARD_WEIGHT, graph)
     whole = (key[0], 1) not in graphs
     return LoopTask(stage, TaskKind.BACKWARD if whole else TaskKind.BACKWARD_INPUT, graph)
-
-
-def _shield_recomputation(graph: Graph) -> Graph:
-    """Keep XLA from merging recomputed work with the original inside one fused task: that would undo remat."""
-    equations = graph.equations
-    first = next((i for i, e in enumerate(equations) if e.late), len(equations))
-    after = {v for e in equations[first:] for v in e.outputs}
-    entering = [*dict.fromkeys(v for e in equations if e.late for v in values(e.inputs) if v not in after)]
-    if not entering:
-        return graph
-    (barrier,), _ = emit(lambda *xs: jax.lax.optimization_barrier(xs), entering)
-    shielded: dict[Atom, Value] = dict(zip(entering, barrier.outputs, strict=True))
-    read_shielded = [e.reading(tuple(shielded.get(a, a) for a in e.inputs)) if e.late else e for e in equations[first:]]
-    return replace(graph, equations=(*equations[:first], barrier, *read_shielded))
 
 
 def verify_effects(labels: Labels, partitioned: Partition) -> None:

@@ -35,11 +35,15 @@ def recompute(drafts: TaskDrafts, plan: ResidualPlan) -> None:
         if not entry.recompute or (stage, 0) == drafts.fused:
             continue
         saved = saved_by_policies((graphs[key] for key in backward), drafts.labels.marked)
-        made = {v for e in tasks.get((stage, 0), ()) for v in e.outputs} - saved
+        forward = tasks.get((stage, 0), ())
+        # With JAX_REMAT3, JAX saves a copy of a value, and other work reads the value itself.
+        held = {e.inputs[0]: v for e in forward for v in e.outputs if v in saved and e.name == "reduce_precision"}
+        kept = {*saved, *values(held)}
+        made = {v for e in forward for v in e.outputs} - kept
         residuals = {key: made.intersection(graphs[key].inputs) for key in backward}
-        chosen = makers_of(tasks.get((stage, 0), ()), set[Value]().union(*residuals.values()), saved)
+        chosen = makers_of(forward, set[Value]().union(*residuals.values()), kept)
         again.update((e, min(key for key in backward if residuals[key])) for e in chosen)
-        copies[phase] = {v: Value(v.aval) for e in chosen for v in e.outputs if v not in saved}
+        copies[phase] = {**held, **{v: Value(v.aval) for e in chosen for v in e.outputs if v not in kept}}
     equations = list[Equation]()
     for equation in drafts.equations:
         key = drafts.key_of.get(equation)
@@ -67,16 +71,15 @@ def _reading(equation: Equation, names: Mapping[Atom, Value]) -> Equation:
 def saved_by_policies(graphs: Iterable[Graph], marked: Set[Value]) -> set[Value]:
     """Return what backwards of a stage read because a policy of the user's `jax.checkpoint` has saved it.
 
-    A region inside a block is an equation, which reads what the policy saves. A region around marks, such as the
-    trainer's `remat=`, is divided among the stages: its recomputed equations stand in the backward, and what this reads
+    A region inside a block is an equation, which reads what the policy saves. An opened region is many: what they read
     besides the values that pass marks was saved.
     """
     found: set[Value] = set()
     for graph in graphs:
-        regions = [e for e in graph.equations if e.params.get("differentiated")]
-        found |= {v for e in regions if e.params.get("policy") is not None for v in values(e.inputs)}
-        if any(e.late and e not in regions for e in graph.equations):
-            found |= set(graph.inputs) - marked
+        closed = [e for e in graph.equations if e.params.get("differentiated") and e.params["policy"] is not None]
+        found |= {v for e in closed for v in values(e.inputs)}
+        opened = [e for e in graph.equations if e.region is not None and e.region.saves]
+        found |= {v for e in opened for v in values(e.inputs)}.intersection(graph.inputs) - marked
     return found
 
 

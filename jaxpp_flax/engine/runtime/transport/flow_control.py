@@ -49,10 +49,15 @@ class Window:
             if not ahead and (array.is_deleted() or not array.is_ready()):
                 return
             if ahead and not array.is_deleted():
-                self._wait(array, parcel, tag, run)
+                self.wait(array, parcel, tag, run)
             self._pending.popleft()
 
-    def _wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
+    def wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
+        """Wait for a received array of a run, and name it meanwhile.
+
+        Raises:
+          ProcessFailedError: if the array will not come.
+        """
         what = tag.awaited
         with self._group.waiting(what, parcel.source, run, tag.number):
             try:

@@ -1,0 +1,71 @@
+"""Run by `engine/runtime/transport/test_credits.py` as two processes: a loop of forwards alone, one rank for each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.processes.running import join_run
+
+join_run()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from jaxpp_flax import MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce  # noqa: E402
+from jaxpp_flax.engine.runtime.transport.connection import process_connection  # noqa: E402
+from jaxpp_flax.engine.tracing.treduce import Add  # noqa: E402
+from jaxpp_flax.schedules import GPipe  # noqa: E402
+from jaxpp_flax.trainers.step.builder import ForwardOnly  # noqa: E402
+
+MICROBATCHES = 40
+me, taken = jax.process_index(), Path(sys.argv[1]) / "taken"  # a byte for each parcel that process 1 has asked for
+mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()), ("stage",)), "stage")
+connection = process_connection()
+transport: Any = connection.transport
+ahead: list[int] = []
+
+
+def step(w: Any, batch: Any) -> Any:
+    def body(x: Any) -> Any:
+        return jnp.sum(jnp.sin(mark_stage_end(jnp.sin(x @ w[0])) @ w[1]))
+
+    return treduce(body, batch, ForwardOnly(GPipe(2)), operation=Add)
+
+
+w, batch = [np.eye(4, dtype=np.float32)] * 2, np.ones((MICROBATCHES, 2, 4), np.float32)
+function = mpmd_jit_with_loop(step, mesh)
+function.compile(w, batch)
+taken.touch()
+connection.group.barrier("the file", 60.0)
+
+send, recv = transport.send, transport.recv
+
+
+def noted_send(values: Any, parcel: Any, tag: Any) -> None:
+    if me == 0:
+        ahead.append(len(ahead) + 1 - taken.stat().st_size)
+    send(values, parcel, tag)
+
+
+def slow_recv(parcel: Any, tag: Any) -> Any:
+    if me == 1:
+        time.sleep(0.01)
+        with taken.open("ab") as file:
+            file.write(b".")
+    return recv(parcel, tag)
+
+
+transport.send, transport.recv = noted_send, slow_recv
+for call in range(2):
+    result = function(w, batch)
+    if me == 1:
+        np.testing.assert_allclose(float(np.asarray(result)), MICROBATCHES * 8 * np.sin(np.sin(1.0)), rtol=1e-5)
+    connection.group.barrier(f"call {call}", 60.0)
+if me == 0:
+    assert len(ahead) == 2 * MICROBATCHES, len(ahead)
+    print("at most", max(ahead))
+print("good")
