@@ -37,6 +37,7 @@ from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
 from jaxpp_flax.trainers.stages.assignment import AssignmentLike
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
+from jaxpp_flax.trainers.trackers.guarded import GuardedTracker
 from jaxpp_flax.trainers.trained_model import TrainedModel
 
 __all__ = ["PipelineTrainer"]
@@ -156,6 +157,8 @@ class PipelineTrainer(TrainedModel):
         self._parts = make_parts(self._core, Inference.of(inference), logged, Checkpoints.of(checkpoints))
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
+        self.guarded_tracker = GuardedTracker(self.tracker)
+        """`tracker` for the trainer's own callbacks: its errors are warnings."""
         self.log_every = logged.every
         self.config = logged.run_config
         self.stopping: str | None = None

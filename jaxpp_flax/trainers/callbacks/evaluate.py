@@ -50,6 +50,6 @@ class Evaluate(Callback):
         named = {f"eval_{name}": value for name, value in metrics.items()}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
         trainer.message(f"step {trainer.step}  {shown}")
-        trainer.tracker.log(named, step=trainer.step)
+        trainer.guarded_tracker.log(named, step=trainer.step)
         for callback in trainer.callbacks:
             callback.on_evaluate(trainer, trainer.step, metrics)

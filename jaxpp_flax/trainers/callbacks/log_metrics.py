@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from jaxpp_flax.checkpoint.best import Best
-from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.processes.waits import call_with_limit
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord, has_failed, overrides
@@ -68,7 +67,7 @@ class LogMetrics(Callback):
         super().__init__()
         self._display, self._total, self._ranking = display or Display(False), total, ranking
         self._directory, self._hurries = directory, hurries
-        self._state: Any = None  # of a tracker, from a checkpoint
+        self._state: Any = None  # of the trackers, from a checkpoint
         self._tracker: Any = None
         self._listeners: Sequence[Callback] = ()
         self._reset()
@@ -91,12 +90,11 @@ class LogMetrics(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         self._reset()
-        self._begin, self._tracker = trainer.step, trainer.tracker
+        self._begin, self._tracker = trainer.step, trainer.guarded_tracker
         self._rate = Rate(self._total, lambda: stepping_seconds(trainer.measures.seconds()))
         self._listeners = [callback for callback in trainer.callbacks if overrides(callback, "on_metrics")]
-        if self._state is not None:
-            trainer.tracker.set_state(self._state)
-        trainer.tracker.log_config({**configuration(trainer), **trainer.config})
+        self._tracker.set_state(self._state or [], trainer.message)
+        self._tracker.log_config({**configuration(trainer), **trainer.config})
         self._display.start(self._total, trainer.step)
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
@@ -128,13 +126,7 @@ class LogMetrics(Callback):
             seconds, units = trainer.measures.seconds(), (self.units, self.unit)
             steps = trainer.step - self._begin
             self._display.message(summarise_run(trainer.step, steps, seconds, units, self.best, self._directory))
-        try:
-            trainer.tracker.close(error)
-        except Exception as failed:  # an error of the loop must not be hidden by one of its tracker
-            warn_user(
-                f"{type(trainer.tracker).__name__} did not close, so its last metrics may be missing: {failed!r}",
-                RuntimeWarning,
-            )
+        trainer.guarded_tracker.close(error)
 
     # ------------------------------------------------------------------ rows
 
@@ -163,7 +155,7 @@ class LogMetrics(Callback):
             rate, left = self._rate.read(row.step, row.units)
             self._display.update(row.step, metrics, rate, row.unit, left)
             extra = {} if rate is None else {f"{row.unit}_per_second": rate}
-            trainer.tracker.log({**metrics, **extra, **trainer.measures.row(row.step)}, step=row.step)
+            trainer.guarded_tracker.log({**metrics, **extra, **trainer.measures.row(row.step)}, step=row.step)
 
     def _log_what_is_left(self, trainer: Any, error: BaseException) -> None:
         """Log the rows that are left. If their metrics do not come, the error gets a note.

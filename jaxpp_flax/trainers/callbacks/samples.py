@@ -53,7 +53,7 @@ class SamplePredictions(Callback):
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         made = trainer.predict(self._inputs) if self._function is None else self._function(trainer, self._inputs)
-        trainer.tracker.log(dict(_by_name(self._name, made)), step=record.step)
+        trainer.guarded_tracker.log(dict(_by_name(self._name, made)), step=record.step)
 
 
 def _by_name(name: str, made: Any) -> list[tuple[str, Any]]:

@@ -119,6 +119,9 @@ class Preemption:
         left: list[str] = []
         call_with_limit(lambda: left.append(self._left()), _TO_TELL)
         line = f"jaxpp_flax: SIGTERM: {why}; exiting with status {KILLED_STATUS}. {''.join(left)}".rstrip()
-        # Not by `print`: the main thread may hold its lock.
-        call_with_limit(lambda: os.write(2, f"{line}\n".encode()) and None, _TO_TELL)
+
+        def tell() -> None:
+            os.write(2, f"{line}\n".encode())  # not by `print`: the main thread may hold its lock
+
+        call_with_limit(tell, _TO_TELL)
         os._exit(KILLED_STATUS)
