@@ -278,6 +278,11 @@ class StepBuilderCache:
         self._has_warned = self._has_warned_of_precision = False
         self._reported: set[str] = set()  # unused parameters
 
+    @property
+    def update(self) -> Update:
+        """The part of a step that changes the state."""
+        return self._untraced.update
+
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
         found = self.trace(state, microbatches)
