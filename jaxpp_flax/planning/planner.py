@@ -26,13 +26,27 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 
-__all__ = ["PlanningStep", "check_made", "plan"]
+__all__ = ["PlanningStep", "TracedUpdate", "check_made", "plan"]
 
 _CORRECTIONS = 4  # of the model by the program, for each assignment
 _MOVES = 300  # of single blocks, to find stages that fit
 _LEANEST = StageResiduals(recompute=True, offload=1.0)
 
 Schedules = str | Schedule | Sequence[str | Schedule] | None
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """The optimizer's update as a jaxpr.
+
+    Args:
+      jaxpr: of gradients, then of all else.
+      parameters: for each of its inputs the place of the parameter that it belongs to, among the leaves of the step's
+        arguments; None for what belongs to none.
+    """
+
+    jaxpr: Any
+    parameters: Sequence[int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +66,7 @@ class PlanningStep:
       argument_bytes: the bytes of each of these leaves.
       place: a function that places the step on ranks, for a schedule, cuts and residuals. The step is traced once;
         nothing is compiled.
+      update: a function that traces the optimizer's update.
       cuts: the cuts that the trainer's `assignment=` gives; None if the planner may choose them.
       residuals: the trainer's `Memory(residuals=)`; None if the planner may choose them.
       ignored: the names in the model's annotations that shard nothing, each with a leaf.
@@ -68,6 +83,7 @@ class PlanningStep:
     kept: Sequence[tuple[float, float]]
     argument_bytes: Sequence[float]
     place: Callable[[Schedule, CutPolicy, ResidualPlan | None], PlacedStep]
+    update: Callable[[], TracedUpdate]
     cuts: CutPolicy | None = None
     residuals: ResidualPlan | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, facts_of
 
-__all__ = ["Collective", "Product", "TaskFacts", "facts_of_task", "interpolated"]
+__all__ = ["Collective", "Product", "TaskFacts", "facts_of_products", "facts_of_task", "interpolated"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TaskFacts:
 
 
 def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
-    """Return the facts between those at two sizes of a microbatch (or beyond): each number is linear in the size.
+    """Return the facts on the line through those at two sizes of a microbatch; no number is below 0.
 
     Raises:
       ValueError: if the two do not have the same operations.
@@ -84,7 +84,7 @@ def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
         raise ValueError("the model computes something else for another size of a microbatch.")
 
     def mixed(a: float, b: float) -> float:
-        return a + (b - a) * share
+        return max(a + (b - a) * share, 0.0)
 
     products = tuple(
         Product(mixed(a.times, b.times), mixed(a.m, b.m), mixed(a.n, b.n), mixed(a.k, b.k), a.dtype, a.itemsize)
@@ -107,6 +107,21 @@ def facts_of_task(
     specs = specs_after(flat, in_specs, axis_sizes)
     results = [specs.get(v) if isinstance(v, Value) else None for v in flat.outputs]
     return _Reader(specs, axis_sizes).read(flat, saved), [spec or PartitionSpec() for spec in results]
+
+
+def facts_of_products(
+    graph: Graph, in_specs: Sequence[PartitionSpec], axis_sizes: Mapping[str, int]
+) -> Iterator[tuple[Equation, TaskFacts | None]]:
+    """Return each equation with its products of matrices, and what devices move for them; None without products."""
+    reader = _Reader(specs_after(graph, in_specs, axis_sizes), axis_sizes)
+    for equation in graph.equations:
+        facts = None
+        if equation.name == "dot_general":
+            product, summed, gathers = reader._product(equation)
+            facts = TaskFacts((product,), collectives=(*summed, *gathers.values()))
+        elif inside := reader._inside(equation):
+            facts = TaskFacts(tuple(inside))
+        yield equation, facts
 
 
 @dataclass(frozen=True)
@@ -176,18 +191,22 @@ class _Reader:
 
     def _inside(self, equation: Any, times: float = 1.0) -> list[Product]:
         """Return the products of a loop's body; devices share them as they share what it reads and returns."""
-        found = list[Product]()
+        found = list[list[Product]]()
         if isinstance(equation, Equation):
             times /= max(map(self._parts, (*equation.inputs, *equation.outputs)), default=1)
         turns = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for body in bodies(equation.params):
+            of_body = list[Product]()
             for each in body.eqns:
                 if each.primitive.name == "dot_general":
                     whole = _shape(each.invars[0].aval, each.invars[1].aval, each.params["dimension_numbers"])
-                    found.append(replace(whole, times=whole.times * turns * times))
+                    of_body.append(replace(whole, times=whole.times * turns * times))
                 elif bodies(each.params):
-                    found += self._inside(each, turns * times)
-        return found
+                    of_body += self._inside(each, turns * times)
+            found.append(of_body)
+        if equation.primitive.name == "cond":  # one branch runs: the longest one is counted
+            return max(found, key=lambda of: sum(each.times * each.flops for each in of), default=[])
+        return [each for of_body in found for each in of_body]
 
     def _sums(self, axes: Sequence[str], equation: Equation) -> list[Collective]:
         """Return the sums of an equation's result along axes; other axes may cut it."""

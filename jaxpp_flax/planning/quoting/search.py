@@ -45,7 +45,7 @@ def rank(quoter: Quoter, devices: int, memory: float, top: int, wanted: Mapping[
     if plain is None:
         without, more = _fastest(quoter, [layout for layout in every if layout.pipeline == 1], memory, 1)
         plain, simulated = next(iter(without), None), simulated + more
-    closest = None if steps else quoter.quoted(min(every, key=quoter.mean))
+    closest = None if steps else _leanest(quoter, every)
     return Ranking(steps=tuple(steps), plain=plain, closest=closest, tried=len(every), simulated=simulated)
 
 
@@ -72,6 +72,19 @@ def _fastest(quoter: Quoter, every: Sequence[Layout], memory: float, top: int) -
         if step.memory <= memory and (mesh not in found or step.seconds < found[mesh].seconds):
             found[mesh] = step
     return sorted(found.values(), key=lambda step: step.seconds)[:top], simulated
+
+
+def _leanest(quoter: Quoter, every: Sequence[Layout]) -> QuotedStep:
+    """Return the step whose fullest device holds the fewest bytes; bounds exclude most layouts without a walk."""
+    best: QuotedStep | None = None
+    # Of layouts with one bound, first those that keep least: they exclude the others.
+    for layout in sorted(every, key=lambda of: (quoter.mean(of), not of.residuals.recompute, -of.residuals.offload)):
+        if best is None or quoter.mean(layout) < best.memory > quoter.least(layout):
+            step = quoter.quoted(layout)
+            best = step if best is None or step.memory < best.memory else best
+    if best is None:
+        raise ValueError("there is no layout to choose from.")
+    return best
 
 
 def _nothing(quoter: Quoter, devices: int, wanted: Mapping[str, int] | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,10 +14,11 @@ from jaxpp_flax.planning.loads import Hardware
 from jaxpp_flax.planning.model import StepModel
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
-from jaxpp_flax.planning.quoting.facts import Collective, TaskFacts
+from jaxpp_flax.planning.quoting.facts import TaskFacts
 from jaxpp_flax.planning.quoting.layouts import Layout, Moment, fullest_moments, fused_stages
 from jaxpp_flax.planning.quoting.long_steps import prediction_of, shortened
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
+from jaxpp_flax.planning.quoting.tracing.totals import gradients_of, state_bytes, sums_of_bytes
 from jaxpp_flax.planning.stages.balancing import Sizes, balance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -99,47 +99,6 @@ class BlockTimes(NamedTuple):
     sums: Work
 
 
-@lru_cache(maxsize=1024)
-def _gradients(model: TracedModel, microbatch: int, axes: Axes) -> tuple[float, ...]:
-    """Return the bytes of the sums of gradients of each block."""
-    found = [0.0] * len(model.names)
-    for item in model.holdings(microbatch, axes):
-        if item.kind == "gradients":
-            found[item.blocks[0]] += item.nbytes
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _state_bytes(
-    model: TracedModel, axes: Axes, sizes: Sizes, ranks: tuple[int, ...]
-) -> tuple[tuple[float, float], ...]:
-    """Return for each rank the bytes of its gradients, and those that its update reads and writes.
-
-    `ranks` are those of the stages.
-    """
-    rank_of = [rank for rank, size in zip(ranks, sizes, strict=True) for _ in range(size)]
-    held: list[dict[str, float]] = [{} for _ in set(ranks)]
-    for item in model.holdings(model.traces[0].microbatch, axes):
-        for rank in {rank_of[block] for block in item.blocks}:
-            held[rank][item.kind] = held[rank].get(item.kind, 0.0) + item.nbytes
-
-    def moved(of: Mapping[str, float]) -> float:
-        copies = of.get("parameters", 0.0)
-        state = of.get("masters", 0.0) or copies
-        return 2 * (state + of.get("optimizer", 0.0)) + of.get("gradients", 0.0) + (copies if "masters" in of else 0.0)
-
-    return tuple((of.get("gradients", 0.0), moved(of)) for of in held)
-
-
-@lru_cache(maxsize=4096)
-def _sums_of_bytes(model: TracedModel, microbatch: int, axes: Axes) -> tuple[float, float]:
-    """Return the bytes of a whole model's weights and what belongs to them, and of one microbatch's residuals."""
-    found = Counter[str]()
-    for item in model.holdings(microbatch, axes):
-        found[item.kind] += item.nbytes  # type: ignore[assignment]
-    return float(sum(found[kind] for kind in ("parameters", "masters", "gradients", "optimizer"))), found["activations"]
-
-
 def _gathered_at(moment: Moment, model: StepModel) -> float:
     """Return the bytes that are gathered once, of stages with microbatches in flight: read before, and again later."""
     if model.fsdp == "microbatch":
@@ -158,6 +117,11 @@ class Quoter:
     device: Device
     curves: Curves
 
+    def axes(self, layout: Layout) -> Axes:
+        """Return the axes that divide a layout's parameters, and its examples where their number matters."""
+        data = 1 if self.model.is_linear else layout.data * layout.fsdp
+        return replace(layout.axes_of_parameters, data=data)
+
     def group(self, size: int, stride: int) -> Group:
         return Group.of(size, stride, self.device.per_node)
 
@@ -169,21 +133,15 @@ class Quoter:
     @lru_cache(maxsize=512)  # noqa: B019
     def work(self, microbatch: int, axes: Axes) -> tuple[BlockTimes, ...]:
         """Return the seconds of each block."""
-        groups = {"tensor": self.group(axes.tensor, 1), "expert": self.group(axes.expert, axes.tensor)}
-        known = dict[int, tuple[float, float, float]]()
-
-        def moving(each: Collective) -> float:
-            curves = self.curves
-            times = {"sum": curves.all_reduce, "gather": curves.gather, "exchange": curves.all_to_all}
-            return times[each.kind](each.nbytes, groups[each.axis], self.device)
+        groups, known = self._groups(axes), dict[int, tuple[float, float, float]]()
 
         def seconds(of: TaskFacts) -> tuple[float, float, float]:
             if id(of) not in known:
-                sums, saving = sum(map(moving, of.collectives)), self.curves.moving(of.saved, self.device)
+                sums, saving = self._moving(of, groups), self.curves.moving(of.saved, self.device)
                 known[id(of)] = self.curves.compute(of, self.device) + sums, sums, saving
             return known[id(of)]
 
-        found, gradients = list[BlockTimes](), _gradients(self.model, microbatch, axes)
+        found, gradients = list[BlockTimes](), gradients_of(self.model, microbatch, axes)
         for (ahead, back), nbytes in zip(self.model.work(microbatch, axes), gradients, strict=True):
             (forward, sums, saving), (backward, back_sums, _) = seconds(ahead), seconds(back)
             backward += self.curves.moving(2 * nbytes, self.device)  # the gradients are added to the sums
@@ -192,15 +150,32 @@ class Quoter:
             found.append(BlockTimes(Work(forward + saving, backward), again, Work(sums, back_sums)))
         return tuple(found)
 
+    def _groups(self, axes: Axes) -> dict[str, Group]:
+        """Return the devices that each axis inside a rank joins."""
+        inner = axes.tensor * axes.expert
+        return {
+            "tensor": self.group(axes.tensor, 1),
+            "expert": self.group(axes.expert, axes.tensor),
+            "fsdp": self.group(axes.fsdp, inner),
+            "data": self.group(axes.data, inner),
+        }
+
+    def _moving(self, of: TaskFacts, groups: Mapping[str, Group]) -> float:
+        """Return the seconds of a task's sums, gathers and exchanges."""
+        curves = self.curves
+        times = {"sum": curves.all_reduce, "gather": curves.gather, "exchange": curves.all_to_all}
+        return sum(times[each.kind](each.nbytes, groups[each.axis], self.device) for each in of.collectives)
+
     def sizes(self, layout: Layout) -> Sizes:
         """Return the number of blocks in each of a layout's stages, with the fastest slowest stage."""
-        return self._balanced(layout.stages, layout.axes_of_parameters.of_work)
+        microbatch = self.model.traces[0].microbatch if self.model.is_linear else layout.microbatch
+        return self._balanced(layout.stages, microbatch, self.axes(layout).of_work)
 
     @lru_cache(maxsize=512)  # noqa: B019
-    def _balanced(self, stages: int, axes: Axes) -> Sizes:
+    def _balanced(self, stages: int, microbatch: int, axes: Axes) -> Sizes:
         if stages == 1:
             return (len(self.model.names),)
-        work = [of.work.total for of in self.work(self.model.traces[0].microbatch, axes)]
+        work = [of.work.total for of in self.work(microbatch, axes)]
         return balance(work, range(stages))
 
     @lru_cache(maxsize=256)  # noqa: B019
@@ -219,8 +194,8 @@ class Quoter:
             work=[of.work for of in self.work(microbatch, axes)],
             again=[of.again for of in self.work(microbatch, axes)],
             holdings=self.model.holdings(microbatch, axes),
-            sent=self.model.sent(microbatch),
-            passing=self.model.passing(microbatch),
+            sent=self.model.sent(microbatch, axes.data),
+            passing=self.model.passing(microbatch, axes.data),
             with_effects=self.model.with_effects,
             hardware=hardware,
             fsdp=axes.gather,
@@ -248,13 +223,13 @@ class Quoter:
         """Return the seconds in which each rank gathers its parameters and reduces their gradients once a step."""
         if layout.gather == "microbatch":
             return [0.0] * layout.pipeline
-        axes, ranks = layout.axes_of_parameters, list(map(layout.order.rank_of, range(layout.stages)))
+        axes, ranks = self.axes(layout), list(map(layout.order.rank_of, range(layout.stages)))
         moved = self._gathered(self.sizes(layout), layout.microbatch, axes, ranks)
         return [2 * nbytes / self.gather_bandwidth(axes) for nbytes in moved]
 
     def _stage_times(self, layout: Layout) -> tuple[StageTimes, ...]:
         sizes = self.sizes(layout)
-        return self._times(sizes, layout.microbatch, layout.axes_of_parameters)
+        return self._times(sizes, layout.microbatch, self.axes(layout))
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _times(self, sizes: Sizes, microbatch: int, axes: Axes) -> tuple[StageTimes, ...]:
@@ -281,7 +256,7 @@ class Quoter:
 
     def mean(self, layout: Layout) -> float:
         """Return bytes that the fullest device holds at least: the mean of all, with one microbatch in its backward."""
-        state, residuals = _sums_of_bytes(self.model, layout.microbatch, layout.axes_of_parameters)
+        state, residuals = sums_of_bytes(self.model, layout.microbatch, self.axes(layout))
         return state / layout.pipeline + residuals / layout.stages
 
     def least(self, layout: Layout) -> float:
@@ -300,7 +275,7 @@ class Quoter:
 
     def step_model(self, layout: Layout) -> StepModel:
         """Return the model of the loop over microbatches in a layout."""
-        axes, count = layout.axes_of_parameters, layout.num_microbatches(self.model.global_batch)
+        axes, count = self.axes(layout), layout.num_microbatches(self.model.global_batch)
         loads = self.loads(layout.microbatch, axes, in_one_node=layout.devices <= self.device.per_node)
         return loads.model(layout.order, count, self.sizes(layout))
 
@@ -330,7 +305,7 @@ class Quoter:
             num_microbatches=count,
             tokens=tokens,
             mfu=self.model.flops * self.model.global_batch / (seconds * layout.devices * peak),
-            work=tuple(of.work for of in self.work(layout.microbatch, layout.axes_of_parameters)),
+            work=tuple(of.work for of in self.work(layout.microbatch, self.axes(layout))),
             peaks=found.peak_bytes,
         )
 
@@ -355,7 +330,7 @@ class Quoter:
         parts = {
             "compute": compute * (1 - share),
             "recompute": compute * share,
-            "tensor sums" if layout.expert == 1 else "sums and exchanges": sums,
+            "tensor sums" if layout.expert == self.axes(layout).data == 1 else "sums and exchanges": sums,
             "fsdp gathers": gathered,
             "bubble": max(0.0, looped - main - more - gathered),
             "data sums": reduced,
@@ -365,7 +340,7 @@ class Quoter:
         return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
     def _sums(self, layout: Layout, stages: Sequence[int], *kinds: str) -> float:
-        work = self.work(layout.microbatch, layout.axes_of_parameters)
+        work = self.work(layout.microbatch, self.axes(layout))
         sizes = self.sizes(layout)
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         return sum(
@@ -379,14 +354,26 @@ class Quoter:
         """Return the seconds after the loop: of the sum of gradients over `data`, and of the update."""
         group = self.group(layout.data, layout.tensor * layout.expert * layout.fsdp)
         # With "step", the loop has reduced the sums to shards.
-        axes = replace(layout.axes_of_parameters, gather="microbatch")
+        axes = replace(self.axes(layout), gather="microbatch", data=1)
         sizes = self.sizes(layout)
-        found = _state_bytes(self.model, axes, sizes, tuple(map(layout.order.rank_of, range(layout.stages))))
+        ranks = tuple(map(layout.order.rank_of, range(layout.stages)))
+        products, found = self._products(axes, sizes, ranks), state_bytes(self.model, axes, sizes, ranks)
         times = [
-            (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device))
-            for gradients, moved in found
+            (self.curves.all_reduce(gradients, group, self.device), self.curves.moving(moved, self.device) + seconds)
+            for (gradients, moved), seconds in zip(found, products, strict=True)
         ]
         return max(times, key=sum)
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _products(self, axes: Axes, sizes: Sizes, ranks: tuple[int, ...]) -> list[float]:
+        """Return for each rank the seconds of the products in the optimizer's update; `ranks` are the stages'."""
+        rank_of = [rank for rank, size in zip(ranks, sizes, strict=True) for _ in range(size)]
+        groups, found = self._groups(axes), [0.0] * len(set(ranks))
+        for blocks, facts in self.model.updates(axes):
+            seconds = self.curves.compute(facts, self.device) + self._moving(facts, groups)
+            for rank in {rank_of[block] for block in blocks}:
+                found[rank] += seconds
+        return found
 
     def _bytes(self, model: StepModel, residuals: ResidualPlan, rank: int, peak: float) -> dict[str, float]:
         short = shortened(model)

@@ -1,7 +1,8 @@
-"""A model's step, traced on one device with microbatches of two sizes: its blocks for any size and any axes.
+"""A model's step, traced on one device with microbatches of a few sizes: its blocks for any size and any axes.
 
-Each number of a block is linear in the size of a microbatch, so two traces give all of them. With `depth`, a model of
-three blocks is traced, and the middle one stands for all that the whole model has more.
+If each number of a block is linear in the size of a microbatch, as a third size tells, two traces give all of them. If
+not, every size that is asked for is traced. With `depth`, a model of three blocks is traced, and the middle one stands
+for all that the whole model has more.
 """
 
 from __future__ import annotations
@@ -9,136 +10,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
-import jax
-from jax.sharding import PartitionSpec
-
-from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
-from jaxpp_flax.engine.arrays.mesh import axes_in
-from jaxpp_flax.engine.blocks import Blocks, Holding, Marks
+from jaxpp_flax.engine.blocks import Holding
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
-from jaxpp_flax.engine.tracing.ir import Value
-from jaxpp_flax.messages import error_location, known_names
-from jaxpp_flax.planning.block_loads import of_optimizer
-from jaxpp_flax.planning.planner import PlanningStep, check_made
-from jaxpp_flax.planning.quoting.facts import TaskFacts, facts_of_task, interpolated
-from jaxpp_flax.planning.stages.policies import AssignmentError, segment_names
-from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.planning.quoting.facts import TaskFacts
+from jaxpp_flax.planning.quoting.tracing.lines import Pair, are_alike, between, is_on_line, mixed_work
+from jaxpp_flax.planning.quoting.tracing.one_size import Axes, Trace, examples_of, trace_step
+from jaxpp_flax.planning.stages.policies import AssignmentError
 
 __all__ = ["Axes", "TracedModel", "trace_model"]
 
-_AXES = ("data", "fsdp", "expert", "tensor")  # of a layout, inside a rank
 _TRACED = 3  # blocks of a model that is traced with `depth`: the first, one that is repeated, and the last
 _PER_DEVICE = ("parameters", "masters", "gradients", "optimizer", "gathered")  # of FSDP
-
-Pair = tuple[TaskFacts, TaskFacts]  # forward and backward
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The sizes of the axes inside a rank that divide parameters, and how often those of `fsdp` are gathered."""
-
-    tensor: int = 1
-    fsdp: int = 1
-    gather: Fsdp = "microbatch"
-    expert: int = 1
-
-    @property
-    def of_work(self) -> Axes:
-        """The axes that divide the work of an example."""
-        return Axes(self.tensor, expert=self.expert)
-
-
-@dataclass(frozen=True, eq=False)
-class _Trace:
-    """A step on one device, with microbatches of one size."""
-
-    microbatch: int
-    blocks: Blocks
-    step: PlanningStep
-    names: tuple[str, ...]
-
-    def sizes(self, axes: Axes) -> dict[str, int]:
-        return {
-            **dict.fromkeys(self.blocks.shards_of.axes, 1),
-            "tensor": axes.tensor,
-            "expert": axes.expert,
-            "fsdp": axes.fsdp,
-        }
-
-    @lru_cache(maxsize=32)  # noqa: B019
-    def work(self, axes: Axes) -> list[Pair]:
-        """Return the forward and the backward of each block."""
-        found = [[TaskFacts(), TaskFacts()] for _ in self.names]
-        sizes, blocks = self.sizes(axes), self.blocks
-        known = Fingerprinter()
-        results: dict[Any, tuple[TaskFacts, Sequence[PartitionSpec]]] = {}
-        specs: dict[Value, PartitionSpec] = {}
-        tasks = blocks.partition.tasks
-        passed = {v for task in tasks if task.kind is TaskKind.FORWARD for v in task.graph.inputs}
-        for task in tasks:
-            read = [specs.get(v) or blocks.spec_of(v) for v in task.graph.inputs]
-            ahead = task.kind is TaskKind.FORWARD
-            saved = tuple(i for i, v in enumerate(task.graph.outputs) if ahead and v not in passed)
-            key = known.graph(task.graph), tuple(read), saved
-            if key not in results:
-                results[key] = facts_of_task(task.graph, read, sizes, saved)
-            facts, outputs = results[key]
-            specs.update((v, s) for v, s in zip(task.graph.outputs, outputs, strict=True) if isinstance(v, Value))
-            found[task.stage][not ahead] = _added(found[task.stage][not ahead], facts)
-        return [(ahead, back) for ahead, back in found]
-
-    @lru_cache(maxsize=64)  # noqa: B019
-    def holdings(self, axes: Axes) -> Counter[tuple[str, tuple[int, ...]]]:
-        """Return the bytes on each device by kind and blocks; parameters sharded by FSDP are gathered as well."""
-        sizes, found = self.sizes(axes), Counter[tuple[str, tuple[int, ...]]]()
-        blocks = replace(self.blocks, shards_of=ShardCounts(sizes))
-        specs = dict(self.blocks.arguments.values())
-        for item in blocks.holdings:
-            for kind, nbytes in self._all_bytes(item, specs, axes):
-                found[kind, item.blocks] += nbytes  # type: ignore[assignment]
-        return found
-
-    def _all_bytes(self, item: Holding, specs: Mapping[int, PartitionSpec], axes: Axes) -> list[tuple[str, float]]:
-        """Return a holding by kind, and with it what a step keeps of a parameter: its optimizer and wider copies."""
-        if item.kind != "parameters" or item.argument is None:
-            return [(item.kind, item.nbytes)]
-        own, whole = self.step.argument_bytes[item.argument], item.nbytes * item.shards
-        found = [(item.kind, item.nbytes)]
-        found += [(of.kind, of.nbytes / item.shards) for of in of_optimizer(item, self.step.kept)]
-        if own != whole:
-            found.append(("masters", own / item.shards))
-        if axes.fsdp > 1 and "fsdp" in axes_in(tuple(specs[item.argument])):
-            found.append(("gathered", item.nbytes * axes.fsdp))
-        return found
-
-    @cached_property
-    def annotated(self) -> dict[str, list[int]]:
-        """The sizes of the parameters' dimensions that each axis divides."""
-        found: dict[str, list[int]] = {}
-        data = self.blocks.partition.data
-        for value, (_, spec) in self.blocks.arguments.items():
-            if value in data:
-                continue
-            for size, entry in zip(value.aval.shape, spec, strict=False):
-                for name in axes_in((entry,)):
-                    found.setdefault(name, []).append(size)
-        return found
-
-
-def _added(one: TaskFacts, other: TaskFacts) -> TaskFacts:
-    return TaskFacts(
-        one.products + other.products,
-        one.moved + other.moved,
-        one.saved + other.saved,
-        one.kernels + other.kernels,
-        one.collectives + other.collectives,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,12 +34,16 @@ class TracedModel:
 
     Args:
       traces: the step with microbatches of two sizes.
+      trace: traces the step with microbatches of any size.
+      is_linear: whether the two traces give all other sizes.
       names: of all blocks, and of the work after the last mark.
       global_batch: the examples of a step.
       tokens: of an example; 1 if it has none.
     """
 
-    traces: tuple[_Trace, _Trace]
+    traces: tuple[Trace, Trace]
+    trace: Callable[[int], Trace]
+    is_linear: bool
     names: tuple[str, ...]
     global_batch: int
     tokens: int
@@ -169,12 +60,12 @@ class TracedModel:
     @lru_cache(maxsize=512)  # noqa: B019
     def work(self, microbatch: int, axes: Axes) -> list[Pair]:
         """Return the forward and the backward of each block; equal blocks are one object."""
-        one, two = (trace.work(axes.of_work) for trace in self.traces)
-        share = self.share(microbatch)
-        mixed = [
-            (interpolated(a[0], b[0], share), interpolated(a[1], b[1], share)) for a, b in zip(one, two, strict=True)
-        ]
-        return [*mixed[:1], *mixed[1:2] * (1 + self._more), *mixed[2:]] if self._more else mixed
+        one, two = (trace.work(axes.of_work) for trace in self.traces) if self.is_linear else ([], [])
+        if self.is_linear and are_alike(one, two):
+            found = mixed_work(one, two, self.share(microbatch))
+        else:
+            found = self.trace(microbatch * axes.data).work(axes.of_work)
+        return self._repeated(found)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def holdings(self, microbatch: int, axes: Axes) -> tuple[Holding, ...]:
@@ -196,12 +87,18 @@ class TracedModel:
         return tuple(found)
 
     def _bytes(self, microbatch: int, axes: Axes) -> Counter[tuple[str, tuple[int, ...]]]:
+        if not self.is_linear:
+            return self.trace(microbatch * axes.data).holdings(axes)
         one, two = (trace.holdings(axes) for trace in self.traces)
         share = self.share(microbatch)
         fixed = ("data",)  # all microbatches together
         return Counter({
-            key: one[key] if key[0] in fixed else one[key] + (two[key] - one[key]) * share for key in one | two
+            key: one[key] if key[0] in fixed else between(one[key], two[key], share) for key in one | two
         })  # fmt: skip
+
+    def updates(self, axes: Axes) -> list[tuple[tuple[int, ...], TaskFacts]]:
+        """Return the products in the optimizer's update of each parameter, with the blocks that hold the parameter."""
+        return [(of, facts) for where, facts in self.traces[0].updates(axes) for of in self._everywhere(where)]
 
     def _everywhere(self, blocks: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the blocks of the whole model that some blocks of the traced one stand for."""
@@ -217,18 +114,23 @@ class TracedModel:
             return [(1 + i,) for i in range(1 + more)]
         return [(1 + i, 2 + i) for i in range(1 + more)]
 
-    def sent(self, microbatch: int) -> list[float]:
-        """Return the bytes that cross a cut before each block (0 before the first)."""
-        return self._each([[0.0, *Marks(t.blocks).sent] for t in self.traces], microbatch)
+    def sent(self, microbatch: int, data: int = 1) -> list[float]:
+        """Return the bytes that cross a cut before each block (0 before the first), on each of the `data` devices."""
+        return self._each(lambda trace: trace.sent(data), microbatch, data)
 
-    def passing(self, microbatch: int) -> list[float]:
+    def passing(self, microbatch: int, data: int = 1) -> list[float]:
         """Return the bytes of them that the block before the cut does not keep."""
-        return self._each([[0.0, *t.blocks.passing][: len(t.names)] for t in self.traces], microbatch)
+        return self._each(lambda trace: trace.passing(data), microbatch, data)
 
-    def _each(self, traced: Sequence[Sequence[float]], microbatch: int) -> list[float]:
-        share, (one, two) = self.share(microbatch), traced
-        mixed = [a + (b - a) * share for a, b in zip(one, two, strict=True)]
-        return [*mixed[:1], *mixed[1:2] * (1 + self._more), *mixed[2:]] if self._more else mixed
+    def _each(self, of: Callable[[Trace], Sequence[float]], microbatch: int, data: int) -> list[float]:
+        if not self.is_linear:
+            return self._repeated(of(self.trace(microbatch * data)))
+        pairs = zip(*map(of, self.traces), strict=True)
+        return self._repeated([between(a, b, self.share(microbatch)) for a, b in pairs])
+
+    def _repeated(self, traced: Sequence[Any]) -> list[Any]:
+        """Return what belongs to each block of the whole model."""
+        return [*traced[:1], *traced[1:2] * (1 + self._more), *traced[2:]] if self._more else list(traced)
 
     @cached_property
     def with_effects(self) -> frozenset[int]:
@@ -263,16 +165,28 @@ def trace_model(make: Callable[..., Any], depth: str | None = None) -> TracedMod
       ValueError: for a factory or a batch that does not fit.
     """
     more, count = ({}, None) if depth is None else ({depth: _TRACED}, _depth_of(make, depth))
-    batch = _examples_of(make, more)
+    batch = examples_of(make, more)
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     if len(sizes) < 2:
         raise ValueError("the batch has 1 example, which no layout divides. Give the batch of a whole step.")
+    trace = cache(lambda size: trace_step(make, more, batch, size))
     chosen = sizes[1:3] if len(sizes) > 2 else sizes  # an example alone may be traced without its dimension
-    one, two = (_trace(make, more, batch, size) for size in chosen)
-    if "expert" in one.annotated and len(sizes) > 3:  # the axis may cut examples: only sizes that it divides show this
-        one, two = (_trace(make, more, batch, size) for size in sizes[-3:-1])
+    if "expert" in trace(chosen[0]).annotated and len(sizes) > 3:
+        chosen = sizes[-3:-1]  # the axis may cut examples: only sizes that it divides show this
+    one, two = map(trace, chosen)
     names = one.names if count is None else _repeated(one, count)
-    return TracedModel(traces=(one, two), names=names, global_batch=batch, tokens=one.step.units // batch)
+    ends = [size for size in (sizes[-1], sizes[1]) if size not in chosen] or [sizes[0]]
+    return TracedModel(
+        traces=(one, two), trace=trace, is_linear=all(_is_linear(one, two, trace(size)) for size in ends), names=names,
+        global_batch=batch, tokens=one.step.units // batch,
+    )  # fmt: skip
+
+
+def _is_linear(one: Trace, two: Trace, three: Trace) -> bool:
+    """Return whether the numbers of the third size lie on the lines through those of the other two."""
+    share = (three.microbatch - one.microbatch) / (two.microbatch - one.microbatch)
+    every = one, two, three
+    return is_on_line([trace.work(Axes()) for trace in every], [trace.nbytes for trace in every], share)
 
 
 def _depth_of(make: Callable[..., Any], depth: str) -> int:
@@ -286,59 +200,7 @@ def _depth_of(make: Callable[..., Any], depth: str) -> int:
     return default
 
 
-def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches: int) -> tuple[Any, Any]:
-    try:
-        made = make(**options, num_stages=1, num_microbatches=num_microbatches, mesh=dict.fromkeys(_AXES, 1))
-    except TypeError as error:
-        raise ValueError(
-            f"the factory does not take the options of a trainer alone: {error}. Write it as `def make(**options)`, "
-            "give other parameters defaults, and pass the options on: `PipelineTrainer(model, tx, loss_fn, **options)`."
-        ) from error
-    return check_made(made, "the factory")
-
-
-def _examples_of(make: Callable[..., Any], options: Mapping[str, Any]) -> int:
-    """Return the examples of a batch."""
-    _, batch = _made(make, options, 1)
-    leaves = [leaf for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)]
-    if not leaves:
-        raise ValueError(f"the batch is {batch!r}, without examples. Return arrays or shapes of (batch, ...).")
-    return int(leaves[0].shape[0])
-
-
-def _trace(make: Callable[..., Any], options: Mapping[str, Any], batch: int, microbatch: int) -> _Trace:
-    trainer, shapes = _made(make, options, batch // microbatch)
-    try:
-        step: PlanningStep = trainer.planning_step(shapes)
-    except jax.errors.JAXTypeError as error:
-        raise ValueError(
-            f"the model or the loss reads the value of an array at {error_location(error)}, but a quote traces shapes "
-            f"({str(error).splitlines()[0].rstrip('.')}). Stay in `jax.numpy` (`jnp.where` in place of `if`), or "
-            "compute such numbers before, with NumPy."
-        ) from error
-    if step.ignored:
-        name, leaf = next(iter(step.ignored.items()))
-        raise ValueError(
-            f"the parameter {leaf} is annotated with {name!r}, which is no axis of a layout and has no rule."
-            f"{known_names(name, _AXES)} Annotate it with one of them, or call quote under "
-            f"`nn.logical_axis_rules([({name!r}, None)])`: then this dimension stays whole."
-        )
-    found = list[Marks]()
-
-    def remember(marks: Any, num_stages: int) -> Sequence[int]:
-        if isinstance(marks, Marks) and marks.blocks.body.has_sums:
-            found.append(marks)
-        return ()
-
-    step.place(step.schedule, remember, None)
-    if not found:
-        raise AssignmentError("the step has no loop that accumulates gradients, so there is nothing to quote.")
-    if not len(found[0]):
-        raise AssignmentError("the model has no marks, so no pipeline cuts it. Put its blocks into `PipelineStage`s.")
-    return _Trace(microbatch, found[0].blocks, step, tuple(segment_names(found[0])))
-
-
-def _repeated(trace: _Trace, count: int) -> tuple[str, ...]:
+def _repeated(trace: Trace, count: int) -> tuple[str, ...]:
     """Return the names of all blocks, by the numbers at the end of the three that are traced."""
     names, numbers = trace.names, [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in trace.names[:_TRACED]]
     if len(names) != _TRACED + 1:

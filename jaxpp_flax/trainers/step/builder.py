@@ -389,6 +389,11 @@ class StepBuilderCache:
         """True if a warning has said that the loss of the microbatches is not that of the whole batch."""
         return self._has_warned
 
+    @property
+    def update(self) -> Update:
+        """The part of a step that changes the state."""
+        return self._untraced.update
+
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
         found = self.trace(state, microbatches)

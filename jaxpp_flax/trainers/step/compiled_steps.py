@@ -26,6 +26,7 @@ from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache, with_schedule
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.optimizer_update import trace_update
 
 
 class CompiledSteps:
@@ -111,6 +112,7 @@ class CompiledSteps:
             cuts=self._assigner.fixed_cuts,
             residuals=self._scheduling.residuals,
             ignored=self._ignored,
+            update=lambda: trace_update(self._builders.update, held.memory),
         )
 
     def like_training(self, function: Callable[..., Any], microbatches: Any) -> Any:

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpp_flax.planning.planner import TracedUpdate
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, fetched, put_back
 from jaxpp_flax.trainers.state.optimizer_state import shapes_of_init
-from jaxpp_flax.trainers.state.train_state import TrainState, first_average
+from jaxpp_flax.trainers.state.train_state import TrainState, first_average, parameter_of, shapes_of
 from jaxpp_flax.trainers.step.metrics import NO_METRICS, StepMetrics
 
 
@@ -167,7 +168,7 @@ class Update:
         grads = self._means(grads, state.params, divisor, scale)
         state = replace(state, opt_state=fetched(state.opt_state))
         begun = state if written is None else replace(state, params=written)
-        updates, opt_state = self._updates(grads, begun, loss)
+        updates, opt_state = self.updates(grads, begun, loss)
         params = optax.apply_updates(begun.params, updates)
         metrics: dict[str, Any] = {}
         finite: Any = None
@@ -218,7 +219,7 @@ class Update:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return jax.tree.map(mean, grads, params)
 
-    def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
+    def updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
         """Return the optimizer's updates and its new state.
 
         If the optimizer needs more than gradients, parameters and the loss, its own error gets a note.
@@ -248,3 +249,26 @@ class Update:
     def _narrow(grads: Any, params: Any) -> bool:
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
         return any(jnp.finfo(jnp.promote_types(g.dtype, p.dtype)).bits < 32 for g, p in pairs)
+
+
+def trace_update(update: Update, state: TrainState) -> TracedUpdate:
+    """Trace the optimizer's update of a state, which may be shapes.
+
+    Example:
+      >>> import optax
+      >>> update = Update(tx=optax.sgd(0.1, momentum=0.9))
+      >>> trace_update(update, update.first_state({"w": jnp.ones(2)}, {})).parameters  # gradient, moment, weight, loss
+      (1, 1, 1, None)
+    """
+    shapes = shapes_of(state)
+    numbered = jax.tree.unflatten(jax.tree.structure(shapes), range(len(jax.tree.leaves(shapes))))
+    places = dict(jax.tree_util.tree_leaves_with_path(numbered.params))
+    kept = [parameter_of(path, places) for path, _ in jax.tree_util.tree_leaves_with_path(shapes.opt_state)]
+
+    def updated(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:
+        return update.updates(grads, replace(shapes, params=params, opt_state=opt_state), loss)
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    jaxpr = jax.make_jaxpr(updated)(shapes.params, shapes.opt_state, shapes.params, loss)
+    of_kept = [None if path is None else places[path] for path in kept]
+    return TracedUpdate(jaxpr, (*places.values(), *of_kept, *places.values(), None))

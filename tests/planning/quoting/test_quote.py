@@ -98,6 +98,41 @@ def test_the_search_finds_what_all_layouts_have(quoter: Quoter):
     assert found.simulated < found.tried == len(every)
 
 
+def test_what_does_not_fit_is_closest_by_its_bytes(quoter: Quoter):
+    for wanted in ({"fsdp": 1, "microbatch": 2}, {"pipeline": 1}):
+        least = min(quoter.quoted(layout).memory for layout in layouts(quoter.model, 4, wanted))
+        found = rank(quoter, 4, 1.0, 3, wanted)
+        assert not found.steps
+        assert found.closest is not None
+        assert found.closest.memory == least
+
+
+def test_the_first_few_are_named(quoter: Quoter):
+    found = Quote(quoter=quoter, ranking=rank(quoter, 8, 1e12, 10), device=quoter.device)
+    three = found.best_of(3)
+    assert three == found.ranking.steps[:3]
+    assert three[0] == found.best
+    meshes = {tuple(step.layout.axes.values()) for step in three}
+    assert len(meshes) == 3
+    assert found.best_of(1000) == found.ranking.steps
+    assert all(found.plan(step).seconds == step.seconds for step in three)
+    assert "Measure the first three, `found.best_of(3)`" in str(found)
+    with pytest.raises(ValueError, match="count=0: it must be a whole number of at least 1"):
+        found.best_of(0)
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_an_explanation_is_short(ranks: int):
+    quoter = Quoter(trace_model(lambda layers=130, **options: make(layers, **options), "layers"),
+                    device_named("h100-sxm"), Curves())  # fmt: skip
+    step = quoter.quoted(Layout(pipeline=ranks, microbatch=2, stages=ranks))
+    found = Quote(quoter=quoter, ranking=rank(quoter, 1, 1e12, 1), device=quoter.device)
+    lines = found.explain(step).splitlines()
+    assert len(lines) <= 200
+    assert any(line.startswith(f"rank {ranks - 1:>2}".replace("  ", " ")) for line in lines), "the last rank"
+    assert ("... ranks 8 to 55" in lines) == (ranks == 64)
+
+
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_the_bytes_are_those_of_the_planned_program(axis: str):
     factory = lambda **options: make(2, **options)  # noqa: E731
@@ -123,7 +158,7 @@ def test_the_plan_of_a_quote_trains(tmp_path, capsys):
     assert main([*command, "4", "--price", "2"]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("best: ", "a million tokens", "simulated"))
-    assert max(map(len, shown.splitlines()[:-5])) <= 80
+    assert max(map(len, shown.splitlines()[:-6])) <= 80
     assert main([*command, "4", "--measure", "--explain", "PP=2,TP=2,MB=6", "--save", str(saved)]) == 0
     shown = capsys.readouterr().out
     assert f"as measured on {jax.devices()[0].device_kind}; links: of h100-sxm" in shown

@@ -23,6 +23,7 @@ def draw(
     title: str = "schedule",
     width: int = 120,
     microseconds: float = 1000.0,
+    max_lines: int | None = None,
 ) -> str:
     """Draw a simulated or measured step, or several steps below one another on one scale of time.
 
@@ -33,6 +34,8 @@ def draw(
         title: the title of a single timeline.
         width: the number of columns of the text grid.
         microseconds: the length of one unit of time in a Chrome trace.
+        max_lines: the most lines of the text grid of a timeline: it leaves out ranks in the middle, and the end of the
+            step. None draws everything.
 
     Returns:
         The text grid.
@@ -49,7 +52,7 @@ def draw(
     F forward -  B backward =  . idle
     """
     panels = [(title, timeline)] if isinstance(timeline, Timeline) else _checked(timeline)
-    text = grid(panels, width)
+    text = grid(panels, width, max_lines)
     if path is not None:
         target = Path(path)
         if target.suffix == ".svg":

@@ -8,19 +8,22 @@ from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
 from jaxpp_flax.schedules.tools.drawing.scene import Panels, bars, caption, labels, shortest, styles_of
 
+_ENDS = 8  # ranks that a short picture shows at each end
 
-def grid(panels: Panels, width: int = 120) -> str:
+
+def grid(panels: Panels, width: int = 120, max_lines: int | None = None) -> str:
     """A row for each rank, time to the right; a step too long for ``width`` is folded.
 
     Each pass is its letter and microbatch, drawn as long as it takes: ``F`` forward ``-``, ``B``
     backward ``=``, ``I`` input gradient ``~``, ``W`` weight gradient ``:``. Dots are idle time. A
-    small letter is a rank's second stage; where ranks run more, the stage stands in front.
+    small letter is a rank's second stage; where ranks run more, the stage stands in front. A panel
+    of more than ``max_lines`` shows the first and the last ranks, and the beginning of the step.
     """
     scale = max(_columns_per_unit(timeline) for _, timeline in panels)
     longest = max(timeline.makespan for _, timeline in panels)
     # Very uneven passes would make the picture endless for the sake of its shortest one.
     scale = min(scale, 12 * width / longest if longest else scale)
-    parts = [_panel(title, timeline, scale, width) for title, timeline in panels]
+    parts = [_panel(title, timeline, scale, width, max_lines) for title, timeline in panels]
     legend = (f"{style.letter} {style.name} {style.fill}" for style in styles_of(panels))
     return "\n\n".join(parts) + "\n\n" + "  ".join([*legend, ". idle"])
 
@@ -47,7 +50,7 @@ def _columns_per_unit(timeline: Timeline) -> float:
     return _cell(timeline) / shortest(timeline)
 
 
-def _panel(title: str, timeline: Timeline, scale: float, width: int) -> str:
+def _panel(title: str, timeline: Timeline, scale: float, width: int, max_lines: int | None = None) -> str:
     label = labels(timeline)
     columns = max(1, math.ceil(timeline.makespan * scale - 1e-6))
     rows = [["."] * columns for _ in timeline.events]
@@ -61,10 +64,19 @@ def _panel(title: str, timeline: Timeline, scale: float, width: int) -> str:
     margin = len("rank ") + number + len(" |")
     cell = _cell(timeline)  # folding at its multiples keeps passes of equal length in one piece
     room = max(20, width - margin) // cell * cell
+    pieces, shown = [*range(0, columns, room)], [*range(len(rows))]
+    is_short = max_lines is not None and 1 + len(pieces) * (len(rows) + 1) > max_lines
+    if is_short and len(rows) > 2 * _ENDS + 1:
+        shown = [*shown[:_ENDS], *shown[-_ENDS:]]
+    kept = pieces if not is_short or max_lines is None else pieces[: max(1, (max_lines - 2) // (len(shown) + 2))]
     lines = [caption(title, timeline)]
-    for begin in range(0, columns, room):
+    for begin in kept:
         if begin:
             lines.append("")
-        for rank, row in enumerate(rows):
-            lines.append(f"rank {rank:>{number}} |" + "".join(row[begin : begin + room]))
+        for before, rank in zip([shown[0] - 1, *shown], shown, strict=False):
+            if rank > before + 1:
+                lines.append(f"... ranks {before + 1} to {rank - 1}")
+            lines.append(f"rank {rank:>{number}} |" + "".join(rows[rank][begin : begin + room]))
+    if len(kept) < len(pieces):
+        lines.append(f"... until {timeline.makespan:.4g}: the first {len(kept)} of {len(pieces)} pieces")
     return "\n".join(lines)
