@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.layers.marking import pipeline_stage
+from jaxpp_flax.layers.marking import pipeline_stage, remedy_for
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.layers.stage_class import mark_call, register_metaclass, stage_class
 
@@ -87,12 +87,9 @@ def _wrap(module: Any, name: str | None = None, remat: Any = None) -> Any:
 
 def _refusal(module: Any) -> str:
     if isinstance(module, type):
-        remedy = "Decorate the class with @pipeline_stage, or pass an instance."
-        return f"linen.PipelineStage wraps an instance of a Linen Module, got the class {module.__name__}. {remedy}"
+        got = f"an instance of a Linen Module, got the class {module.__name__}"
+        return f"linen.PipelineStage wraps {got}. {remedy_for(module)}"
+    remedy = remedy_for(module)
     if isinstance(module, nnx.Module):
         remedy = "Use jaxpp_flax.PipelineStage, which takes the same arguments."
-    elif callable(module):
-        remedy = "Decorate a function with @pipeline_stage."
-    else:
-        remedy = "Pass a module, or mark an array with `mark_stage_end(x)`."
     return f"linen.PipelineStage wraps a Linen Module, got {type(module).__name__}. {remedy}"

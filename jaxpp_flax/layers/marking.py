@@ -14,9 +14,12 @@ from flax import nnx
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.layers.remat import check_remat, rematerialized
 
-__all__ = ["is_marked", "marked", "pipeline_stage"]
+__all__ = ["MARK_RESULTS", "is_marked", "marked", "pipeline_stage", "remedy_for"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_FLAX = (nnx.Pytree, nn.Module)
+MARK_RESULTS = "Models of other libraries are marked where their layers are called: `x = mark_stage_end(layer(x))`."
 
 # The attribute that identifies one marking wrapper. `functools.wraps` copies it, so `nn.jit` and others keep it.
 _TOKEN = "_pipeline_stage_token"
@@ -99,8 +102,8 @@ def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = 
       The marked function or class; without `target`, a decorator.
 
     Raises:
-      TypeError: if `target` is an instance of a Module, a class without `__call__`, or cannot be called; if `remat` is
-        another value. A call raises it if the block's result is a Module.
+      TypeError: if `target` is an instance of a Module, a class without `__call__` or of another library, or cannot be
+        called; if `remat` is another value. A call raises it if the block's result is a Module.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -125,14 +128,27 @@ def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = 
                 f"pipeline_stage got the class {target.__name__}, which has no `__call__` to mark. "
                 "Decorate the method that computes the block instead."
             )
+        if not issubclass(target, _FLAX):
+            raise TypeError(f"pipeline_stage got the class {target.__name__}, which is no Flax module. {MARK_RESULTS}")
         if not is_marked(target.__call__):
             target.__call__ = marked(target.__call__, name, remat)  # type: ignore[method-assign]
         return target
     if inspect.isroutine(target) or isinstance(target, functools.partial):
         return marked(target, name, remat)
-    kind = type(target).__name__
-    remedy = "Wrap it: `PipelineStage(module)`." if callable(target) else "Decorate a function, method or Module class."
+    kind, remedy = type(target).__name__, "Decorate a function, method or Module class."
+    if callable(target):
+        remedy = "Wrap it: `PipelineStage(module)`." if isinstance(target, _FLAX) else MARK_RESULTS
     raise TypeError(f"pipeline_stage got {_article(kind)} {kind}, neither a function nor a class. {remedy}")
+
+
+def remedy_for(module: Any) -> str:
+    """Return advice for an argument of `PipelineStage` that is no module of Flax."""
+    if isinstance(module, type):
+        flax = "Decorate the class with @pipeline_stage, or pass an instance."
+        return flax if issubclass(module, _FLAX) else MARK_RESULTS
+    if inspect.isroutine(module) or isinstance(module, functools.partial):
+        return "Decorate a function with @pipeline_stage."
+    return MARK_RESULTS if callable(module) else "Pass a module, or mark an array with `mark_stage_end(x)`."
 
 
 def _article(noun: str) -> str:

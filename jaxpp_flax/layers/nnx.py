@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flax import nnx
 
+from jaxpp_flax.layers.marking import remedy_for
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.layers.stage_class import mark_call, register_metaclass, stage_class
 
@@ -107,12 +108,10 @@ def _refusal(module: Any) -> str:
     from flax import linen as nn
 
     if isinstance(module, type):
-        remedy = "Decorate the class with @pipeline_stage, or pass an instance."
-        return f"PipelineStage wraps an instance of an nnx.Module, got the class {module.__name__}. {remedy}"
+        return (
+            f"PipelineStage wraps an instance of an nnx.Module, got the class {module.__name__}. {remedy_for(module)}"
+        )
+    remedy = remedy_for(module)
     if isinstance(module, nn.Module):
         remedy = "Use jaxpp_flax.linen.PipelineStage, which takes the same arguments."
-    elif callable(module):
-        remedy = "Decorate a function with @pipeline_stage."
-    else:
-        remedy = "Pass a module, or mark an array with `mark_stage_end(x)`."
     return f"PipelineStage wraps an nnx.Module, got {type(module).__name__}. {remedy}"

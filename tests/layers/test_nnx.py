@@ -50,6 +50,13 @@ class DecoratedBlock(nnx.Module):
         return self.linear(x)
 
 
+class Foreign:
+    """A class of another library."""
+
+    def __call__(self, x):
+        return x
+
+
 class Model(nnx.Module):
     def __init__(self, stage, *, rngs):
         self.blocks = nnx.List([stage(Block(rngs=rngs), i) for i in range(3)])
@@ -213,6 +220,13 @@ def test_a_mark_inside_of_a_scan_is_refused_with_the_users_line():
         (lambda: pipeline_stage(Block(rngs=nnx.Rngs(0))), r"got a Block, .*Wrap it: `PipelineStage\(module\)`"),
         (lambda: pipeline_stage(3), r"got an int, neither a function nor a class"),
         (lambda: pipeline_stage(type("Empty", (), {})), r"class Empty, which has no `__call__`"),
+        (
+            lambda: pipeline_stage(Foreign),
+            r"class Foreign, which is no Flax module.*`x = mark_stage_end\(layer\(x\)\)`",
+        ),
+        (lambda: pipeline_stage(Foreign()), r"got a Foreign, neither .*mark_stage_end\(layer"),
+        (lambda: PipelineStage(Foreign), r"got the class Foreign\. Models of other libraries .*mark_stage_end\(layer"),
+        (lambda: PipelineStage(Foreign()), r"got Foreign\. Models of other libraries .*mark_stage_end\(layer"),
     ],
 )
 def test_refusals(call, text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,15 @@ from flax.linen.fp8_ops import fm32
 from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_variables, trace_factory
+from jaxpp_flax.trainers.model.factory import (
+    OTHER_LIBRARIES,
+    call_factory,
+    check_module,
+    check_variables,
+    make_module,
+    trace_factory,
+    wraps_another_model,
+)
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
@@ -97,8 +106,7 @@ def choose_model(
             names.append(type(check_module(module, model)).__name__)
             return NnxModel.take_apart(module, wrt, frozen, seed)
 
-        make = lambda: call_factory(model, "rngs", lambda: nnx.Rngs(seed))  # noqa: E731
-        adapter, made = trace_factory(model, make, take_apart)
+        adapter, made = trace_factory(model, lambda: make_module(model, seed), take_apart)
         return ChosenModel.of(adapter, names[-1], made.shapes["params"], made.shapes["model_state"], made)
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
@@ -138,8 +146,13 @@ def _choose_linen(
 
 def _what_to_pass(model: Any) -> str:
     """Return advice for an object that holds a model: the parts to pass to the trainer."""
-    if isinstance(model, type):
+    if isinstance(model, type) and issubclass(model, nnx.Module):
         return f" Pass a function that makes it: `lambda rngs: {model.__name__}(..., rngs=rngs)`."
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f" Pass an instance, `{model.__name__}(...)`, with variables=lambda key: module.init(key, x)."
+    owner = getattr(model, "__self__", None)
+    if isinstance(owner, (nnx.Module, nn.Module)) and getattr(model, "__name__", "") in ("__call__", "apply", "init"):
+        return " Pass the module itself."
     if isinstance(model, nnx.Optimizer):
         module = "its `.model`" if hasattr(model, "model") else "the module that it updates"
         return f" Pass {module} as the model, and its `.tx` as the optimizer."
@@ -150,8 +163,10 @@ def _what_to_pass(model: Any) -> str:
         )
     if isinstance(getattr(model, "module", None), nn.Module) and hasattr(model, "params"):  # Hugging Face's, in Flax
         return " Pass the Linen module that it wraps: `model.module`, with variables={'params': model.params}."
-    if any(of.__module__.partition(".")[0] == "torch" for of in type(model).__mro__):
+    if any(of.__module__.partition(".")[0] == "torch" for of in inspect.getmro(type(model))):
         return " That is a PyTorch module: use a Flax model, and convert its weights."
+    if not callable(model) or isinstance(model, type) or wraps_another_model(model):
+        return f" {OTHER_LIBRARIES}"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,16 @@ __all__ = ["call_factory", "trace_factory"]
 _REMEDY = (
     "A factory makes a model from its argument, and changes nothing else: `lambda rngs: GPT(config, rngs=rngs)`. Make "
     "streams of random numbers and other objects of Flax inside it, or take them from `rngs`."
+)
+
+
+OTHER_LIBRARIES = (
+    "A model of another library, or a function of parameters and inputs, trains in a step of your own: "
+    "`jaxpp_flax.api.treduce`, with `mark_stage_end(x)` between its layers, as in examples/own_step.py."
+)
+_TAKEN = (
+    "A trainer takes an nnx.Module, a Linen module with variables=, or a function that makes an nnx.Module, such as "
+    f"`lambda rngs: GPT(config, rngs=rngs)`. {OTHER_LIBRARIES}"
 )
 
 
@@ -49,6 +60,7 @@ def call_factory(factory: Callable[..., Any], argument: str, value: Callable[[],
     raise TypeError(
         f"the factory {name_of(factory)} needs the arguments {others}, but it is called with {argument} alone, or with "
         f"nothing. Bind the others: `functools.partial`, or `lambda {argument}: ...`."
+        f"{f' {OTHER_LIBRARIES}' if argument == 'rngs' else ''}"
     )
 
 
@@ -105,11 +117,54 @@ def check_module(module: Any, factory: Callable[..., Any]) -> nnx.Module:
     """Return the result of a model's factory, if it is an `nnx.Module`; refuse all others."""
     if isinstance(module, nnx.Module):
         return module
-    advice = ""
+    advice = "Return it." if module is None else _TAKEN
     if isinstance(module, nn.Module):
-        advice = " Pass a Linen module itself, with variables=lambda key: module.init(key, x)."
+        advice = "Pass a Linen module itself, with variables=lambda key: module.init(key, x)."
     got = type(module).__name__
-    raise TypeError(f"the factory {name_of(factory)} must return an nnx.Module, got {got}.{advice or ' Return it.'}")
+    raise TypeError(f"the factory {name_of(factory)} must return an nnx.Module, got {got}. {advice}")
+
+
+def make_module(factory: Callable[..., Any], seed: int) -> Any:
+    """Call the factory of a model; tell what a trainer takes if it fails and may be no factory.
+
+    Raises:
+      TypeError: if a function or object fails that has other parameters than `rngs`, as a model of another library.
+    """
+    try:
+        return call_factory(factory, "rngs", lambda: nnx.Rngs(seed))
+    except (jax.errors.JAXTypeError, TraceContextError):
+        raise
+    except Exception as error:
+        if _names_streams(factory):
+            raise
+        failed = f"{name_of(factory)} was called as a factory, and failed with {type(error).__name__}: {error}"
+        if isinstance(error, (AttributeError, TypeError)) and OTHER_LIBRARIES not in str(error):
+            raise TypeError(f"{failed}. {_TAKEN}") from error
+        error.add_note(f"{failed.partition(':')[0]}. {_TAKEN}")
+        raise
+
+
+def _names_streams(factory: Callable[..., Any]) -> bool:
+    """Return True for a function of `rngs`, or of nothing: its errors are the author's own."""
+    try:
+        taken = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return False
+    return "rngs" in taken or not taken
+
+
+def wraps_another_model(function: Any) -> bool:
+    """Return True for a callable tree of arrays, as models of other libraries are, and for functions made of one.
+
+    Example:
+      >>> tree = jax.tree_util.Partial(lambda w, x: w * x, 2.0)
+      >>> wraps_another_model(tree), wraps_another_model(type(tree))
+      (False, False)
+    """
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", function)
+    is_function = inspect.isroutine(owner) or inspect.isclass(owner) or isinstance(owner, functools.partial)
+    return not is_function and not jax.tree_util.all_leaves([owner])
 
 
 def check_variables(variables: Any, factory: Callable[..., Any]) -> Mapping[str, Any]:

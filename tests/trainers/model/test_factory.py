@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -71,6 +72,66 @@ def test_variables_of_a_factory_and_other_arguments_are_refused():
         make(nn.Dense(3), variables=lambda key: {"x": key})
     with pytest.raises(TypeError, match=r"must be an instance of .*class Layers\. Pass a function .*`lambda rngs: Lay"):
         make(m.Layers)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Tree:
+    """As modules of Equinox and penzai are: a tree of arrays that is called with an input."""
+
+    w: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w
+
+
+class Layer:
+    """As layers of Keras are: an object that takes anything, and asks for its inputs itself."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        raise TypeError("missing a required argument: 'inputs'")
+
+
+def fails(streams: nnx.Rngs) -> Any:
+    raise KeyError("config")
+
+
+TREE, LINEN = Tree(jnp.ones((4, 4))), m.LinenModel(2)
+ANOTHER = r"another library.*jaxpp_flax\.api\.treduce`, with `mark_stage_end"
+FOREIGN: dict[str, tuple[Any, str]] = {
+    "a tree of arrays": (TREE, rf"got Tree\. .*{ANOTHER}"),
+    "its class": (Tree, rf"got the class Tree\. .*{ANOTHER}"),
+    "a function made of it": (functools.wraps(TREE)(lambda x: TREE(x)), ANOTHER),  # as `jax.vmap` and `jax.jit` do
+    "a factory of it": (lambda rngs: TREE, rf"must return an nnx\.Module, got Tree\. A trainer takes.*{ANOTHER}"),
+    "an object": (Layer(), rf"'Layer' was called as a factory, and failed with TypeError: missing .*{ANOTHER}"),
+    "its parts": ((TREE, len), rf"got tuple\. .*{ANOTHER}"),
+    "a function of an input": (lambda x: x @ TREE.w, rf"'<lambda>' was called as a factory.*Rngs.*{ANOTHER}"),
+    "a function of parameters": (lambda params, x: x @ params, rf"needs the arguments \['params', 'x'\].*{ANOTHER}"),
+    "a Linen class": (m.LinenModel, r"got the class LinenModel\. Pass an instance, `LinenModel\(\.\.\.\)`, with var"),
+    "apply": (LINEN.apply, r"got method\. Pass the module itself"),
+    "a module's call": (m.Layers().__call__, r"got method\. Pass the module itself"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_models_of_other_libraries_are_refused(kind: str):
+    model, message = FOREIGN[kind]
+    with pytest.raises(TypeError, match=message):
+        make(model)
+
+
+def test_an_error_of_a_factory_stays():
+    with pytest.raises(KeyError, match="config") as caught:
+        make(fails)
+    assert "'fails' was called as a factory, and failed with KeyError" in caught.value.__notes__[0]
+
+
+def test_an_object_may_be_a_factory():
+    class Config:
+        def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+            return m.Layers(rngs=rngs)
+
+    assert make(Config()).abstract_model.layers[0].kernel.shape == (4, 4)
 
 
 def test_an_optimizer_that_reads_values_is_refused():
