@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr, prune, values
+from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, prune, values
 from jaxpp_flax.trainers import TrainState, WholeBatchLoss
 from jaxpp_flax.verify.reference.plain_linen import PlainLinen
 from jaxpp_flax.verify.reference.plain_loss import Terms, add_up, asked_for, read
@@ -18,6 +18,9 @@ from jaxpp_flax.verify.reference.plain_nnx import PlainNnx
 from jaxpp_flax.verify.reference.plain_update import PlainUpdate
 
 __all__ = ["LossFacts", "PlainResults", "PlainStep"]
+
+# The beginnings of the names of primitives that draw random numbers.
+_DRAWING = ("random_", "threefry", "rng_")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class PlainStep:
         own_number, *own = graph.inputs[len(constants) :]
         found = prune(replace(graph, outputs=graph.outputs[len(leaves) :]))
         is_random = own_number in {value for e in found.equations for value in values(e.inputs)}
+        # Numbers of a constant key are others for a batch of another shape.
+        is_random |= any(e.primitive.name.startswith(_DRAWING) for e in everywhere(found))
         pairs = zip(self.model.next_by_gradient(rest), graph.outputs, own, strict=False)
         return LossFacts(graph, is_random, any(new is not old for is_next, new, old in pairs if not is_next))
 

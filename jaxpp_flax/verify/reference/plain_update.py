@@ -88,4 +88,5 @@ class PlainUpdate:
 
 
 def _norm(tree: Any) -> Any:
-    return optax.global_norm(jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree))
+    leaves = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(jnp.sum(jnp.abs(leaf) ** 2) for leaf in leaves))
