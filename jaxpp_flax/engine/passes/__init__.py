@@ -11,6 +11,7 @@ from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
+from jaxpp_flax.engine.passes.loop.hoist_constants import hoist_constants
 from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import open_loops
@@ -43,6 +44,12 @@ PASSES: tuple[Pass, ...] = (
         requires="loops at the top",
         ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side "
         "effects, no partial sums among the types",
+    ),
+    Pass(
+        "hoist_constants",
+        lambda step, settings: hoist_constants(step, settings.specs),
+        requires="opened loops",
+        ensures="numbers made of parameters, and narrower copies of parameters, are made once, in front of the loop",
     ),
     Pass(
         "gather_parameters",

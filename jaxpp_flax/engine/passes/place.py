@@ -13,14 +13,18 @@ Two walks over the equations say where each runs:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from weakref import WeakSet
 
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.misplaced_work import misplaced_work
 from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
+from jaxpp_flax.engine.tracing.equation_facts import is_small_of_large
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import warn_user
 
@@ -31,7 +35,7 @@ _SMALL_BYTES = 1024  # a smaller value may be copied to every rank
 
 @documented("JPF903")
 class PlacementWarning(UserWarning):
-    """Work outside the loop mixes large values of several ranks."""
+    """Work mixes large values of several ranks, or stands on the rank of one stage for all of them."""
 
 
 def place(step: Step, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})) -> Placed:
@@ -42,6 +46,7 @@ def place(step: Step, result_ranks: ResultRanks | None = None, idle_ranks: froze
       result_ranks: with several processes: the owners of each rank, and the results that all processes get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
     """
+    _warn_of_loops(step.loops)
     inputs, outputs = step.graph.inputs, step.graph.outputs
     placer = _Placer(step, idle_ranks)
     placer.locate()
@@ -85,7 +90,9 @@ class _Placer:
                 self.location.update(loop.homes)
                 found.append(equation)
                 continue
-            demanded = frozenset(r for v in equation.outputs for r in wanted.get(v, ()))
+            # A norm is computed where its array lies; a value that arrays are made of, on each rank that needs it.
+            reduces = is_small_of_large(equation)
+            demanded = frozenset(r for v in equation.outputs for r in wanted.get(v, ()) if not reduces)
             if not demanded and is_condition(equation) and self._mixes(equation):
                 pending.extend(reversed(select_between_branches(equation)))
                 continue
@@ -178,11 +185,23 @@ def _wanted_by_loops(equations: Sequence[Equation], loop_of: Mapping[Equation, L
             reads = list(loop.inputs())
         else:
             ranks = {r for v in equation.outputs for r in wanted.get(v, ())}
-            reads = [(value, ranks) for value in values(equation.inputs)]
+            reads = [(value, ranks) for value in ([] if is_small_of_large(equation) else values(equation.inputs))]
         for value, ranks in reads:
             if value not in after_loop:
                 wanted.setdefault(value, set()).update(ranks)
     return wanted
+
+
+# The loops that a user was told of: a planner places one loop many times.
+_told: WeakSet[LoopBody] = WeakSet()
+
+
+def _warn_of_loops(loops: Sequence[Loop]) -> None:
+    for loop in loops:
+        found = [] if loop.body in _told else list(misplaced_work(loop))
+        for what in found:
+            _told.add(loop.body)
+            warn_user(f"{what}.", PlacementWarning)
 
 
 def _warn(mixed: Sequence[tuple[int, str]]) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.engine.tracing.ir import Equation
+from jaxpp_flax.engine.tracing.ir import Equation, values
 
-__all__ = ["avals_of", "place_of"]
+__all__ = ["avals_of", "is_small_of_large", "place_of"]
+
+_SMALL = 64  # elements
 
 
 def avals_of(equation: Any) -> tuple[list[Any], list[Any]]:
@@ -28,3 +30,17 @@ def avals_of(equation: Any) -> tuple[list[Any], list[Any]]:
 def place_of(equation: Any) -> str:
     """Return `file:line (function)` of the user's code that made an equation, or `"unknown"`."""
     return equation.where if isinstance(equation, Equation) else source_info_util.summarize(equation.source_info)
+
+
+def is_small_of_large(equation: Equation) -> bool:
+    """Return whether all results together are a few numbers, and much less than an operand: a sum, a norm, a maximum.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxpp_flax.engine.tracing.ir import from_jaxpr
+      >>> graph, _ = from_jaxpr(jax.make_jaxpr(lambda w: jnp.sum(w * 2))(jnp.ones((8, 8))))
+      >>> [(e.name, is_small_of_large(e)) for e in graph.equations]
+      [('mul', False), ('reduce_sum', True)]
+    """
+    size = sum(value.aval.size for value in equation.outputs)
+    return size <= _SMALL and any(value.aval.size >= 4 * max(size, 1) for value in values(equation.inputs))

@@ -113,7 +113,7 @@ class _Recomputation:
 
 
 class _Inliner:
-    def __init__(self, flatten: bool, remat: Callable[[Equation], bool], hints: bool) -> None:
+    def __init__(self, flatten: Callable[[Equation], bool], remat: Callable[[Equation], bool], hints: bool) -> None:
         self.flatten, self.remat, self.hints = flatten, remat, hints
         self.equations: list[Equation] = []
         self.substitution: dict[Value, Atom] = {}
@@ -170,7 +170,7 @@ class _Inliner:
         # The differentiation rules of a custom call are useless by now. As opaque objects, they would hide that two
         # stages are alike.
         always = equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-        return facts.body is not None and (always or (self.remat(equation) if facts.recomputes else self.flatten))
+        return facts.body is not None and (always or (self.remat if facts.recomputes else self.flatten)(equation))
 
     def _append(self, equation: Equation) -> None:
         if equation.transposed and is_barrier(equation):  # each result is its own operand
@@ -272,7 +272,11 @@ def _region_of(call: Equation) -> Region:
 
 
 def inline(
-    graph: Graph, *, flatten: bool = False, remat: bool | Callable[[Equation], bool] = False, hints: bool = True
+    graph: Graph,
+    *,
+    flatten: bool | Callable[[Equation], bool] = False,
+    remat: bool | Callable[[Equation], bool] = False,
+    hints: bool = True,
 ) -> Graph:
     """Return the same function with every marker (and `treduce`) at the top level.
 
@@ -280,7 +284,8 @@ def inline(
 
     Args:
       graph: the graph to inline.
-      flatten: inline plain calls too, even without a marker, so that each equation can be placed.
+      flatten: inline plain calls too, even without a marker, so that each equation can be placed: all or those for
+        which it returns True.
       remat: inline rematerialised regions too, all or those for which it returns True; recomputed equations are
         labelled `late` and stay recomputed.
       hints: keep every `place_with`; else its value takes its place.
@@ -289,10 +294,14 @@ def inline(
       MarkerPlacementError: if a marker stands at a place where it cannot cut (`cond`, `while`, `scan`, forward-mode
         differentiation), naming the construct and the user's line.
     """
-    inliner = _Inliner(flatten, remat if callable(remat) else lambda _: remat, hints)
+    inliner = _Inliner(_chooser(flatten), _chooser(remat), hints)
     inliner.walk(graph.equations, {}, None)
     outputs = tuple(inliner.resolve(atom) for atom in graph.outputs)
     return prune(Graph(graph.inputs, outputs, tuple(inliner.equations)))
+
+
+def _chooser(which: bool | Callable[[Equation], bool]) -> Callable[[Equation], bool]:
+    return which if callable(which) else lambda _: which
 
 
 def body_of(equation: Equation, *, remat: bool = False) -> Graph:

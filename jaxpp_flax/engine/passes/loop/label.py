@@ -9,7 +9,9 @@ only the place of the work, never its results.
 - A forward equation that no marker needs (loss, residuals, auxiliary losses) follows its operands.
 - Transposed equations follow their cotangents. In an auxiliary loss, the cotangent is a bare scalar from another
   stage; there, transposed equations follow the residual that they read.
-- Recomputed equations run as late as their users allow, so that recomputation happens in the backward task.
+- Recomputed equations run as late as their users allow, so that recomputation happens in the backward task. So does
+  backward work of parameters and cotangents that are scalars (the gradient of a penalty on the weights): it happens
+  where the parameter's other gradient is made, and the scalar travels.
 - Cheap equations that depend on the loop's inputs alone (microbatch slices, casts of weights, masks, positions, keys)
   are *free*: every task that needs them computes them itself, and nothing is transferred or stored.
 """
@@ -47,6 +49,7 @@ class Labels:
       free: the equations that every task may compute for itself.
       counters: the leaves of the carry of which each stage keeps its own copy.
       marked: the values that pass a forward marker.
+      has_second_order: whether a backward is differentiated again: all of that work is in the last phase.
     """
 
     num_stages: int
@@ -55,6 +58,7 @@ class Labels:
     free: frozenset[Equation]
     counters: frozenset[int]
     marked: frozenset[Value]
+    has_second_order: bool = False
 
     def verify(self) -> None:
         """Check that no equation runs in an earlier phase than its operands."""
@@ -145,6 +149,7 @@ def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
         free=frozenset(plain[equation] for equation in free),
         counters=counters,
         marked=frozenset(values(passed[out] for marker in body.markers for out in marker.outputs)),
+        has_second_order=bool(labeller.belated),
     )
 
 
@@ -157,6 +162,8 @@ class _Labeller:
     backward: dict[Equation, int]
     free: frozenset[Equation]
     phase: dict[Equation, int] = field(default_factory=dict)
+    belated: set[Equation] = field(default_factory=set)  # backward markers behind the backward of their stage
+    movable: set[Equation] = field(default_factory=set)  # backward work of parameters and scalars alone
 
     @property
     def stages(self) -> int:
@@ -176,19 +183,27 @@ class _Labeller:
         """Let the other equations follow their operands, in program order."""
         stages, phase = self.stages, self.phase
         at: dict[Value, int] = {}
+        scaled: set[Value] = set()  # arrays made of parameters and of scalars
         for equation in self.body.equations:
-            base = max((at.get(v, _UNANCHORED) for v in values(equation.inputs)), default=_UNANCHORED)
+            operands = values(equation.inputs)
+            base = max((at.get(v, _UNANCHORED) for v in operands), default=_UNANCHORED)
             if equation.primitive is marker_p:
                 if equation in self.cut_of:
                     base = max(base, self.cut_of[equation] + 1)
                 elif equation in self.backward:
-                    base = max(base, 2 * stages - 1 - self.backward[equation])
+                    entered = 2 * stages - 1 - self.backward[equation]
+                    if base >= entered:
+                        self.belated.add(equation)
+                    base = max(base, entered)
             elif equation in phase:
                 base = phase[equation]
             elif equation in self.free:
                 base = _UNANCHORED
             else:
                 if equation.transposed and base != _UNANCHORED:
+                    if all(v in scaled or v.aval.size == 1 or at.get(v, _UNANCHORED) == _UNANCHORED for v in operands):
+                        scaled.update(equation.outputs)
+                        self.movable.add(equation)
                     base = _backward_phase(equation, at, base, stages)
                 phase[equation] = base
             at.update(dict.fromkeys(equation.outputs, base))
@@ -206,7 +221,7 @@ class _Labeller:
                 continue
             if equation in self.free:
                 continue
-            if equation.late or phase[equation] == _UNANCHORED:
+            if equation.late or equation in self.movable or phase[equation] == _UNANCHORED:
                 phase[equation] = max(phase[equation], min(users, default=max(phase[equation], 0)))
             for value in values(equation.inputs):
                 needed[value] = min(needed.get(value, phase[equation]), phase[equation])

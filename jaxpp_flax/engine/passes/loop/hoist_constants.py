@@ -1,0 +1,188 @@
+"""Move work of a loop's constants in front of the loop, where it is done once in a step.
+
+What a body computes of its constants alone is the same in every microbatch. Two kinds of such work are moved:
+
+- *Small results of large constants*: a penalty on the weights, a norm as a metric. In the loop, the task that reads
+  such a number would compute it, and its rank would get all the weights. Before the loop, each term is computed where
+  its weight lies (see `place`), and numbers travel.
+- *Casts to a narrower type*, as mixed precision by hand makes them. The rank holds the narrow copy through the loop.
+  Casts to a wider type stay: their results would take more memory than the weights.
+
+The backward work of a penalty stays in the loop, in the backward of its weight's stage (see `label`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.analyses.data_flow import ancestors, makers_of
+from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.program.one_pass import OnePass
+from jaxpp_flax.engine.program.specs import followed_spec
+from jaxpp_flax.engine.tracing.equation_facts import is_small_of_large
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, prune, values
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.markers import marker_p
+from jaxpp_flax.engine.tracing.primitives import facts_of
+
+__all__ = ["hoist_constants"]
+
+
+def hoist_constants(step: Step, specs: Sequence[PartitionSpec]) -> Step:
+    """Move such work out of every loop.
+
+    Args:
+      step: with opened loops.
+      specs: the partition of each input of the step inside a submesh.
+    """
+    spec_of: dict[Atom, PartitionSpec] = dict(zip(step.graph.inputs, specs, strict=True))
+    equations, loops = list[Equation](), list[Loop]()
+    for equation in step.graph.equations:
+        if (loop := step.loop_of.get(equation)) is None:
+            if (spec := followed_spec(equation, spec_of)) is not None:
+                spec_of[equation.outputs[0]] = spec
+            equations.append(equation)
+            continue
+        before, loop = _hoisted(loop, spec_of)
+        equations += [*before, loop.equation]
+        loops.append(loop)
+    return replace(step, graph=replace(step.graph, equations=tuple(equations)), loops=tuple(loops))
+
+
+def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> tuple[list[Equation], Loop]:
+    """Return the equations in front of a loop, and the loop that reads their results."""
+    body = _with_open_calls(loop.body)
+    outer = dict(zip(body.constants, loop.constants, strict=True))
+    kept = set[Value]()
+    if isinstance(loop.schedule, OnePass):  # a function without a loop: the work of its stages is work of constants too
+        kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.graph.producer))
+    kept.difference_update(body.constants)
+    moved = _moved(body, {value: spec_of.get(atom, PartitionSpec()) for value, atom in outer.items()}, kept)
+    if not moved:
+        return [], loop
+    staying = [e for e in body.equations if moved.isdisjoint(e.outputs)]
+    read = {*values(body.graph.outputs), *(v for e in staying for v in values(e.inputs))}
+    wanted = [v for e in body.equations for v in e.outputs if v in moved and v in read]
+    before = _copied(makers_of(body.equations, wanted), outer)
+    first: dict[Atom, Value] = {}  # of the results: two that are one value are read as one
+    for value in wanted:
+        first.setdefault(outer[value], value)
+    twins: dict[Atom, Atom] = {value: first[outer[value]] for value in wanted}
+
+    def reading(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
+        return tuple(twins.get(atom, atom) for atom in atoms)
+
+    inputs = (*body.constants, *first.values(), body.index, *body.carry)
+    graph = prune(Graph(inputs, reading(body.graph.outputs), tuple(e.reading(reading(e.inputs)) for e in staying)))
+    count = len(body.constants) + len(first)
+    equation = replace(
+        loop.equation,
+        inputs=(*loop.constants, *first, *loop.carry_init),
+        params={**loop.equation.params, "num_consts": count},
+    )
+    return before, replace(loop, equation=equation, body=replace(body, graph=graph, num_consts=count))
+
+
+def _moved(body: LoopBody, specs: Mapping[Value, PartitionSpec], kept: Collection[Value]) -> set[Value]:
+    """Return the results of the work that is moved.
+
+    `specs` are those of the body's constants; what is computed of the `kept` values stays with them.
+    """
+    constant, of_large, found = set(body.constants), set(body.constants), set[Value]()
+    # What is a constant but for its form, and can be placed like it.
+    views = dict(specs)
+    for equation in body.equations:
+        operands = values(equation.inputs)
+        if equation.primitive is marker_p or equation.effects or not constant.issuperset(operands):
+            continue
+        if not equation.outputs or equation.outputs[0] in kept:
+            continue
+        constant.update(equation.outputs)
+        if of_large.isdisjoint(operands):
+            continue
+        is_scalar_work = any(v in found and v.aval.size <= 1 for v in operands) and all(
+            v.aval.size == 1 for v in equation.outputs
+        )
+        if is_small_of_large(equation) or is_scalar_work or _narrows(equation, views):
+            found.update(equation.outputs)
+        elif (spec := _spec_of_view(equation, views)) is not None:
+            views[equation.outputs[0]] = spec
+        of_large.update(equation.outputs)
+    return found
+
+
+def _narrows(equation: Equation, views: Mapping[Value, PartitionSpec]) -> bool:
+    """Return whether an equation casts a constant, or a view of one, to a narrower type."""
+    if equation.name != "convert_element_type" or equation.inputs[0] not in views:
+        return False
+    (source,), (result,) = values(equation.inputs), equation.outputs
+    return source.aval.size > 1 and result.nbytes < source.nbytes
+
+
+def _spec_of_view(equation: Equation, views: Mapping[Value, PartitionSpec]) -> PartitionSpec | None:
+    """Return the partition of a view of a constant; None for other work, and where XLA would choose the partition."""
+    (source, *others) = equation.inputs
+    linear = facts_of(equation.primitive).linear
+    if others or not isinstance(source, Value) or source not in views or linear is None or not linear.moves:
+        return None
+    if equation.name == "convert_element_type":
+        return None
+    if not axes_in(views[source]):
+        return PartitionSpec()
+    return followed_spec(equation, views)  # type: ignore[arg-type]
+
+
+def _copied(equations: Sequence[Equation], outer: dict[Value, Atom]) -> list[Equation]:
+    """Return equations of a body as equations of the step; `outer` has the step's atom of each value.
+
+    Of two that compute the same, one is left.
+    """
+    found, known = list[Equation](), dict[Hashable, Equation]()
+    for equation in equations:
+        inputs = tuple(outer[a] if isinstance(a, Value) else a for a in equation.inputs)
+        key = _key(equation, inputs)
+        if (made := known.get(key)) is None:
+            outputs = tuple(Value(v.aval) for v in equation.outputs)
+            made = replace(equation, inputs=inputs, outputs=outputs, late=False, transposed=False)
+            found.append(made)
+            if key is not None:
+                known[key] = made
+        outer.update(zip(equation.outputs, made.outputs, strict=True))
+    return found
+
+
+def _key(equation: Equation, inputs: tuple[Atom, ...]) -> Hashable:
+    """Return what is equal for two equations of one result; None if their parameters cannot be compared."""
+    try:
+        key = (equation.primitive, inputs, tuple(sorted(equation.params.items())))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _with_open_calls(body: LoopBody) -> LoopBody:
+    """Open calls that read several constants and no activations: a part of each may belong to another stage."""
+    while found := _mixing_calls(body):
+        opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
+        body = body.rewritten(inline(body.graph, flatten=opens, remat=opens))
+    return body
+
+
+def _mixing_calls(body: LoopBody) -> set[Value]:
+    """Return the results of such calls; arrays that are made of constants and numbers count as constants."""
+    constants, found = set(body.constants), set[Value]()
+    for equation in body.equations:
+        operands = values(equation.inputs)
+        arrays = {v for v in operands if v.aval.size > 1}
+        if equation.primitive is marker_p or not constants.issuperset(arrays):
+            continue
+        constants.update(equation.outputs)
+        if facts_of(equation.primitive).body is not None and len(arrays) > 1:
+            found.update(equation.outputs)
+    return found

@@ -1,0 +1,97 @@
+"""Warnings of work inside loops that stands on another stage than the parameters that it reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jaxpp_flax.engine.analyses.work import products
+from jaxpp_flax.engine.passes.loop.loop import Loop
+from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
+from jaxpp_flax.engine.tracing.equation_facts import is_small_of_large
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Equation, Value, values
+from jaxpp_flax.messages import listed
+
+__all__ = ["misplaced_work"]
+
+_LARGE_BYTES = 1024  # smaller parameters may be read anywhere
+
+
+def misplaced_work(loop: Loop) -> Iterator[str]:
+    """Yield what to say of a loop that is cut into tasks: of parameters brought together, and of second-order work.
+
+    Backward work of a backward has no stages of its own: stage 0 does all of it.
+    """
+    readers = _Readers.of(loop)
+    for equation, stages, nbytes in readers.brought():
+        yield (
+            f"`{equation.name}` at {equation.where}, inside the loop, brings parameters of other stages to the stages "
+            f"{stages} ({nbytes:,} bytes), and their gradients back. Reduce each parameter to a scalar by itself and "
+            "add these up (`optax.tree.norm`), instead of all in one vector"
+        )
+    labels = loop.labels
+    if labels is not None and labels.has_second_order:
+        found = {e: len([*products([e])]) for e in labels.body.equations}
+        first = [e for e, count in found.items() if count and labels.phase.get(e) == 2 * labels.num_stages - 1]
+        where = f" at {first[-1].where}" if first else ""
+        yield (
+            f"a loop differentiates a gradient{where} (a gradient penalty, a force field): "
+            f"{sum(found[e] for e in first)} of the {sum(found.values())} matrix products of a microbatch run in "
+            "bwd_0, on the rank of stage 0, which reads the parameters of all stages for them, while other ranks wait. "
+            "If that is slow, use fewer stages and a larger data axis"
+        )
+
+
+@dataclass(eq=False)
+class _Readers:
+    """Who reads the large parameters of a loop: stages with work of their own on them, and work that mixes them.
+
+    `used` has the stages that compute with activations and with one parameter alone. `mixed` has the parameters behind
+    an equation that joins several of them, or makes a number of one, and its stage.
+    """
+
+    used: defaultdict[Value, set[int]] = field(default_factory=lambda: defaultdict(set))
+    mixed: list[tuple[Equation, int, frozenset[Value]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, loop: Loop) -> _Readers:
+        found = cls()
+        data = loop.partition.data
+        large = {v for v in loop.partition.operands if v.nbytes > _LARGE_BYTES and v not in data}
+        for task in loop.partition.tasks:
+            found._read(task, {v: frozenset({v}) for v in task.graph.inputs if v in large})
+        return found
+
+    def _read(self, task: LoopTask, behind: dict[Value, frozenset[Value]]) -> None:
+        """Walk a task; `behind` has the parameters of which a value is made, if it is made of nothing else."""
+        for equation in inline(task.graph, flatten=True).equations:
+            arrays = [v for v in values(equation.inputs) if v.aval.size > 1]
+            parameters = frozenset[Value]().union(*(behind.get(v, ()) for v in arrays))
+            if any(v not in behind for v in arrays):
+                self._use(task.stage, arrays, behind)
+                continue
+            behind.update(dict.fromkeys(equation.outputs, parameters))
+            before = max((len(behind[v]) for v in arrays), default=0)
+            if len(parameters) > max(before, 1) or (parameters and is_small_of_large(equation)):
+                self.mixed.append((equation, task.stage, parameters))
+        self._use(task.stage, values(task.graph.outputs), behind)
+
+    def _use(self, stage: int, read: list[Value], behind: Mapping[Value, frozenset[Value]]) -> None:
+        for value in read:
+            parameters = behind.get(value, frozenset())
+            if len(parameters) == 1 and value.aval.size > 1:
+                self.used[next(iter(parameters))].add(stage)
+
+    def brought(self) -> Iterator[tuple[Equation, str, int]]:
+        """Yield the first equations that read parameters of other stages, with the stages that get them, and bytes."""
+        found: dict[str, tuple[Equation, set[int], set[tuple[Value, int]]]] = {}
+        for equation, stage, parameters in self.mixed:
+            others = {(v, stage) for v in parameters if self.used[v] and stage not in self.used[v]}
+            if others:
+                _, stages, brought = found.setdefault(equation.where, (equation, set(), set()))
+                stages.add(stage)
+                brought |= others
+        for equation, stages, brought in found.values():
+            yield equation, listed(sorted(stages)), sum(v.nbytes for v, _ in brought)
