@@ -58,7 +58,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
 
     def run(
         leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any, made: Sequence[Any] = ()
-    ) -> tuple[Sequence[Any], Any]:
+    ) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         own, rest = model, jax.tree.unflatten(tree, leaves)
         given = rest
         if changes and changes[0] is not None:  # the second call
@@ -70,10 +70,10 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
         changes.append(changes_of(bound, own.bind(params, given, **numbers), _THE_CALL))
         if changes[0] is not None and changes[0].graphdef is None:  # a Linen model
             raise ModelError(changes[0].message)
-        after = own.rest_of(bound, rest), own.params_of(bound, params)
-        check_types(after[0], rest, _THE_CALL)
-        check_types(after[1], params, _THE_CALL)
-        return jax.tree.leaves(after), terms.total
+        after, new_params = own.rest_of(bound, rest), own.params_of(bound, params)
+        check_types(after, rest, _THE_CALL)
+        check_types(new_params, params, _THE_CALL)
+        return jax.tree.leaves(after), terms.total, jax.tree.leaves(new_params)
 
     arguments = leaves, state.params, state.step, jax.ShapeDtypeStruct((), jnp.int32), microbatch
     jaxpr = jax.make_jaxpr(run)(*arguments)
@@ -85,11 +85,11 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
     graph, consts = from_jaxpr(jaxpr)
     inputs, paths = graph.inputs[len(consts) :], _paths(state.params)
     writes = find_writes(graph, len(consts), model.frozen_parameters(state.model_state), len(paths))
-    position = len(graph.outputs) - 1
-    used = used_inputs(graph, [False] * position + [True])[len(consts) + len(leaves) :]
+    of_loss = [i == len(leaves) for i in range(len(graph.outputs))]
+    used = used_inputs(graph, of_loss)[len(consts) + len(leaves) :]
     statistics = model.batch_statistics(state.model_state)
     overwritten = model.overwritten_by_gradients(state.model_state)
-    joins = _joins_of_loss(graph, inputs[-len(jax.tree.leaves(microbatch)) :], position)
+    joins = _joins_of_loss(graph, inputs[-len(jax.tree.leaves(microbatch)) :], len(leaves))
     return LossTrace(
         writes=writes,
         overwritten=tuple(i for i, is_one in enumerate(overwritten) if is_one),
