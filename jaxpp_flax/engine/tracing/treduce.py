@@ -159,7 +159,8 @@ def treduce_i(
       length: the number of microbatches, at least 1.
       schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
       operation: a prefix tree of operations for the body's results. The default is for `jax.value_and_grad`: it stacks
-        the values and adds up the gradients.
+        the values and adds up the gradients. For Flax's fp8 layers, whose next scales are the largest gradients:
+        `(Concat(), {"params": Add, "_overwrite_with_gradient": Max})`, with a loss divided by `length`.
       axis: the axis of the microbatches in the results that the default operation stacks. For another operation, give
         the axis to the operation: `Concat(axis)`.
       init: the carry before the first microbatch (running statistics, counters). Its leaves must keep shape and dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
@@ -44,12 +44,6 @@ class LossGraph:
     @property
     def batch(self) -> tuple[Value, ...]:
         return self.inputs[self.num_states + self.num_parameters + 2 :]
-
-    @property
-    def call(self) -> Graph:
-        """The graph with the outputs `(state, parameters)`: what the call leaves in the model."""
-        outputs = self.graph.outputs
-        return replace(self.graph, outputs=(*outputs[: self.num_states], *outputs[self.weights.stop :]))
 
     @property
     def weights(self) -> slice:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.work import count_flops
-from jaxpp_flax.engine.tracing.ir import from_jaxpr, prune, struct_of
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
@@ -44,6 +44,7 @@ from jaxpp_flax.trainers.step.whole_batch import (
 )
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, call_after_update
 from jaxpp_flax.trainers.writes.dependencies import NO_WRITES, Writes
+from jaxpp_flax.trainers.writes.overwriting import total_weight
 
 StepFunction = Callable[[TrainState, Any], Any]
 
@@ -254,12 +255,7 @@ class StepBuilder:
             )  # fmt: skip
             return read_loss(output).weight
 
-        shapes = (_one_of(batch), jax.ShapeDtypeStruct((), jnp.int32))
-        graph, consts = from_jaxpr(jax.make_jaxpr(weight_of)(*shapes))
-        alone = prune(graph)  # nothing of the model is left
-        indices = jnp.arange(loop.num_microbatches, dtype=jnp.int32)
-        weights = jax.vmap(lambda *inputs: alone.run(*consts, *inputs)[0])(*jax.tree.leaves(batch), indices)
-        return not_zero(weights.sum())
+        return not_zero(total_weight(weight_of, batch, loop.num_microbatches))
 
     def _in_two_passes(self, loop: Loop) -> WholeBatchLoss | None:
         """Return the loss, if it has two parts and the batch several; one microbatch is the whole batch."""

@@ -11,6 +11,12 @@ A loss function sees one microbatch and returns one of
   averaged over the microbatches. A metric that is a pair `(sum, weight)` is summed and divided by the summed weight.
 
 Gradients are summed over the microbatches and divided once, after the loop.
+
+What a call of the loss writes into the model: a trained parameter, and state that is made of parameters, get the value
+that one call for the whole batch would write; other state goes from microbatch to microbatch. Variables of Linen's
+collection `_overwrite_with_gradient` (the scales of fp8 layers) get the largest of their gradients, in units of the
+whole batch's loss, and the optimizer does not see them. All else that a call changes is refused if a later call reads
+it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def trace_graph(
 
     def run(
         leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any, made: Sequence[Any] = ()
-    ) -> tuple[Sequence[Any], Any]:
+    ) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         own, rest = model, jax.tree.unflatten(tree, leaves)
         given = rest
         if changes and changes[0] is not None:  # the second call
@@ -133,7 +133,7 @@ def trace_loss(
         raise
     sizes = _other_sizes(trace, loss, microbatch) if num_microbatches > 1 or loss.weighed else None
     frozen = model.frozen_parameters(state.model_state)
-    writes = find_writes(loss.call, len(loss.constants), frozen, loss.num_parameters)
+    writes = find_writes(loss.graph, len(loss.constants), frozen, loss.num_parameters)
     growth = LossGrowth.of(loss, sizes, _tagged(model, writes, state))
     _check_weights(loss, growth, state.params)
     if num_microbatches > 1 and growth.of_examples:

@@ -38,7 +38,7 @@ def find_writes(graph: Graph, num_constants: int, frozen: Sequence[bool], num_pa
 
     Args:
       graph: the trace. Its inputs are constants, the leaves of the rest, the parameters, and what varies between
-        microbatches; its outputs begin with the same leaves of both after the call.
+        microbatches; its outputs begin with the rest after the call, and end with the parameters after it.
       num_constants: how many of the inputs are constants.
       frozen: for each leaf of the rest, True if it is a parameter.
       num_params: the number of trained parameters.
@@ -47,7 +47,8 @@ def find_writes(graph: Graph, num_constants: int, frozen: Sequence[bool], num_pa
     num_leaves, num_varying = num_rest + num_params, len(graph.inputs) - num_constants - len(frozen) - num_params
     leaves = [Origin(reads=1 << i, same_as=i) for i in range(num_leaves)]
     inputs = [*[Origin()] * num_constants, *leaves, *[Origin(reads=varies)] * num_varying]
-    after = origins(graph, inputs)[:num_leaves]
+    results = origins(graph, inputs)
+    after = [*results[:num_rest], *results[len(results) - num_params :]]
     written = [i for i, origin in enumerate(after) if origin.same_as != i]
     reads = [origin.reads for origin in after]
     states = [i for i in written if i < num_rest]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, prune
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.errors import ModelError
@@ -21,7 +21,7 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["check_overwritten"]
+__all__ = ["check_overwritten", "total_weight"]
 
 
 def check_overwritten(
@@ -88,3 +88,19 @@ def _sums(graph: Graph) -> list[bool]:
         else:
             found.append(equation.name == "add_any")
     return found
+
+
+def total_weight(weight_of: Callable[[Any, Any], Any], batch: Any, num_microbatches: int) -> Any:
+    """Return the sum of the microbatches' weights, outside of the loop.
+
+    Args:
+      weight_of: returns the weight of a microbatch and its number; of its work, only what the weight needs is done.
+      batch: the microbatches, stacked along the first axis.
+      num_microbatches: their number.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    jaxpr = jax.make_jaxpr(weight_of)(shapes, jax.ShapeDtypeStruct((), jnp.int32))
+    graph, constants = from_jaxpr(jaxpr)
+    weight = prune(graph)
+    indices = jnp.arange(num_microbatches, dtype=jnp.int32)
+    return jax.vmap(lambda *inputs: weight.run(*constants, *inputs)[0])(*jax.tree.leaves(batch), indices).sum()

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 
 import jaxpp_flax.api as jaxpp
 from jaxpp_flax import PipelineTrainer, WholeBatchLoss, mark_stage_end
-from jaxpp_flax.trainers import Training
+from jaxpp_flax.trainers import Checkpoints, Training
 from jaxpp_flax.trainers.errors import ModelError
 from tests.helpers import slow, tree_allclose
 
@@ -145,7 +145,7 @@ def test_variables_of_nnx():
 
     @jax.jit
     def step(params: Any, scales: Any, opt_state: Any, batch: Any) -> Any:
-        loss_of = lambda *both: mean(nnx.merge(graphdef, *both, rest), batch)  # noqa: E731
+        loss_of = lambda *both: mean(nnx.merge(graphdef, *both, rest, copy=True), batch)  # noqa: E731
         gradient, scales = jax.grad(loss_of, argnums=(0, 1))(params, scales)
         updates, opt_state = TX.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), scales, opt_state
@@ -197,10 +197,10 @@ def test_variables_stored_as_fm32_are_refused():
 
 
 def test_a_skipped_step_and_a_resumed_run(tmp_path: Path):
+    options = {"training": Training(on_nonfinite="skip"), "checkpoints": Checkpoints(tmp_path, every=2)}
+
     def trainer() -> PipelineTrainer:
-        return make(
-            MODULES["direct_op"], mean, training=Training(on_nonfinite="skip"), checkpoints=str(tmp_path)
-        )[0]  # fmt: skip
+        return make(MODULES["direct_op"], mean, **options)[0]
 
     first = trainer()
     first.fit(BATCHES[:2])
