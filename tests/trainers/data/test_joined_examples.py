@@ -102,6 +102,9 @@ QUOTIENTS: dict[str, Callable[..., Any]] = {
     "known labels": lambda x, y, m, w, t, k: (entropy(x, y) * (y != 0)).sum() / jnp.count_nonzero(y),
     "rows by index": lambda x, y, m, w, t, k: (x[jnp.arange(BATCH), y, 0] * y).sum() / y.sum(),
     "jit": lambda x, y, m, w, t, k: jax.jit(lambda x, m: jnp.where(m.any(), (x * m).sum() / m.sum(), 0))(x[..., 0], m),
+    "behind a condition": lambda x, y, m, w, t, k: jax.lax.cond(
+        m.any(), lambda: (x[..., 0] * m).sum() / m.sum(), lambda: 0.0
+    ),
     "after a standardization": lambda x, y, m, w, t, k: (
         (((x - x.mean((0, 1))) / x.std((0, 1)) @ w).sum(-1) ** 2 * m).sum() / m.sum()
     ),
@@ -122,6 +125,9 @@ MIXED: dict[str, Callable[..., Any]] = {
     "covariance": lambda x, y, m, w, t, k: ((jnp.einsum("btd,bte->de", x, x) / BATCH - w) ** 2).sum(),
     "largest": lambda x, y, m, w, t, k: entropy(x, y).max(),
     "hardest examples": lambda x, y, m, w, t, k: jax.lax.top_k(entropy(x, y), 2)[0].mean(),
+    "behind a condition": lambda x, y, m, w, t, k: jax.lax.cond(
+        t > 0, lambda: jax.nn.log_softmax(x, axis=0).mean(), lambda: x.mean()
+    ),
     "median": lambda x, y, m, w, t, k: jnp.median(entropy(x, y)),
     "remat": lambda x, y, m, w, t, k: jax.checkpoint(lambda x: jnp.exp(jnp.mean(x @ w)))(x),
 }

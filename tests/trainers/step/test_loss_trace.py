@@ -357,7 +357,8 @@ def recurrent(model, batch):
 @pytest.mark.parametrize("rows", [2, 4], ids=["microbatch", "batch"])
 def test_a_state_for_each_example_is_refused(rows):
     trainer = make_trainer(recurrent, model=lambda: Stateful(rows))
-    with pytest.raises(ModelError, match=rf"a row for each example.*hidden of shape \({rows}, {m.Layers.WIDTH}\).*2 microbatches"):
+    said = rf"a row for each example.*hidden of shape \({rows}, {m.Layers.WIDTH}\).*2 microbatches"
+    with pytest.raises(ModelError, match=said):
         trainer.step_function(BATCH)
     if rows == len(BATCH["x"]):
         assert warned(make_trainer(recurrent, 1, lambda: Stateful(rows))) == []
