@@ -23,8 +23,8 @@ from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.step.loss import LossTerms
-from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
+from jaxpp_flax.trainers.loss.loss_rule import LossTerms
+from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 
 __all__ = ["Average", "Evaluation"]
 

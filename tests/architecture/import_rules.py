@@ -60,7 +60,7 @@ MAY_IMPORT = {
 ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
 # The folders and files of the trainer, from the lowest up: each may import those before it.
 TRAINER_PARTS = (
-    "errors", "mesh", "progress", "data", "metrics", "state", "model", "stages", "writes", "step", "callbacks",
+    "errors", "mesh", "progress", "data", "metrics", "state", "model", "stages", "writes", "loss", "step", "callbacks",
     "trackers", "checkpoints", "loop", "inference", "weights", "pretrained", "generation", "options", "parts",
     "trained_model", "trainer", "__init__",
 )  # fmt: skip
@@ -77,7 +77,7 @@ FORBIDDEN_LIBRARIES = {
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}
 # Folders that compute know nothing of other processes, or only the names in `processes/__init__.py`.
 WITHOUT_PROCESSES = ("engine/tracing", "engine/analyses", "engine/passes", "trainers/model")
-WITH_THE_FACE_OF_PROCESSES = ("engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/step")
+WITH_THE_FACE_OF_PROCESSES = ("engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/loss", "trainers/step")
 LARGEST_FACE = 10
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")

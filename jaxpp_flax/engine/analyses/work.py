@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxpp_flax.engine.tracing.equation_facts import avals_of
+from jaxpp_flax.engine.analyses.equation_facts import avals_of
 from jaxpp_flax.engine.tracing.ir import bodies
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 

@@ -1,1 +1,1 @@
-"""The step functions: loss rule, update, tracing and compiling."""
+"""The step functions: update, and compiling."""

@@ -20,8 +20,8 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.loss import LossTerms, not_zero, read_loss, whole_batch
-from jaxpp_flax.trainers.step.loss_trace import (
+from jaxpp_flax.trainers.loss.loss_rule import LossTerms, not_zero, read_loss, whole_batch
+from jaxpp_flax.trainers.loss.loss_trace import (
     LossTrace,
     check_reads,
     check_weights,
@@ -33,7 +33,7 @@ from jaxpp_flax.trainers.step.loss_trace import (
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
-from jaxpp_flax.trainers.step.whole_batch import (
+from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
     embedding_operations,
     loss_and_cotangents,

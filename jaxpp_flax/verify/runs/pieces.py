@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.engine.tracing.equation_facts import avals_of, place_of
+from jaxpp_flax.engine.analyses.equation_facts import avals_of, place_of
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, everywhere, inside, prune, struct_of, values
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce_p

@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.trainers.data.growth import EXAMPLES, Growth, is_same, literal_growth, read
-from jaxpp_flax.trainers.data.growth_walk import compare_growth
-from jaxpp_flax.trainers.data.joined_examples import follow_examples
-from jaxpp_flax.trainers.data.microbatch_state import INDEX, moved_by_microbatches, read_states
+from jaxpp_flax.trainers.loss.growth import EXAMPLES, Growth, is_same, literal_growth, read
+from jaxpp_flax.trainers.loss.growth_walk import compare_growth
+from jaxpp_flax.trainers.loss.joined_examples import follow_examples
+from jaxpp_flax.trainers.loss.microbatch_state import INDEX, moved_by_microbatches, read_states
 
 __all__ = ["PARAMETERS", "LossGraph", "LossGrowth", "used_inputs"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.trainers.data.joined_examples import Joins, find_joins
+from jaxpp_flax.trainers.loss.joined_examples import Joins, find_joins
 
 BATCH, LENGTH, WIDTH = 4, 6, 3
 WEIGHT, TEMPERATURE = np.eye(WIDTH, dtype=np.float32), np.float32(0.1)

@@ -13,7 +13,7 @@ from jaxpp_flax.engine.analyses.inner_bodies import open_scan
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, opened
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
-from jaxpp_flax.trainers.data.growth import (
+from jaxpp_flax.trainers.loss.growth import (
     Growth,
     added,
     alike,

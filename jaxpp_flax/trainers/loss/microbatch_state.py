@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from jaxpp_flax.trainers.data.growth import EXAMPLES, Growth, is_same, read
-from jaxpp_flax.trainers.data.joined_examples import Joins
+from jaxpp_flax.trainers.loss.growth import EXAMPLES, Growth, is_same, read
+from jaxpp_flax.trainers.loss.joined_examples import Joins
 
 __all__ = ["INDEX", "moved_by_microbatches", "read_states"]
 

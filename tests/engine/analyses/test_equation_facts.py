@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.tracing.equation_facts import avals_of, place_of
+from jaxpp_flax.engine.analyses.equation_facts import avals_of, place_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 
 
