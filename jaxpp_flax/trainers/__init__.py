@@ -22,6 +22,7 @@ from jaxpp_flax.trainers.errors import (
     PrecisionWarning,
     UnusedParametersWarning,
 )
+from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
     Checkpoints,
@@ -34,7 +35,6 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
-from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.trackers import (
     CompositeTracker,
     DictTracker,

@@ -17,14 +17,14 @@ from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
 from jaxpp_flax.trainers.data.stream import awaited, check_batches
 from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.loss.loss_rule import LossTerms
+from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.loss.loss_rule import LossTerms
-from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 
 __all__ = ["Average", "Evaluation"]
 

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.analyses.work import products
 from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
-from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 from jaxpp_flax.messages import listed

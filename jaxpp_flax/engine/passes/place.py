@@ -17,11 +17,11 @@ from weakref import WeakSet
 
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.passes.misplaced_work import misplaced_work
 from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
-from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody

@@ -18,8 +18,6 @@ from flax import nnx
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.messages import listed, warn_user
 from jaxpp_flax.trainers.data.batch import shape_of
-from jaxpp_flax.trainers.loss.growth import is_same
-from jaxpp_flax.trainers.loss.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
 from jaxpp_flax.trainers.errors import (
     BatchStatisticsWarning,
     LossError,
@@ -28,12 +26,14 @@ from jaxpp_flax.trainers.errors import (
     ModelError,
     PrecisionWarning,
 )
+from jaxpp_flax.trainers.loss.growth import is_same
+from jaxpp_flax.trainers.loss.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
+from jaxpp_flax.trainers.loss.loss_rule import read_loss
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.wide_products import wide_products
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.loss.loss_rule import read_loss
 from jaxpp_flax.trainers.writes.dependencies import Writes, find_writes
 from jaxpp_flax.trainers.writes.overwriting import check_overwritten
 from jaxpp_flax.trainers.writes.second_call import model_after, same_program

@@ -23,13 +23,13 @@ from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Concat, Last
 from jaxpp_flax.messages import warn_user
-from jaxpp_flax.trainers.loss.loss_graph import used_inputs
 from jaxpp_flax.trainers.errors import LossError, MicrobatchLossWarning
+from jaxpp_flax.trainers.loss.loss_graph import used_inputs
+from jaxpp_flax.trainers.loss.loss_rule import LossTerms, read_loss
+from jaxpp_flax.trainers.loss.loss_trace import trace_loss
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function, check_function
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.loss.loss_rule import LossTerms, read_loss
-from jaxpp_flax.trainers.loss.loss_trace import trace_loss
 
 __all__ = ["WholeBatchLoss"]
 

@@ -10,9 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.model.frozen import path_text
-
 M = TypeVar("M", bound=nnx.Module)
 
 PERTURBATIONS = "perturbations"

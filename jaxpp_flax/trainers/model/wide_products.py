@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.work import products
 from jaxpp_flax.engine.analyses.equation_facts import place_of
+from jaxpp_flax.engine.analyses.work import products
 from jaxpp_flax.engine.tracing.ir import Graph
 
 __all__ = ["wide_products"]

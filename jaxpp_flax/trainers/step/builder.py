@@ -16,10 +16,6 @@ from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
 from jaxpp_flax.trainers.data.batch import dtype_of, shape_of, signature
-from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.calling import call_function
-from jaxpp_flax.trainers.stages.stage_context import StageContext
-from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms, not_zero, read_loss, whole_batch
 from jaxpp_flax.trainers.loss.loss_trace import (
     LossTrace,
@@ -30,9 +26,6 @@ from jaxpp_flax.trainers.loss.loss_trace import (
     warn_of_microbatches,
     warn_of_precision,
 )
-from jaxpp_flax.trainers.step.metrics import check_apart
-from jaxpp_flax.trainers.step.optimizer_update import Update
-from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
 from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
     embedding_operations,
@@ -42,6 +35,13 @@ from jaxpp_flax.trainers.loss.whole_batch import (
     summed,
     warn_of_mixing,
 )
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.calling import call_function
+from jaxpp_flax.trainers.stages.stage_context import StageContext
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.metrics import check_apart
+from jaxpp_flax.trainers.step.optimizer_update import Update
+from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, call_after_update
 from jaxpp_flax.trainers.writes.dependencies import NO_WRITES, Writes
 from jaxpp_flax.trainers.writes.overwriting import total_weight

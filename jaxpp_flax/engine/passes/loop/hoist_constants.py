@@ -19,11 +19,11 @@ from dataclasses import replace
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors, makers_of
+from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.program.specs import followed_spec
-from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, prune, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody

@@ -14,11 +14,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxpp_flax.engine.analyses.equation_facts import avals_of
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.place import PlacementWarning
 from jaxpp_flax.engine.program.program import Run, Transfer
-from jaxpp_flax.engine.analyses.equation_facts import avals_of
 from jaxpp_flax.engine.tracing.ir import everywhere
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
