@@ -31,7 +31,9 @@ CASES: dict[str, tuple[Callable[[Any, Any, Any], tuple[Any, Any]], Writes]] = {
         lambda states, w, x: ((states[0] + x, states[1]), w * states[0]),
         Writes(carried=(0,), params=(0,), varying=(0,)),
     ),
-    "through a call": (lambda states, w, x: (jax.jit(lambda *of: of)(*states), jax.jit(jnp.sin)(w)), Writes(params=(0,))),
+    "through a call": (
+        lambda states, w, x: (jax.jit(lambda *of: of)(*states), jax.jit(jnp.sin)(w)), Writes(params=(0,))
+    ),
     "in a scan": (
         lambda states, w, x: (states, jax.lax.scan(lambda carry, w: (carry * w, w / 2), x, w[None])[1][0]),
         Writes(params=(0,)),
