@@ -79,13 +79,18 @@ def check_structure(after: Any, before: Any, what: str) -> None:
 
 
 def check_types(after: Any, before: Any, what: str) -> None:
-    """Refuse leaves with another shape or dtype than before; both trees have the same structure.
+    """Refuse leaves with another shape or dtype than before, and variables whose value has other leaves.
 
     Raises:
       ModelError: naming the leaf.
     """
-    pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), strict=True)
-    for (path, new), old in pairs:
+    found, known = (jax.tree_util.tree_leaves_with_path(tree) for tree in (after, before))
+    if other := sorted({path_text(path) for path, _ in found} ^ {path_text(path) for path, _ in known}):
+        raise ModelError(
+            f"{what} changes the tree in a variable: {listed(other, 3, str)} is new or missing. Each step needs the "
+            "same tree: keep an array of a fixed shape, or sow the values as nnx.Intermediate."
+        )
+    for (path, new), (_, old) in zip(found, known, strict=True):
         if (np.shape(new), _dtype(new)) != (old.shape, old.dtype):
             raise ModelError(
                 f"{what} writes {_type_text(new)} into {path_text(path).removeprefix('collections/')}, which is "

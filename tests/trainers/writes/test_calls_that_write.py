@@ -269,6 +269,11 @@ def writes_another_dtype(model: Any, x: jax.Array) -> jax.Array:
     return loss
 
 
+def lengthens_a_tree(model: Any, x: jax.Array) -> jax.Array:
+    model.layers[0].history.set_value((*model.layers[0].history.get_value(), x.sum()))
+    return loss_fn(model, x)
+
+
 def writes_another_shape(model: Any, x: jax.Array) -> jax.Array:
     loss = loss_fn(model, x)
     model.layers[1].bias.set_value(jnp.zeros((2, WIDTH)))
@@ -288,9 +293,16 @@ def writes_another_shape(model: Any, x: jax.Array) -> jax.Array:
         (writes_another_shape, "writes float32[2, 4] into layers/1/bias, which is float32[4]"),
     ],
 )
-def test_what_plain_flax_would_keep_is_refused_by_path_before_the_first_step(loss: Any, text: str):
+def test_what_a_step_cannot_keep_is_refused_by_path_before_the_first_step(loss: Any, text: str):
     with pytest.raises(ModelError, match=re.escape(text)):
         trained(model_of(dense), 2, num_stages=1, loss=loss)
+
+
+def test_a_tree_in_a_variable_keeps_its_leaves():
+    model = model_of(dense)
+    model.layers[0].history = nnx.Variable((jnp.zeros(()),))
+    with pytest.raises(ModelError, match=r"changes the tree in a variable: layers/0/history/1 is new or missing"):
+        trained(model, 2, num_stages=1, loss=lengthens_a_tree)
 
 
 class LinenNorms(nn.Module):
