@@ -5,8 +5,8 @@ A loss function sees one microbatch and returns one of
 - the **mean loss** of the microbatch, a scalar. The step's loss is the mean over the (equally large) microbatches;
 - **(loss_sum, weight)**, two scalars: a sum over the microbatch and the divisor of this sum, such as the number of
   unmasked tokens. The step's loss is the sum of all `loss_sum` over the sum of all `weight`, so microbatches count by
-  their weight. The weight is a constant of the data: no gradient flows through it. A batch with a total weight of zero
-  has loss zero and changes no gradient;
+  their weight. The weight is counted in the data: it depends on no trained parameter, or the loss is refused. A batch
+  with a total weight of zero has loss zero and changes no gradient;
 - one of these with a mapping of **metrics**: `(loss, metrics)` or `((loss_sum, weight), metrics)`. A metric is
   averaged over the microbatches. A metric that is a pair `(sum, weight)` is summed and divided by the summed weight.
 
@@ -112,6 +112,12 @@ def _wide(value: Any) -> jax.Array:
 def _scalar(value: Any, name: str, output: Any) -> jax.Array:
     if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
         raise LossError(f"the loss function returned {_describe(output)}. {_FORMS}")
+    if jnp.shape(value) != () and name == "weight":
+        raise LossError(
+            f"the loss function returned a pair (loss_sum, weight) with a weight of shape {jnp.shape(value)}, which is "
+            "not a scalar. Return a number of examples or tokens, or, by name, values to report, which `has_aux=True` "
+            "takes in plain JAX: (loss, {'logits': logits})."
+        )
     if jnp.shape(value) != ():
         raise LossError(
             f"the loss function returned a {name} of shape {jnp.shape(value)}, which is not a scalar. "

@@ -305,13 +305,11 @@ def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
         return False
     if trace.batch_statistics:
         _warn_of_batch_statistics(trace.batch_statistics, num_microbatches)
-    if trace.moved:
-        _warn_of_states(trace.moved, num_microbatches)
     mixed = None if trace.batch_statistics else trace.mixed  # BatchNorm mixes examples: that warning has said so
     growing = None if trace.divided or mixed else trace.growing
     if trace.divided or mixed or growing:
         _warn_of_joins(trace.divided, mixed, growing, num_microbatches)
-    return bool(trace.batch_statistics or trace.moved or trace.divided or mixed or growing)
+    return bool(trace.batch_statistics or trace.divided or mixed or growing)
 
 
 def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
@@ -341,16 +339,19 @@ def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> No
     )
 
 
-def _warn_of_states(paths: Sequence[str], num_microbatches: int) -> None:
-    """Warn of states that plain Flax moves once a step."""
+def warn_of_states(trace: LossTrace, num_microbatches: int) -> bool:
+    """Warn of states that plain Flax moves once a step; return whether."""
+    if num_microbatches == 1 or not trace.moved:
+        return False
     warn_user(
-        f"the loss moves {listed(paths, 3, str)} in each of the {num_microbatches} microbatches, so later ones compute "
-        "with other values, and a step leaves other values than one call with the whole batch. Move such state once a "
-        "step, after the optimizer: Training(after_update=fn) calls fn(model, metrics). A loss may add sums over the "
-        "examples to a variable that it does not read (`variable[...] += x.sum(0)`). If you intend this, ignore the "
-        "category jaxpp_flax.trainers.MicrobatchStateWarning.",
+        f"the loss moves {listed(trace.moved, 3, str)} in each of the {num_microbatches} microbatches, so later ones "
+        "compute with other values, and a step leaves other values than one call with the whole batch. Move such state "
+        "once a step, after the optimizer: Training(after_update=fn) calls fn(model, metrics). A loss may add sums "
+        "over the examples to a variable that it does not read (`variable[...] += x.sum(0)`). If you intend this, "
+        "ignore the category jaxpp_flax.trainers.MicrobatchStateWarning.",
         MicrobatchStateWarning,
     )
+    return True
 
 
 def _warn_of_joins(divided: str | None, mixed: str | None, growing: str | None, num_microbatches: int) -> None:

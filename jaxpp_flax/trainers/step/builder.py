@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.loss.loss_trace import (
     trace_loss,
     warn_of_microbatches,
     warn_of_precision,
+    warn_of_states,
 )
 from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
@@ -377,7 +378,7 @@ class StepBuilderCache:
         self._untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
         self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
-        self._has_warned = self._has_warned_of_precision = False
+        self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
         self._reported: set[str] = set()  # unused parameters
 
     @property
@@ -415,6 +416,7 @@ class StepBuilderCache:
                     mixing = partial(warn_of_mixing, loss_fn, model, self._num_microbatches)
                     self._has_warned = self._stage.trace(mixing, computed, one)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
+            self._has_warned_of_states = self._has_warned_of_states or warn_of_states(found, self._num_microbatches)
             self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
             if not self._reported.issuperset(found.unused):
                 report_unused(found.unused, state.params, self._on_unused)

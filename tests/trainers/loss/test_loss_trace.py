@@ -238,6 +238,14 @@ def test_a_second_value_that_depends_on_parameters_is_no_weight(name, num_microb
             call()
 
 
+def test_logits_are_no_weight():
+    def with_logits(model, batch):
+        return m.squared_error(model, batch), model(batch["x"])
+
+    with pytest.raises(LossError, match=r"a weight of shape \(2, 4\).*by name.*\(loss, {'logits': logits}\)"):
+        make_trainer(with_logits).step_function(BATCH)
+
+
 def test_a_loss_of_two_parts_has_no_such_weight_either():
     def compare(embeddings, batch):
         return jnp.square(embeddings - batch["y"]).mean(), (embeddings > 0).mean()
@@ -336,6 +344,17 @@ def test_a_state_that_a_loss_moves_in_each_microbatch(name):
     assert len(told) == 1
     assert str(told[0].message).endswith("[JPF908]")
     assert warned(make_trainer(MOVED[name], 1, Stateful)) == []
+
+
+def test_a_loss_and_its_state_are_warned_of_each():
+    def loss_fn(model, batch):
+        return MOVED["centre"](model, batch) * (1 if "mask" in batch else len(batch["x"]))
+
+    trainer = make_trainer(loss_fn, model=Stateful)
+    (sums, moved) = warned(trainer, m.make_xy(4))
+    assert sums.startswith(MicrobatchLossWarning.__name__)
+    assert moved.startswith(MicrobatchStateWarning.__name__)
+    assert warned(trainer) == [], "once"
 
 
 def test_sums_over_the_examples_are_silent_and_equal_to_one_call():
