@@ -59,6 +59,7 @@ def jacobian(model: Any, x: Any) -> jax.Array:
     return jax.vmap(jax.jacrev(lambda one: model(one[None])[0]))(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*differentiates a gradient")
 @pytest.mark.parametrize(
     ("function", "num_stages", "schedule", "microbatches"),
     [
