@@ -23,7 +23,8 @@ from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
-from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
+from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 
 __all__ = ["Average", "Evaluation"]

@@ -47,7 +47,8 @@ from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
-from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
+from jaxpp_flax.trainers.step.builder import StepBuilder
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
 from jaxpp_flax.trainers.step.nonfinite import OnNonFinite, StepsUnderWay

@@ -77,7 +77,9 @@ FORBIDDEN_LIBRARIES = {
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}
 # Folders that compute know nothing of other processes, or only the names in `processes/__init__.py`.
 WITHOUT_PROCESSES = ("engine/tracing", "engine/analyses", "engine/passes", "trainers/model")
-WITH_THE_FACE_OF_PROCESSES = ("engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/loss", "trainers/step")
+WITH_THE_FACE_OF_PROCESSES = (
+    "engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/loss", "trainers/step",
+)  # fmt: skip
 LARGEST_FACE = 10
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")

@@ -22,7 +22,7 @@ from jaxpp_flax.trainers import Logging, Precision, Training
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.step import builder
-from jaxpp_flax.trainers.step.builder import StepBuilderCache
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.verify import Report, verify, whole_step
 from jaxpp_flax.verify.reference.plain_update import PlainUpdate

@@ -25,8 +25,8 @@ class LossGraph:
     """A loss function that was traced for microbatches of one size.
 
     The graph has the inputs `(state, parameters, step, index of the microbatch, batch)` after its constants, and the
-    outputs `(state, loss, weights, parameters)`. The weights are that of the loss, if it is a pair, and then those of the
-    metrics that are pairs. State and parameters are those after the call.
+    outputs `(state, loss, weights, parameters)`, with state and parameters after the call. The weights are that of the
+    loss, if it is a pair, and then those of the metrics that are pairs.
     """
 
     graph: Graph

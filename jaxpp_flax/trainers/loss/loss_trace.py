@@ -16,16 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.messages import listed, warn_user
+from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.data.batch import shape_of
-from jaxpp_flax.trainers.errors import (
-    BatchStatisticsWarning,
-    LossError,
-    MicrobatchLossWarning,
-    MicrobatchStateWarning,
-    ModelError,
-    PrecisionWarning,
-)
+from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.loss.growth import is_same
 from jaxpp_flax.trainers.loss.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
 from jaxpp_flax.trainers.loss.loss_rule import read_loss
@@ -297,79 +290,3 @@ def check_written(trace: LossTrace, stored: TrainState, computed: TrainState, nu
             "writes one. Write it once a step, from sums over the batch: Training(after_update=); or use "
             "num_microbatches=1."
         )
-
-
-def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
-    """Warn of what makes the loss of the microbatches another one than that of the whole batch; return whether."""
-    if num_microbatches == 1:
-        return False
-    if trace.batch_statistics:
-        _warn_of_batch_statistics(trace.batch_statistics, num_microbatches)
-    mixed = None if trace.batch_statistics else trace.mixed  # BatchNorm mixes examples: that warning has said so
-    growing = None if trace.divided or mixed else trace.growing
-    if trace.divided or mixed or growing:
-        _warn_of_joins(trace.divided, mixed, growing, num_microbatches)
-    return bool(trace.batch_statistics or trace.divided or mixed or growing)
-
-
-def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
-    """Warn of a model that does not compute in the type that it is to compute in; return whether."""
-    if trace.wide is None:
-        return False
-    name = jnp.dtype(compute).name
-    warn_user(
-        f"precision={name!r}, but {trace.wide}: a layer that sets its own dtype keeps it. Make the model with "
-        f"dtype={name!r}, or leave its dtype out. If you intend this, ignore the category "
-        "jaxpp_flax.trainers.PrecisionWarning.",
-        PrecisionWarning,
-    )
-    return True
-
-
-def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
-    """Warn that the named batch statistics are computed from one microbatch."""
-    shown = listed(paths, 3, str)
-    warn_user(
-        f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
-        "BatchNorm normalizes by the mean and variance of this microbatch alone, as in any gradient accumulation, so "
-        "loss and gradients are not those of the whole batch. Use larger microbatches, or a norm within each example "
-        "(LayerNorm, RMSNorm, GroupNorm). If you intend this, ignore the category "
-        "jaxpp_flax.trainers.BatchStatisticsWarning.",
-        BatchStatisticsWarning,
-    )
-
-
-def warn_of_states(trace: LossTrace, num_microbatches: int) -> bool:
-    """Warn of states that plain Flax moves once a step; return whether."""
-    if num_microbatches == 1 or not trace.moved:
-        return False
-    warn_user(
-        f"the loss moves {listed(trace.moved, 3, str)} in each of the {num_microbatches} microbatches, so later ones "
-        "compute with other values, and a step leaves other values than one call with the whole batch. Move such state "
-        "once a step, after the optimizer: Training(after_update=fn) calls fn(model, metrics). A loss may add sums "
-        "over the examples to a variable that it does not read (`variable[...] += x.sum(0)`). If you intend this, "
-        "ignore the category jaxpp_flax.trainers.MicrobatchStateWarning.",
-        MicrobatchStateWarning,
-    )
-    return True
-
-
-def _warn_of_joins(divided: str | None, mixed: str | None, growing: str | None, num_microbatches: int) -> None:
-    """Warn that the loss of a microbatch is no mean over its examples, and name the places."""
-    found = [growing] if growing else []
-    if divided:
-        found.append(
-            f"It divides by a number that depends on the values in the microbatch, such as its count of unmasked "
-            f"tokens: {divided}. Return the sum and this divisor, (loss_sum, weight), and not their quotient."
-        )
-    if mixed:
-        found.append(
-            f"It combines examples, those of one microbatch only, and not by a mean or a sum: {mixed}. For a loss "
-            "across all examples of the batch, give it in two parts: loss_fn=WholeBatchLoss(embed_fn, loss_fn)."
-        )
-    warn_user(
-        f"the loss is not a mean over equally weighted examples, so the mean over {num_microbatches} microbatches, and "
-        f"its gradients, are not those of the whole batch. {' '.join(found)} If you intend this, ignore the category "
-        "jaxpp_flax.trainers.MicrobatchLossWarning.",
-        MicrobatchLossWarning,
-    )

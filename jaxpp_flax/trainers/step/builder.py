@@ -15,17 +15,10 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
-from jaxpp_flax.trainers.data.batch import dtype_of, shape_of, signature
+from jaxpp_flax.trainers.data.batch import dtype_of, shape_of
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms, not_zero, read_loss, whole_batch
 from jaxpp_flax.trainers.loss.loss_trace import (
-    LossTrace,
-    check_reads,
     check_weights,
-    check_written,
-    trace_loss,
-    warn_of_microbatches,
-    warn_of_precision,
-    warn_of_states,
 )
 from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
@@ -34,15 +27,13 @@ from jaxpp_flax.trainers.loss.whole_batch import (
     loss_of_all,
     second_pass,
     summed,
-    warn_of_mixing,
 )
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
-from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
-from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
+from jaxpp_flax.trainers.step.unused_parameters import of_used, with_zeros
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, call_after_update
 from jaxpp_flax.trainers.writes.dependencies import NO_WRITES, Writes
 from jaxpp_flax.trainers.writes.overwriting import total_weight
@@ -364,71 +355,6 @@ def _type_of(leaf: Any) -> Any:
     return struct_of(jax.typeof(leaf))
 
 
-def _one_of(microbatches: Any) -> Any:
+def one_of(microbatches: Any) -> Any:
     """Return the shapes of one microbatch."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
-
-
-class StepBuilderCache:
-    """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
-
-    def __init__(
-        self, untraced: StepBuilder, num_microbatches: int, stage: StageContext, on_unused: OnUnused = "warn"
-    ) -> None:
-        self._untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
-        self._on_unused: OnUnused = on_unused
-        self._traced: dict[Any, LossTrace] = {}
-        self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
-        self._reported: set[str] = set()  # unused parameters
-
-    @property
-    def has_warned_of_microbatches(self) -> bool:
-        """True if a warning has said that the loss of the microbatches is not that of the whole batch."""
-        return self._has_warned
-
-    @property
-    def update(self) -> Update:
-        """The part of a step that changes the state."""
-        return self._untraced.update
-
-    def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
-        """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
-        found = self.trace(state, microbatches)
-        return replace(
-            self._untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
-        )
-
-    def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
-        """Trace the training loss for such batches; each structure of a batch is traced once."""
-        key = signature(microbatches)
-        if key not in self._traced:
-            one = _one_of(microbatches)
-            model, loss_fn = self._untraced.model, self._untraced.loss_fn
-            computed = self._untraced.computed_shapes(state)
-            tracing = partial(trace_loss, model, loss_fn, num_microbatches=self._num_microbatches)
-            found = self._stage.trace(tracing, computed, one)
-            check_written(found, state, computed, self._num_microbatches)
-            if found.overwritten:
-                self._stage.trace(partial(check_reads, model, loss_fn, self._num_microbatches), computed, one)
-            if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
-                found = replace(found, divided=None, mixed=None, growing=None)
-                if self._num_microbatches > 1 and not self._has_warned:
-                    mixing = partial(warn_of_mixing, loss_fn, model, self._num_microbatches)
-                    self._has_warned = self._stage.trace(mixing, computed, one)
-            self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
-            self._has_warned_of_states = self._has_warned_of_states or warn_of_states(found, self._num_microbatches)
-            self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
-            if not self._reported.issuperset(found.unused):
-                report_unused(found.unused, state.params, self._on_unused)
-                self._reported.update(found.unused)
-            self._traced[key] = found
-        return self._traced[key]
-
-    def count_flops(self, state: TrainState, microbatches: Any) -> float:
-        """Count the operations of the loss and its gradients for such batches."""
-        computed = self._untraced.computed_shapes(state)
-        return self._num_microbatches * self._stage.trace(self._untraced.count_flops, computed, _one_of(microbatches))
-
-    def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
-        """Return a builder without carried leaves, by default with the training loss; nothing is traced."""
-        return self._untraced if loss_fn is None else replace(self._untraced, loss_fn=loss_fn)

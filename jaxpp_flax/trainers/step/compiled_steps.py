@@ -24,7 +24,8 @@ from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache, with_schedule
+from jaxpp_flax.trainers.step.builder import Loop, with_schedule
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
 from jaxpp_flax.trainers.step.optimizer_update import trace_update
 

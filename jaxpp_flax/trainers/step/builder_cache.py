@@ -1,0 +1,85 @@
+"""The builder of a step for each structure of a batch: what its loss writes, and does not use, depends on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jaxpp_flax.trainers.data.batch import signature
+from jaxpp_flax.trainers.loss.loss_trace import LossTrace, check_reads, check_written, trace_loss
+from jaxpp_flax.trainers.loss.loss_warnings import warn_of_microbatches, warn_of_precision, warn_of_states
+from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss, warn_of_mixing
+from jaxpp_flax.trainers.stages.stage_context import StageContext
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.builder import StepBuilder, one_of
+from jaxpp_flax.trainers.step.optimizer_update import Update
+from jaxpp_flax.trainers.step.unused_parameters import OnUnused, report_unused
+
+__all__ = ["StepBuilderCache"]
+
+
+class StepBuilderCache:
+    """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
+
+    def __init__(
+        self, untraced: StepBuilder, num_microbatches: int, stage: StageContext, on_unused: OnUnused = "warn"
+    ) -> None:
+        self._untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
+        self._on_unused: OnUnused = on_unused
+        self._traced: dict[Any, LossTrace] = {}
+        self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
+        self._reported: set[str] = set()  # unused parameters
+
+    @property
+    def has_warned_of_microbatches(self) -> bool:
+        """True if a warning has said that the loss of the microbatches is not that of the whole batch."""
+        return self._has_warned
+
+    @property
+    def update(self) -> Update:
+        """The part of a step that changes the state."""
+        return self._untraced.update
+
+    def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
+        """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
+        found = self.trace(state, microbatches)
+        return replace(
+            self._untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
+        )
+
+    def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
+        """Trace the training loss for such batches; each structure of a batch is traced once."""
+        key = signature(microbatches)
+        if key not in self._traced:
+            one = one_of(microbatches)
+            model, loss_fn = self._untraced.model, self._untraced.loss_fn
+            computed = self._untraced.computed_shapes(state)
+            tracing = partial(trace_loss, model, loss_fn, num_microbatches=self._num_microbatches)
+            found = self._stage.trace(tracing, computed, one)
+            check_written(found, state, computed, self._num_microbatches)
+            if found.overwritten:
+                self._stage.trace(partial(check_reads, model, loss_fn, self._num_microbatches), computed, one)
+            if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
+                found = replace(found, divided=None, mixed=None, growing=None)
+                if self._num_microbatches > 1 and not self._has_warned:
+                    mixing = partial(warn_of_mixing, loss_fn, model, self._num_microbatches)
+                    self._has_warned = self._stage.trace(mixing, computed, one)
+            self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
+            self._has_warned_of_states = self._has_warned_of_states or warn_of_states(found, self._num_microbatches)
+            self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
+            if not self._reported.issuperset(found.unused):
+                report_unused(found.unused, state.params, self._on_unused)
+                self._reported.update(found.unused)
+            self._traced[key] = found
+        return self._traced[key]
+
+    def count_flops(self, state: TrainState, microbatches: Any) -> float:
+        """Count the operations of the loss and its gradients for such batches."""
+        computed = self._untraced.computed_shapes(state)
+        return self._num_microbatches * self._stage.trace(self._untraced.count_flops, computed, one_of(microbatches))
+
+    def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
+        """Return a builder without carried leaves, by default with the training loss; nothing is traced."""
+        return self._untraced if loss_fn is None else replace(self._untraced, loss_fn=loss_fn)
