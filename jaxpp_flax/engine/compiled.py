@@ -143,7 +143,7 @@ class Compiled:
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
         """Return the bytes that each rank holds: its arguments, and the peak above them in one step.
 
-        With several processes and transport "transfer", a loop of forwards also holds the values of up to 4 transfers
-        to the next process: the sender runs that far ahead.
+        With several processes and the transport "transfer", a loop of forwards also holds the values of up to 4
+        transfers to the next process: the sender runs that far ahead.
         """
         return analyse_memory(self._executables)
