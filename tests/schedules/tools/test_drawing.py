@@ -98,7 +98,7 @@ def test_a_short_picture_has_both_ends_and_the_beginning():
     step = simulate(Std1F1B(40), num_microbatches=80)
     whole, short = (draw(step, width=80, max_lines=most).splitlines() for most in (None, 60))
     assert len(short) <= 60 + 2 < len(whole)  # and the legend
-    assert [line for line in short if line.startswith("...")][0] == "... ranks 8 to 31"
+    assert next(line for line in short if line.startswith("...")) == "... ranks 8 to 31"
     assert {line for line in short if line.startswith("rank")} <= set(whole)
     assert draw(step, width=80, max_lines=len(whole)).splitlines() == whole
 
