@@ -130,7 +130,8 @@ class TracedModel:
 
     def _repeated(self, traced: Sequence[Any]) -> list[Any]:
         """Return what belongs to each block of the whole model."""
-        return [*traced[:1], *traced[1:2] * (1 + self._more), *traced[2:]] if self._more else list(traced)
+        every = list(traced)
+        return [*every[:1], *every[1:2] * (1 + self._more), *every[2:]] if self._more else every
 
     @cached_property
     def with_effects(self) -> frozenset[int]:

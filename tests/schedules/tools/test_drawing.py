@@ -94,6 +94,15 @@ def test_command_line(tmp_path, capsys):
     assert main(["show", "gpipe", "--ranks", "2", "--costs", str(costs)]) == 0
 
 
+def test_a_short_picture_has_both_ends_and_the_beginning():
+    step = simulate(Std1F1B(40), num_microbatches=80)
+    whole, short = (draw(step, width=80, max_lines=most).splitlines() for most in (None, 60))
+    assert len(short) <= 60 + 2 < len(whole)  # and the legend
+    assert next(line for line in short if line.startswith("...")) == "... ranks 8 to 31"
+    assert {line for line in short if line.startswith("rank")} <= set(whole)
+    assert draw(step, width=80, max_lines=len(whole)).splitlines() == whole
+
+
 def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
     file = tmp_path / "mine.csv"
     write_csv(Std1F1B(2), file, 2)
