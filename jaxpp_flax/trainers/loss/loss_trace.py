@@ -77,10 +77,10 @@ def trace_graph(
         pairs.append((terms.weight is not None, tuple(weights)))
         if not training:  # what an evaluation writes is dropped
             return leaves, [terms.total, terms.weight, *weights.values()], []
+        after = own.rest_of(bound, rest), own.params_of(bound, params)
         changes.append(changes_of(bound, own.bind(params, given, **numbers), _THE_CALL))
         if changes[0] is not None and changes[0].graphdef is None:  # a Linen model
             raise ModelError(changes[0].message)
-        after = own.rest_of(bound, rest), own.params_of(bound, params)
         check_types(after[0], rest, _THE_CALL)
         check_types(after[1], params, _THE_CALL)
         return jax.tree.leaves(after[0]), [terms.total, terms.weight, *weights.values()], jax.tree.leaves(after[1])

@@ -105,8 +105,9 @@ class NnxModel:
                 return old
             if path not in new:
                 raise ModelError(_removed(path_text(path), type(old)))
-            is_variable = isinstance(old, nnx.Variable)  # or an array that is an attribute
-            return old if is_variable and has_grown(old.get_value(), new[path].get_value()) else new[path]
+            # A model sows into a type of its own; an array may be an attribute.
+            is_sown = isinstance(old, nnx.Variable) and type(old) is not nnx.Variable
+            return old if is_sown and has_grown(old.get_value(), new[path].get_value()) else new[path]
 
         return nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
 

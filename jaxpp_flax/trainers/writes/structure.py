@@ -95,7 +95,8 @@ def check_types(after: Any, before: Any, what: str) -> None:
             raise ModelError(
                 f"{what} writes {_type_text(new)} into {path_text(path).removeprefix('collections/')}, which is "
                 f"{_type_text(old)}. Each step needs the same shapes and dtypes: write a value of this type, such as "
-                "`x.astype(...)`."
+                "`x.astype(...)`. If the model sows it, remove what an earlier call has left: `nnx.pop(model, ...)` "
+                "before you make the trainer, or variables= without this collection."
             )
 
 

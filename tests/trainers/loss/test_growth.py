@@ -13,7 +13,7 @@ import pytest
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 from jaxpp_flax.trainers.loss.growth import EXAMPLES, Growth
 from jaxpp_flax.trainers.loss.growth_walk import compare_growth
-from tests.trainers.data import test_joined_examples as joined
+from tests.trainers.loss import test_joined_examples as joined
 
 PER_EXAMPLE, WIDTH = 6, 3
 
