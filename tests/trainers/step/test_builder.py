@@ -194,3 +194,22 @@ def test_sown_values_are_no_obstacle_and_a_loss_in_bfloat16_is_summed_in_float32
 
     found = plain_trainer(loss).train_step(BATCH)["loss"]
     assert (found.dtype, bool(np.isfinite(found))) == (jnp.float32, True)
+
+
+def test_a_penalty_in_the_loss_leaves_each_kernel_with_its_stage():
+    """As in Flax's ImageNet example; the norm of all kernels is a metric."""
+
+    def with_penalty(model, batch):
+        kernels = [leaf for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1]
+        penalty = 0.01 * sum(jnp.sum(kernel**2) for kernel in kernels)
+        return m.squared_error(model, batch) + penalty, {"norm": optax.tree.norm(kernels)}
+
+    model = m.Layers(num_layers=3, width=16)
+    batch = m.make_xy(8, 16)
+    trainer = PipelineTrainer(model, TX, with_penalty, num_stages=3, num_microbatches=2, logging=False)
+    expected, metrics = jax.jit(with_penalty, static_argnums=0)(model, batch)
+    found = trainer.train_step(batch)
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], metrics["norm"], rtol=1e-5)
+    ranks = [leaf.mpmd_idxs for leaf in jax.tree.leaves(trainer.state.params)]
+    assert ranks == [(0,), (0,), (1,), (1,), (2,), (2,)]
