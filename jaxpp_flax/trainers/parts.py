@@ -159,10 +159,7 @@ def make_core(
         held=held,
         builders=builders,
         executables=CompiledSteps(
-            scheduling,
-            assigner,
-            builders,
-            held,
+            *(scheduling, assigner, builders, held),
             stage=stage,
             ignored=ignored,
             fsdp=devices.fsdp,
