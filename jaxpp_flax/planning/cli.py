@@ -66,7 +66,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-class WrongFactory(ValueError):  # noqa: N818: commands alone catch it
+class WrongFactory(ValueError):  # noqa: N818
     """There is no such file, or it has no such function, or the function needs arguments."""
 
 
