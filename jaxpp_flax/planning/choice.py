@@ -53,7 +53,7 @@ class LimitError(ScheduleError):
 
     def __init__(self, text: str, closest: Choice | None = None) -> None:
         super().__init__(text)
-        self.closest = closest
+        self.closest: Any = closest
 
 
 @dataclass(frozen=True, kw_only=True)
