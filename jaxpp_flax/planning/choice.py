@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
@@ -53,7 +54,7 @@ class LimitError(ScheduleError):
 
     def __init__(self, text: str, closest: Choice | None = None) -> None:
         super().__init__(text)
-        self.closest = closest
+        self.closest: Any = closest
 
 
 @dataclass(frozen=True, kw_only=True)

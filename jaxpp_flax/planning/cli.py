@@ -20,7 +20,7 @@ from jaxpp_flax.planning.planner import check_made, plan
 from jaxpp_flax.schedules.tools.cli import run
 from jaxpp_flax.schedules.tools.exit_status import exit_status
 
-__all__ = ["FactoryError", "bytes_of", "exit_status", "function_of", "made_by", "main"]
+__all__ = ["WrongFactory", "bytes_of", "exit_status", "function_of", "made_by", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-class FactoryError(ValueError):
+class WrongFactory(ValueError):  # noqa: N818
     """There is no such file, or it has no such function, or the function needs arguments."""
 
 
@@ -74,14 +74,14 @@ def made_by(factory: str) -> Any:
     """Call a function of a user's file without arguments, and return what it returns.
 
     Raises:
-      FactoryError: if there is no such function, or if it needs arguments.
+      WrongFactory: if there is no such function, or if it needs arguments.
     """
     function = function_of(factory)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         taken = inspect.signature(function)
-        raise FactoryError(
+        raise WrongFactory(
             f"{factory} is called without arguments, but the function takes {taken}. Give them defaults, or write a "
             "function that returns a trainer and a batch."
         ) from error
@@ -94,14 +94,14 @@ def function_of(factory: str) -> Callable[[], Any]:
     """Run a user's file, and return a function of it; `factory` names both, as in "train.py:make".
 
     Raises:
-      FactoryError: if there is no such file, or no such function in it.
+      WrongFactory: if there is no such file, or no such function in it.
     """
     path, _, name = factory.partition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if name else None
     if spec is None or spec.loader is None:
-        raise FactoryError(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
+        raise WrongFactory(f"{factory!r}: write a Python file and a function in it, such as train.py:make.")
     if not Path(path).is_file():
-        raise FactoryError(
+        raise WrongFactory(
             f"{factory!r}: no such file. Write a Python file and a function in it, such as train.py:make."
         )
     module = importlib.util.module_from_spec(spec)
@@ -111,9 +111,9 @@ def function_of(factory: str) -> Callable[[], Any]:
     except (SyntaxError, UnicodeDecodeError) as error:
         if not os.path.samefile(getattr(error, "filename", None) or path, path):  # a module that the file imports
             raise
-        raise FactoryError(f"{path} is no Python file that can be run: {error}.") from error
+        raise WrongFactory(f"{path} is no Python file that can be run: {error}.") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [known for known, of in vars(module).items() if callable(of) and not known.startswith("_")]
-        raise FactoryError(f"{path} has no function {name!r}.{near_names(name, functions)}")
+        raise WrongFactory(f"{path} has no function {name!r}.{near_names(name, functions)}")
     return function

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpp_flax.planning.cli import FactoryError, exit_status, made_by
+from jaxpp_flax.planning.cli import WrongFactory, exit_status, made_by
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.verify import parting
 from jaxpp_flax.verify.verification import verify
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", metavar="report.json", help="where to write the report")
     given = parser.parse_args(arguments)
     try:
-        return exit_status(lambda: _verify(given), script=given.make.rpartition(":")[0] or None, raised=FactoryError)
-    except FactoryError as error:
+        return exit_status(lambda: _verify(given), script=given.make.rpartition(":")[0] or None, raised=WrongFactory)
+    except WrongFactory as error:
         parser.error(str(error))
 
 

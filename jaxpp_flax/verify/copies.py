@@ -26,7 +26,7 @@ def differing_copies(tree: Any, when: str, *, is_across: bool) -> list[Row]:
       when: before or after the step, in words for the row.
       is_across: the ranks belong to several processes.
     """
-    rows, hashes = list[Row](), dict[str, str]()
+    rows, hashes = list[Row](), dict[str, str | None]()
     process = process_group().process_index
     for path, leaf in flatten(tree)[0].items():
         if not isinstance(leaf, MpmdArray):
@@ -52,9 +52,9 @@ def _copies(array: MpmdArray) -> list[tuple[str, str, Any]]:
     ]
 
 
-def _differing_between_processes(own: dict[str, str], when: str) -> list[Row]:
+def _differing_between_processes(own: dict[str, str | None], when: str) -> list[Row]:
     """Return a row for each array of which two processes have copies that differ."""
-    known, rows = dict[str, tuple[int, str]](), list[Row]()
+    known, rows = dict[str, tuple[int, str | None]](), list[Row]()
     for process, hashes in enumerate(exchange_values(process_group(), f"the copies {when}", own, timeout_s=None)):
         for name, of in hashes.items():
             holder, expected = known.setdefault(name, (process, of))

@@ -197,7 +197,8 @@ def plain_step_of(core: Core) -> PlainStep:
     if isinstance(adapter, LinenModel):
         model = PlainLinen(module=adapter.module, compute=compute)
     else:
-        model = PlainNnx(graphdef=adapter.graphdef, seed=core.training.seed, compute=compute)
+        graphdef = adapter.graphdef  # pyright: ignore[reportAttributeAccessIssue]
+        model = PlainNnx(graphdef=graphdef, seed=core.training.seed, compute=compute)
     update = PlainUpdate(tx=core.update.tx, training=core.training, precision=core.precision)
     return PlainStep(model=model, loss_fn=core.loss_fn, update=update)
 

@@ -94,7 +94,8 @@ class _Run:
             leaves = moved(dict(enumerate(leaves)), move, seed).values()
         model, batch = jax.tree.unflatten(tree, leaves)
         of_parts = [_placed(part, self.devices) for part in cut_batch(batch, parts)]
-        found = self.step(*_placed((self.state, model), self.devices), of_parts, self.num_microbatches)
+        state, seen = _placed((self.state, model), self.devices)
+        found = self.step(state, seen, of_parts, self.num_microbatches)
         gradients, state = (
             {path: on_host(leaf) for path, leaf in flatten(tree)[0].items()} for tree in (found.gradients, found.state)
         )

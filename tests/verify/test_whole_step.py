@@ -38,7 +38,7 @@ pytestmark = [
 
 BATCH = m.make_batch(8)
 AT_ONCE, ONE_BY_ONE = "the whole batch at once", "one microbatch after another"
-WITH_STATISTICS = {"model_options": {"batch_norm": True}}
+WITH_STATISTICS: dict[str, Any] = {"model_options": {"batch_norm": True}}
 
 
 def trainer_of(kind: str = "nnx", **options: Any) -> PipelineTrainer:

@@ -67,8 +67,9 @@ def warn_of_states(trace: LossTrace, num_microbatches: int) -> bool:
         f"the loss moves {listed(trace.moved, 3, str)} in each of the {num_microbatches} microbatches, so later ones "
         "compute with other values, and a step leaves other values than one call with the whole batch. Move such state "
         "once a step, after the optimizer: Training(after_update=fn) calls fn(model, metrics). A loss may add sums "
-        "over the examples to a variable that it does not read (`variable[...] += x.sum(0)`). If you intend this, "
-        "ignore the category jaxpp_flax.trainers.MicrobatchStateWarning.",
+        "over the examples to a variable that it does not read (`variable[...] += x.sum(0)`). If the model sows it, "
+        "leave it out: `nnx.pop` before you make the trainer, or variables= without this collection. If you intend "
+        "this, ignore the category jaxpp_flax.trainers.MicrobatchStateWarning.",
         MicrobatchStateWarning,
     )
     return True

@@ -40,7 +40,7 @@ def add_up(parts: Sequence[Terms]) -> tuple[dict[str, Any], Any]:
     Example:
       >>> metrics, divisor = add_up([read((jnp.float32(6), 3)), read((jnp.float32(2), 1))])
       >>> {name: float(value) for name, value in metrics.items()}, float(divisor)
-      ({'loss': 2.0, 'weight': 4.0}, 4.0)
+      ({'weight': 4.0, 'loss': 2.0}, 4.0)
     """
     weights = [part.weight for part in parts]
     metrics, divisor = {}, jnp.float32(len(parts))
