@@ -135,8 +135,8 @@ def decode_linen(adapter: LinenModel, length: int, dtype: Any = None) -> tuple[M
     else:
         raise ModelError(
             f"the Linen model {name} has neither a field `decode` nor an argument `decode` of its `__call__` that is a "
-            "boolean. Add one, hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep the "
-            "next position of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
+            "boolean. Add one, hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep "
+            "the position of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
         )
 
     def make_cache(rows: int) -> Any:
