@@ -134,11 +134,11 @@ class TrainedModel:
     ) -> list[np.ndarray]:  # fmt: skip
         """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
 
-        A copy of the model is switched to decoding by Flax's convention. NNX: each attribute `decode` is set to True,
-        and each method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has it, is called to make
-        `nnx.Cache` variables. Linen: the module is used with `decode=True` and makes its collection `cache`. The model
-        must compute logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
-        `docs/guides/generation.md`.
+        A copy of the model is switched to decoding by Flax's convention. NNX: each attribute `decode` that is a boolean
+        or None is set to True, and each method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has
+        it, is called to make `nnx.Cache` variables. Linen: the module is used with `decode=True` and makes its
+        collection `cache`. The model must compute logits (batch, length, vocabulary) from tokens (batch, length). The
+        state does not change. See `docs/guides/generation.md`.
 
         Args:
           prompts: lists of tokens, of any lengths; or an integer array (batch, length).

@@ -25,6 +25,8 @@ from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, shape
 __all__ = ["Decode", "MakeCache", "check_calls", "decode_linen", "decode_nnx"]
 
 
+_NO_SWITCH = "none"  # of a module without an attribute `decode`
+
 MakeCache: TypeAlias = Callable[[int], Any]
 """Makes the cache of no tokens for a number of sequences; it reads no parameter."""
 Decode: TypeAlias = Callable[[TrainState, Any, Any], tuple[Any, Any]]
@@ -34,8 +36,8 @@ Decode: TypeAlias = Callable[[TrainState, Any, Any], tuple[Any, Any]]
 def decode_nnx(adapter: NnxModel, state: TrainState, length: int, dtype: Any = None) -> tuple[MakeCache, Decode]:
     """Bring an NNX model into decoding form.
 
-    The module is in `eval()` mode, and the attribute `decode` is True wherever a module has it. Each module with a
-    method `init_cache(input_shape, dtype=...)` makes its `nnx.Cache` variables there, for inputs of the shape
+    The module is in `eval()` mode, and the attribute `decode` is True wherever it was a boolean or None. Each module
+    with a method `init_cache(input_shape, dtype=...)` makes its `nnx.Cache` variables there, for inputs of the shape
     (batch, length, features). `dtype` None leaves the dtype to the modules: that of their computation.
 
     Raises:
@@ -46,7 +48,7 @@ def decode_nnx(adapter: NnxModel, state: TrainState, length: int, dtype: Any = N
     def prepared(state: TrainState, rows: int) -> Any:
         module = adapter.rebuild(state.params, state.model_state)
         module.eval()
-        module.set_attributes(decode=True, raise_if_not_found=False)
+        _switch_to_decoding(module)
         _init_caches(module, (rows, length), dtype)
         return module
 
@@ -57,6 +59,19 @@ def decode_nnx(adapter: NnxModel, state: TrainState, length: int, dtype: Any = N
 
     jax.eval_shape(lambda: _check_cache(prepared(state, 1)))
     return lambda rows: nnx.state(prepared(state, rows), nnx.Cache), call
+
+
+def _switch_to_decoding(module: Any) -> None:
+    """Set the switch `decode` of each module that has one; a method, a module or a property of this name stays."""
+    parts: list[tuple[Any, Any]] = list(nnx.iter_modules(module))
+    for _, part in parts:
+        is_property = isinstance(getattr(type(part), "decode", None), property)
+        if not is_property and _is_switch(getattr(part, "decode", _NO_SWITCH)):
+            part.decode = True
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
 
 
 def _init_caches(module: Any, shape: tuple[int, int], dtype: Any) -> None:
@@ -115,13 +130,13 @@ def decode_linen(adapter: LinenModel, length: int, dtype: Any = None) -> tuple[M
     arguments: dict[str, Any] = {**inference_arguments(module)}
     if "decode" in inspect.signature(type(module).__call__).parameters:
         arguments["decode"] = True
-    elif "decode" in {field.name for field in dataclasses.fields(module)}:
+    elif "decode" in {field.name for field in dataclasses.fields(module)} and _is_switch(module.decode):  # type: ignore[attr-defined]
         module = module.clone(decode=True)  # type: ignore[call-arg]
     else:
         raise ModelError(
-            f"the Linen model {name} has neither a field `decode` nor an argument `decode` of its `__call__`. Add one, "
-            "hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep the next position "
-            "of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
+            f"the Linen model {name} has neither a field `decode` nor an argument `decode` of its `__call__` that is a "
+            "boolean. Add one, hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep "
+            "the position of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
         )
 
     def make_cache(rows: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.data.batch_sharding import examples_of_a_device
+from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import batch_spec, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.stages.assigner import Assigner
@@ -230,7 +232,31 @@ class CompiledSteps:
         donate_argnums: tuple[int, ...] = (),
         **form: Any,
     ) -> Any:
-        """Compile a function for such arguments; `form` has those of `mpmd_jit_with_loop`."""
+        """Compile a function for such arguments; `form` has those of `mpmd_jit_with_loop`.
+
+        Raises:
+          ModelError: if the model has a matrix product that JAX lacks on the devices.
+        """
+        try:
+            return self._compile_any(function, arguments, policy, donate_argnums=donate_argnums, **form)
+        except ValueError as error:
+            if not re.search("precision .* is not supported by dot_general", str(error)):
+                raise
+            raise ModelError(
+                f"the model has a matrix product that JAX lacks on these devices: {error}. On CPU this is attention of "
+                "jax.nn and Flax in float16. Compute in another type there: dtype=jnp.bfloat16 or dtype=jnp.float32 "
+                "in the modules, or as precision=."
+            ) from error
+
+    def _compile_any(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        policy: CutPolicy,
+        *,
+        donate_argnums: tuple[int, ...] = (),
+        **form: Any,
+    ) -> Any:
         mesh = self._scheduling.mesh
         if mesh is None:
             jitted = jax.jit(function, donate_argnums=donate_argnums)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
 from jaxpp_flax.engine.arrays import device_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Training
@@ -269,3 +270,78 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_runs():
         assert text in str(caught.value)
     assert not untouched._core.executables.compiled
     assert is_abstract(untouched._core.held.memory), "nothing is placed"
+
+
+class WithMethod(m.GPT):
+    """`decode` is an ordinary name for a method, as from features to logits."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs, num_blocks=2)
+
+    def decode(self, x: jax.Array) -> jax.Array:
+        return self.head(x)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.positions(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.decode(x)
+
+
+class WithModule(WithMethod):
+    """`decode` is the output layer, a module."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.decode, self.head = self.head, None
+
+
+class WithProperty(WithModule):
+    """`decode` only reads the switch of another module."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        m.GPT.__init__(self, rngs, num_blocks=2)
+
+    @property
+    def decode(self) -> bool:
+        return self.positions.decode
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return m.GPT.__call__(self, tokens)
+
+
+@pytest.mark.parametrize("model", [WithMethod, WithModule, WithProperty])
+def test_what_is_called_decode_and_is_no_switch_stays(model: Any):
+    found = make(model(nnx.Rngs(0))).generate(PROMPTS[:2], max_new_tokens=3, **SHAPES)
+    m.assert_equal(found, m.greedy(model(nnx.Rngs(0)), PROMPTS[:2], 3))
+
+
+def test_a_linen_field_called_decode_that_is_no_switch_is_not_set():
+    class Named(nn.Module):
+        decode: str = "greedy"
+
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return nn.Dense(3)(nn.Embed(5, 4)(tokens))
+
+    module = Named()
+    variables = module.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ModelError, match=r"Named has neither a field `decode` nor an .* that is a boolean"):
+        make(module, variables=variables).generate(PROMPTS[:1], max_new_tokens=1)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="GPUs have this product")
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_attention_in_float16_is_refused_on_cpu(num_stages: int):
+    class Half(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed = nnx.Embed(5, 8, rngs=rngs, dtype=jnp.float16)
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, dtype=jnp.float16, rngs=rngs)
+            self.head = PipelineStage(nnx.Linear(8, 5, rngs=rngs))
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return mark_stage_end(self.head(mark_stage_end(self.attention(self.embed(tokens)))))
+
+    trainer = make(Half(nnx.Rngs(0)), num_stages=num_stages, mesh={})
+    with pytest.raises(ModelError, match=r"lacks on these devices: .*F16_F16_F32.*float16.*dtype=jnp\.bfloat16"):
+        trainer.generate([[1, 2]], max_new_tokens=1)
