@@ -151,7 +151,8 @@ class Batches(Iterator[Any]):
                 yield batch
                 if self.given == self._steps:
                     return
-            if not self._before + self._taken:
+            used = self._before + self._taken + (0 if self._start is None else self._start.in_epoch)
+            if not used:
                 raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
                 return

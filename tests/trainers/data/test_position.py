@@ -319,3 +319,9 @@ def test_a_state_that_cannot_be_copied_is_refused_by_a_checkpoint_alone():
     assert len(list(source)) == 2
     with pytest.raises(DataPositionError, match="get_state returned a lock"):
         source.position().to_json()
+
+
+def test_a_pass_that_was_used_up_by_an_earlier_loop_is_no_empty_data():
+    """The loop drew nothing itself, from an iterator that had given its whole pass."""
+    position = DataPosition(batches=0, epoch=0, in_epoch=6, examples=24, batch_size=4)
+    assert [batch[0] for batch in Batches(in_batches(4), steps=1, position=position)] == [0]
