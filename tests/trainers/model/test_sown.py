@@ -119,7 +119,9 @@ def test_captured_values():
 
 
 def test_a_value_of_each_example_in_a_type_of_ones_own_is_refused():
-    with pytest.raises(ModelError, match=r"writes float32\[2, 4\] into blocks/0/hidden, which is float32\[4, 4\].*nnx\.pop"):
+    with pytest.raises(
+        ModelError, match=r"writes float32\[2, 4\] into blocks/0/hidden, which is float32\[4, 4\].*nnx\.pop"
+    ):
         trainer_of(made(lambda block, y: block.sow(Balance, "hidden", y, **LAST), called=True), mean_loss).train_step(X)
 
 
