@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.data.batch import shape_of
@@ -125,8 +126,9 @@ def trace_loss(
             raise ModelError(_state_of_examples(found, num_microbatches)) from error
         raise
     sizes = _other_sizes(trace, loss, microbatch) if num_microbatches > 1 or loss.weighed else None
-    frozen = model.frozen_parameters(state.model_state)
-    writes = find_writes(loss.graph, len(loss.constants), frozen, loss.num_parameters)
+    frozen = model.frozen_in(state.model_state)
+    is_frozen = [path in frozen for path in flatten(state.model_state)[0]]
+    writes = find_writes(loss.graph, len(loss.constants), is_frozen, loss.num_parameters)
     growth = LossGrowth.of(loss, sizes, _tagged(model, writes, state))
     _check_weights(loss, growth, state.params)
     if num_microbatches > 1 and growth.of_examples:

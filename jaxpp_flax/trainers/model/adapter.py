@@ -51,10 +51,6 @@ class ModelAdapter(Protocol):
         """Return the paths in `rest` of parameters that are not trained."""
         ...
 
-    def frozen_parameters(self, rest: Any) -> list[bool]:
-        """Return, for each leaf of `rest`, True if it is a parameter that is not trained."""
-        ...
-
     def overwritten_by_gradients(self, rest: Any) -> list[bool]:
         """Return, for each leaf of `rest`, True if its gradient is its next value, as for the scales of Flax's fp8."""
         ...

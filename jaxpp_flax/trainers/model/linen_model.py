@@ -124,9 +124,6 @@ class LinenModel:
         own = ["collections", "batch_stats"]
         return [_first_keys(path, 2) == own for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
 
-    def frozen_parameters(self, rest: Any) -> list[bool]:
-        return [_first_keys(path, 1) == ["frozen"] for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
-
     def overwritten_by_gradients(self, rest: Any) -> list[bool]:
         own = ["collections", OVERWRITE_WITH_GRADIENT]
         return [_first_keys(path, 2) == own for path, _ in jax.tree_util.tree_leaves_with_path(rest)]

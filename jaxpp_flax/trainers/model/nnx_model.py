@@ -77,10 +77,6 @@ class NnxModel:
     def frozen_in(self, rest: Any) -> Collection[str]:
         return flatten(nnx.filter_state(rest, nnx.Any(nnx.Param, self.kinds)))[0].keys()
 
-    def frozen_parameters(self, rest: Any) -> list[bool]:
-        variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return [isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable)]
-
     def overwritten_by_gradients(self, rest: Any) -> list[bool]:
         variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
         return [_is_overwritten(variable) for variable in variables for _ in jax.tree.leaves(variable)]
