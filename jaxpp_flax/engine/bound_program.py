@@ -165,15 +165,13 @@ class BoundProgram:
         parts = leaf._parts  # pyright: ignore[reportPrivateUsage]
         if self._distributed is not None and not argument.wanted.is_met_by(leaf):
             parts = bring(leaf, argument.wanted, self._distributed, self._calls, argument.position)
-        may_alias = False if argument.has_own_memory else None
         for target in argument.targets:
-            rank, sharding = target.rank, target.sharding
-            part = parts.get(rank)
-            if part is None or not lies_alike(part.sharding, sharding):
+            part = parts.get(target.rank)
+            if part is None or not lies_alike(part.sharding, target.sharding):
                 part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
-                part = place(part, sharding, may_alias=may_alias)
+                part = place(part, target.sharding, may_alias=False if argument.has_own_memory else None)
             elif part.is_deleted():
-                raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
+                raise RuntimeError(leaf._deleted_message(target.rank))  # pyright: ignore[reportPrivateUsage]
             environment[target.value] = part
 
     def _in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:

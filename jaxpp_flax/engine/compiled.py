@@ -36,6 +36,7 @@ class Compiled:
         built, signature, consts = plan.built, plan.signature, plan.consts
         self._plan, self.compiler = plan, compiler
         self._built, self._signature = built, signature
+        self._shardings: dict[Any, MpmdSharding] = {}  # of results; those that lie alike share one
         mesh = self.mpmd_mesh = compiler.mesh
         self._executables = compile_program(built.program, compiler, plan.in_specs, plan.result_specs, plan.avals)
         program = self.program = self._executables.program
@@ -90,7 +91,11 @@ class Compiled:
             everywhere = range(self.mpmd_mesh.mpmd_dim)
             ranks = self._built.settings.idle_ranks if self._executables.distributed is None else everywhere
         spec = self._executables.out_specs[position] or PartitionSpec()
-        return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
+        memory = memory_kind_of(atom.aval)
+        key = frozenset(ranks), spec, memory
+        if key not in self._shardings:
+            self._shardings[key] = MpmdSharding(self.mpmd_mesh, ranks, spec, memory)
+        return self._shardings[key]
 
     def _result(self, position: int) -> Callable[[list[Any]], MpmdArray]:
         """Return a function that makes a result from the environment after a run."""
@@ -99,16 +104,20 @@ class Compiled:
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
         make = self._array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        if isinstance(result, dict):
+            value_of = {rank: result[rank] for rank in local}
+            if len(value_of) == 1:  # nearly every result; a comprehension takes longer
+                ((only, value),) = value_of.items()
+                return lambda environment: make(sharding, {only: environment[value]}, aval)
+            return lambda environment: make(sharding, {r: environment[v] for r, v in value_of.items()}, aval)
 
-        def parts(environment: list[Any]) -> dict[int, jax.Array]:
-            if isinstance(result, dict):
-                return {rank: environment[result[rank]] for rank in local}
+        def parts() -> dict[int, jax.Array]:
             value = np.asarray(result.value, aval.dtype)
             if aval.weak_type and value.ndim == 0:
                 value = value.item()
             return {rank: place(value, sharding.local_sharding(rank)) for rank in local}
 
-        return lambda environment: make(sharding, parts(environment), aval)
+        return lambda _: make(sharding, parts(), aval)
 
     @property
     def in_shardings(self) -> Any:

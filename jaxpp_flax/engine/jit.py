@@ -17,6 +17,7 @@ from jaxpp_flax.engine.arrays.layouts import (
     broadcast_prefix,
     check_divides,
     layout_of,
+    layouts_of,
     with_memories,
 )
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
@@ -190,7 +191,7 @@ class MpmdFunction:
     def _key(self, call: Call) -> _Key:
         try:
             types = tuple(map(type_of, call.leaves))
-            layouts = tuple([layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves])
+            layouts = tuple(layouts_of(call.leaves, self.mpmd_mesh))
         except TypeError as error:
             raise not_an_array(call) from error
         except ValueError:  # paths are made only for the message

@@ -231,7 +231,8 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
       TypeError: if `leaf` is not an array.
     """
     if isinstance(leaf, MpmdArray):
-        return leaf.shape, leaf.dtype, leaf.weak_type
+        aval = leaf.aval
+        return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
     if isinstance(leaf, (np.ndarray, np.generic)):
