@@ -15,10 +15,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.data.batch import (
     InferencePart,
@@ -57,7 +58,11 @@ class BatchSharding:
     @without_ambient_mesh
     def split(self, whole: Any) -> Any:
         """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...)."""
-        return split_batch(whole, self.num_microbatches, self.batch_shards)
+        return split_batch(self._taken(whole), self.num_microbatches, self.batch_shards)
+
+    def _taken(self, batch: Any) -> Any:
+        """Return a batch whose arrays can be cut and given to a step, whatever sharding the data has given them."""
+        return jax.tree.map(_on_auto_axes if self.mesh is not None else _on_default_device, batch)
 
     def read(self, compiled: Any, batch: Any, num_microbatches: int) -> Any:
         """Return the indices of the examples that this process reads of each leaf; `...` for a scalar.
@@ -82,7 +87,7 @@ class BatchSharding:
 
         With `together`, all examples are in one part.
         """
-        parts = split_for_inference(whole, self.num_microbatches, self.batch_shards, together=together)
+        parts = split_for_inference(self._taken(whole), self.num_microbatches, self.batch_shards, together=together)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
             size = batch_size(whole)
             raise BatchError(
@@ -115,6 +120,30 @@ class BatchSharding:
             return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
 
         return jax.tree_util.tree_map_with_path(whole, batch, is_leaf=is_list_of_numbers)
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Return True for an array with a sharding; one in other than device memory is refused later, by its name."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and named_memory(leaf.sharding) is None
+
+
+def _on_auto_axes(leaf: Any) -> Any:
+    """Return an array as one on Auto axes, in the same places: on Explicit ones JAX refuses to cut sharded examples."""
+    if not _is_placed(leaf) or not isinstance(leaf.sharding, NamedSharding):
+        return leaf
+    mesh = leaf.sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return leaf
+    return jax.device_put(leaf, NamedSharding(Mesh(mesh.devices, mesh.axis_names), leaf.sharding.spec))
+
+
+def _on_default_device(leaf: Any) -> Any:
+    """Return an array on the device where the state is without a mesh."""
+    if not _is_placed(leaf) or not leaf.committed:
+        return leaf
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    return leaf if leaf.sharding == SingleDeviceSharding(device) else jax.device_put(_on_auto_axes(leaf), device)
 
 
 def examples_of_a_device(microbatches: Any, mesh: MpmdMesh) -> float:

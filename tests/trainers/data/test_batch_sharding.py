@@ -1,0 +1,58 @@
+"""A batch may lie on any devices, on a mesh of its own: the step takes it as it takes NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Inference
+from jaxpp_flax.verify import verify
+from tests.helpers import tree_allclose
+from tests.trainers.models import Layers, make_xy, squared_error
+
+BATCH = make_xy(8)
+
+
+def sharding(kind: str) -> Sharding:
+    devices, explicit = np.array(jax.devices()), AxisType.Explicit
+    return {
+        "explicit": lambda: NamedSharding(Mesh(devices[:4], ("x",), axis_types=(explicit,)), PartitionSpec("x")),
+        "two explicit axes": lambda: NamedSharding(
+            Mesh(devices[:4].reshape(2, 2), ("x", "y"), axis_types=(explicit, explicit)), PartitionSpec(("x", "y"))
+        ),
+        "explicit and auto": lambda: NamedSharding(
+            Mesh(devices[:4].reshape(2, 2), ("x", "y"), axis_types=(AxisType.Auto, explicit)), PartitionSpec("y")
+        ),
+        "the trainer's names": lambda: NamedSharding(
+            Mesh(devices.reshape(2, 4), ("stage", "data"), axis_types=(explicit, explicit)), PartitionSpec("data")
+        ),
+        "auto": lambda: NamedSharding(Mesh(devices[:4], ("x",)), PartitionSpec("x")),
+        "another device": lambda: SingleDeviceSharding(devices[5]),
+    }[kind]()
+
+
+def results(batch: Any, **options: Any) -> Any:
+    trainer = PipelineTrainer(
+        Layers(), optax.adam(1e-2), squared_error, num_microbatches=2, logging=False,
+        inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), **options,
+    )  # fmt: skip
+    trainer.train_step(batch)
+    metrics = trainer.fit([batch], steps=1)
+    return metrics["loss"], trainer.evaluate([batch]), trainer.predict(batch), verify(trainer, batch).agrees
+
+
+@pytest.mark.parametrize("stages", ["one", "two", "data"])
+@pytest.mark.parametrize(
+    "kind", ["explicit", "two explicit axes", "explicit and auto", "the trainer's names", "auto", "another device"]
+)
+def test_a_batch_may_have_a_sharding_of_its_own(kind: str, stages: str):
+    options = {"one": {"num_stages": 1}, "two": {"num_stages": 2}, "data": {"num_stages": 2, "mesh": {"data": 2}}}
+    placed = jax.device_put(BATCH, sharding(kind))
+    found, expected = (results(batch, **options[stages]) for batch in (placed, BATCH))
+    tree_allclose(found, expected, rtol=0, atol=0)
