@@ -167,7 +167,11 @@ def _key(equation: Equation, inputs: tuple[Atom, ...]) -> Hashable:
 
 
 def _with_open_calls(body: LoopBody) -> LoopBody:
-    """Open calls that read several constants and no activations: a part of each may belong to another stage."""
+    """Open calls of constants alone whose parts may belong to several stages.
+
+    Those are calls of several constants, and calls that give a number with what its gradient reads: the number is
+    moved, the rest stays.
+    """
     while found := _mixing_calls(body):
         opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
         body = body.rewritten(inline(body.graph, flatten=opens, remat=opens))
@@ -183,6 +187,7 @@ def _mixing_calls(body: LoopBody) -> set[Value]:
         if equation.primitive is marker_p or not constants.issuperset(arrays):
             continue
         constants.update(equation.outputs)
-        if facts_of(equation.primitive).body is not None and len(arrays) > 1:
+        sizes = {v.aval.size > 1 for v in equation.outputs}
+        if facts_of(equation.primitive).body is not None and (len(arrays) > 1 or (arrays and len(sizes) > 1)):
             found.update(equation.outputs)
     return found

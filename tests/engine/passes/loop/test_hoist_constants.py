@@ -65,6 +65,8 @@ LOSSES: dict[str, Callable[[Weights, Any], jax.Array]] = {
     "sum of squares": lambda ws, x: error(ws, x) + squares(ws),
     "absolute values": lambda ws, x: error(ws, x) + 0.01 * sum(jnp.sum(jnp.abs(w)) for w in ws),
     "norm": lambda ws, x: error(ws, x) + optax.tree.norm(ws),
+    "singular values": lambda ws, x: error(ws, x) + 0.01 * sum(jnp.linalg.norm(w, "nuc") for w in ws),
+    "determinants": lambda ws, x: error(ws, x) - 0.01 * sum(jnp.linalg.slogdet(w.T @ w + jnp.eye(D))[1] for w in ws),
     "largest": lambda ws, x: error(ws, x) + sum(jnp.max(jnp.abs(w)) for w in ws),
     "orthogonality": lambda ws, x: error(ws, x) + orthogonality(ws),
     "factor": lambda ws, x: error(ws, x) * (1 + optax.tree.norm(ws)),
