@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from jaxpp_flax.processes.store import ProcessFailedError
 
 # The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are Orbax's bookkeeping.
 _PURPOSES = {"async_write_complete": "every process's part of it", "async_commit_complete": "commit"}
+
+# The error that the program was handling when a save or restore began: one in an `except` block is no failure of it.
+_handled: ContextVar[BaseException | None] = ContextVar("_handled", default=None)
 
 
 def name_checkpoint(path: Path) -> str:
@@ -47,6 +51,7 @@ def shared_work(what: str, described: Callable[[Exception], Exception], *, every
           ...
       OSError: cannot save: full
     """
+    before = _handled.set(sys.exception())
     try:
         with process_group().waiting(what), errors_naming_failed_process():
             yield
@@ -59,6 +64,8 @@ def shared_work(what: str, described: Callable[[Exception], Exception], *, every
         if new is error:
             raise
         raise new from error
+    finally:
+        _handled.reset(before)
 
 
 def report_alone(what: str, error: BaseException) -> None:
@@ -82,7 +89,7 @@ def background_barrier(
     def barrier(*, key: str, timeout_ms: int) -> None:
         # Orbax calls this barrier at the end of a failed save too: then the save's error is being handled here.
         error = sys.exception()
-        if error is not None:
+        if error is not None and error is not _handled.get():
             if not isinstance(error, ProcessFailedError):
                 report_alone(what(), described(error))
             return

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import jax
 import pytest
 
-from jaxpp_flax.checkpoint.barriers import shared_work
+from jaxpp_flax.checkpoint.barriers import background_barrier, shared_work
 from jaxpp_flax.processes import ProcessFailedError, ProcessGroup
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
@@ -41,3 +42,24 @@ def test_an_error_of_this_process_is_described_and_reported(group: ProcessGroup)
     assert group.failure is not None
     assert group.failure.process == 0
     assert group.failure.message.startswith("the restore of step 4 failed in this process, and others wait for it")
+
+
+def test_an_error_that_the_program_handles_is_none_of_a_save(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
+    """A program may save in an `except` block; Orbax then calls the barrier in the same thread."""
+    met = list[Any]()
+    monkeypatch.setattr(group, "barrier", lambda *args, **_: met.append(args))
+    barrier = background_barrier(lambda: "the save of step 4", lambda error: OSError(f"cannot save: {error}"))
+    assert barrier is not None
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with shared_work("the save of step 4", lambda error: error):
+            barrier(key="async_commit_complete.4", timeout_ms=1000)
+            assert (len(met), group.failure) == (1, None)
+            try:
+                raise ValueError("full")
+            except ValueError:
+                barrier(key="async_commit_complete.4", timeout_ms=1000)
+    assert len(met) == 1
+    assert group.failure is not None
+    assert "cannot save: full" in group.failure.message
