@@ -44,7 +44,7 @@ def test_an_error_of_this_process_is_described_and_reported(group: ProcessGroup)
     assert group.failure.message.startswith("the restore of step 4 failed in this process, and others wait for it")
 
 
-def test_an_error_that_the_program_handles_is_no_failure_of_a_save(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_that_the_program_handles_is_none_of_a_save(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
     """A program may save in an `except` block; Orbax then calls the barrier in the same thread."""
     met = list[Any]()
     monkeypatch.setattr(group, "barrier", lambda *args, **_: met.append(args))

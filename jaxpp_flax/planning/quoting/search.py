@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
@@ -75,16 +76,24 @@ def _fastest(quoter: Quoter, every: Sequence[Layout], memory: float, top: int) -
 
 
 def _leanest(quoter: Quoter, every: Sequence[Layout]) -> QuotedStep:
-    """Return the step whose fullest device holds the fewest bytes; bounds exclude most layouts without a walk."""
-    best: QuotedStep | None = None
-    # Of layouts with one bound, first those that keep least: they exclude the others.
-    for layout in sorted(every, key=lambda of: (quoter.mean(of), not of.residuals.recompute, -of.residuals.offload)):
-        if best is None or quoter.mean(layout) < best.memory > quoter.least(layout):
-            step = quoter.quoted(layout)
-            best = step if best is None or step.memory < best.memory else best
-    if best is None:
-        raise ValueError("there is no layout to choose from.")
-    return best
+    """Return the step whose fullest device holds the fewest bytes.
+
+    The layout with the lowest bound comes next: it gets a closer bound, then its step. So no layout is walked whose
+    bound is above the bytes of the step that is found.
+    """
+    queue: list[tuple[float, int, int, QuotedStep | None]]  # bytes, the kind (a step, a closer bound, a mean), index
+    queue = [(quoter.mean(layout), 2, i, None) for i, layout in enumerate(every)]
+    heapify(queue)
+    while queue:
+        bound, kind, i, step = heappop(queue)
+        if step is not None:
+            return step
+        if kind == 2:
+            heappush(queue, (max(bound, quoter.least(every[i])), 1, i, None))
+        else:
+            step = quoter.quoted(every[i])
+            heappush(queue, (step.memory, 0, i, step))
+    raise ValueError("there is no layout to choose from.")
 
 
 def _nothing(quoter: Quoter, devices: int, wanted: Mapping[str, int] | None) -> str:
