@@ -226,10 +226,12 @@ class StepBuilder:
             (_, (terms, carry, last)), (grads, overwriting) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(
                 *differentiated
             )
-            return carry, ((terms, self.update.summand(of_used(grads, self.unused))), overwriting, last)
+            # The gradients are the last results: `verify` finds them there.
+            return carry, (terms, overwriting, last, self.update.summand(of_used(grads, self.unused)))
 
         before = [leaves[i] for i in writes.carried]
-        carried, ((terms, grads), overwriting, (params, once)) = self._loop(body, before, loop, (Add, Max, Last))
+        operations = (Add, Max, Last, Add)
+        carried, (terms, overwriting, (params, once), grads) = self._loop(body, before, loop, operations)
         return Sums(terms=terms, grads=grads, carried=carried, once=once, params=params, overwriting=overwriting)
 
     def _known_divisor(self, state: TrainState, batch: Any, loop: Loop) -> Any:

@@ -80,6 +80,10 @@ class PlainLinen:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
         return [tuple(getattr(key, "key", None) for key in path[:2]) in own for path in paths]
 
+    def are_parameters(self, rest: Any) -> list[bool]:
+        """Return for each leaf whether it is a parameter that is not trained."""
+        return [getattr(path[0], "key", None) == "frozen" for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+
     def after_update(self, hook: Any, params: Any, rest: Any, metrics: Any) -> tuple[Any, Any]:
         """Return both after a function of the variables and the metrics, which returns the new variables."""
         return _divided(hook(_variables(params, rest), metrics), params, rest)

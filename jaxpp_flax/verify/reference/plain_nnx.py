@@ -68,6 +68,10 @@ class PlainNnx:
         """Return for each leaf whether its "gradient" is its next value, as for the scales of Flax's fp8."""
         return [_is_next_by_gradient(variable) for _, variable in _flat(rest) for _ in jax.tree.leaves(variable)]
 
+    def are_parameters(self, rest: Any) -> list[bool]:
+        """Return for each leaf whether it is a parameter that is not trained."""
+        return [isinstance(variable, nnx.Param) for _, variable in _flat(rest) for _ in jax.tree.leaves(variable)]
+
     def after_update(self, hook: Any, params: Any, rest: Any, metrics: Any) -> tuple[Any, Any]:
         """Return both after a function of the module and the metrics has changed the module."""
         module = nnx.merge(self.graphdef, params, rest, copy=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, prune, values
 from jaxpp_flax.trainers import TrainState, WholeBatchLoss
+from jaxpp_flax.trainers.writes.dependencies import find_writes
 from jaxpp_flax.verify.reference.plain_linen import PlainLinen
 from jaxpp_flax.verify.reference.plain_loss import Terms, add_up, asked_for, read
 from jaxpp_flax.verify.reference.plain_nnx import PlainNnx
@@ -30,12 +31,15 @@ class LossFacts:
     Args:
       graph: both, as equations.
       is_random: they depend on random numbers.
-      writes: the call writes variables of the model that are not trained.
+      writes: the call moves untrained variables from one part of a batch to the next.
+      once: the untrained leaves that the call computes of parameters, such as the vectors of a spectral norm. Plain
+        Flax writes them once a step, so each part of a batch begins with their values before the step.
     """
 
     graph: Graph
     is_random: bool
     writes: bool
+    once: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class PlainStep:
     update: PlainUpdate
     _jitted: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, state: TrainState, seen: tuple[Any, Any], parts: Sequence[Any], count: int) -> PlainResults:
+    def __call__(
+        self, state: TrainState, seen: tuple[Any, Any], parts: Sequence[Any], count: int, once: Sequence[int] = ()
+    ) -> PlainResults:
         """Return what a step of some parts of a batch makes: the gradients of each part, added up, and the update.
 
         Args:
@@ -71,47 +77,60 @@ class PlainStep:
             that show how far rounding leads. What the call does not write stays as it is in the state.
           parts: equal parts of the batch; one is the whole batch.
           count: the number of parts of which a pipeline adds up the gradients.
+          once: as in `LossFacts`.
         """
         before = self.model.computed(*seen)
         carried, sums, terms = before, None, list[Terms]()
         compares_all = isinstance(self.loss_fn, WholeBatchLoss)
-        for number, of in enumerate([parts] if compares_all else [[part] for part in parts]):
+        groups = [parts] if compares_all else [[part] for part in parts]
+        divisor = None
+        if any(self.model.next_by_gradient(seen[1])):  # these keep the sizes of the whole batch's gradients
+            divisor = self._jit("divisor", self._divisor)(*before, groups, state.step)
+        for number, of in enumerate(groups):
+            rest = _with_leaves(carried[1], before[1], once)
             carried, (found, grads, following) = self._jit("gradients", self._gradients)(
-                before[0], carried[1], of, state.step, number, self.update.scale(state)
+                before[0], rest, of, state.step, number, self.update.scale(state), divisor
             )
             terms.append(found)
             sums = (grads, following) if sums is None else self._jit("add", _add)(sums, (grads, following))
         # A sum of means grows with the number of parts, other sums do not.
-        is_mean = terms[0].weight is None and not compares_all
+        is_mean = terms[0].weight is None and not compares_all and divisor is None
         times = jnp.float32(count / len(parts) if is_mean else 1)
-        return PlainResults(*self._jit("finish", self._finish)(state, before, carried, sums, terms, times))
+        return PlainResults(*self._jit("finish", self._finish)(state, before, carried, sums, terms, times, divisor))
 
     def facts(self, state: TrainState, part: Any) -> LossFacts:
         """Trace the loss and its gradients for one part of a batch; nothing is computed."""
         params, rest = jax.eval_shape(self.model.computed, state.params, state.model_state)
         leaves, tree = jax.tree.flatten(rest)
 
-        def run(number: Any, leaves: Any, params: Any, part: Any, step: Any, scale: Any) -> Any:
+        def run(leaves: Any, params: Any, number: Any, part: Any, step: Any, scale: Any) -> Any:
             rest = jax.tree.unflatten(tree, leaves)
             (written, after), found = self._gradients(params, rest, [part], step, number, scale)
             return jax.tree.leaves(after), found, written
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        jaxpr = jax.make_jaxpr(run)(number, leaves, params, part, state.step, self.update.scale(state))
+        jaxpr = jax.make_jaxpr(run)(leaves, params, number, part, state.step, self.update.scale(state))
         graph, constants = from_jaxpr(jaxpr)
-        own_number, *own = graph.inputs[len(constants) :]
+        own, num_params = graph.inputs[len(constants) :], len(jax.tree.leaves(params))
+        own_number = own[len(leaves) + num_params]
+        once = find_writes(graph, len(constants), self.model.are_parameters(rest), num_params).once
         found = prune(replace(graph, outputs=graph.outputs[len(leaves) :]))
         is_random = own_number in {value for e in found.equations for value in values(e.inputs)}
         # Numbers of a constant key are others for a batch of another shape.
         is_random |= any(e.primitive.name.startswith(_DRAWING) for e in everywhere(found))
         pairs = zip(self.model.next_by_gradient(rest), graph.outputs, own, strict=False)
-        return LossFacts(graph, is_random, any(new is not old for is_next, new, old in pairs if not is_next))
+        written = {i for i, (is_next, new, old) in enumerate(pairs) if new is not old and not is_next}
+        return LossFacts(graph, is_random, bool(written.difference(once)), once)
 
     def _jit(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return self._jitted.setdefault(name, jax.jit(function))
 
+    def _divisor(self, params: Any, rest: Any, groups: Sequence[Sequence[Any]], step: Any) -> Any:
+        """Return by what the sum of the losses of all parts is divided."""
+        return add_up([self._call(params, rest, of, step, number)[0] for number, of in enumerate(groups)])[1]
+
     def _gradients(
-        self, params: Any, rest: Any, parts: Sequence[Any], step: Any, number: Any, scale: Any
+        self, params: Any, rest: Any, parts: Sequence[Any], step: Any, number: Any, scale: Any, divisor: Any = None
     ) -> tuple[tuple[Any, Any], tuple[Terms, Any, list[Any]]]:
         """Return the model's variables after the call, the loss's terms, its gradients, and values that follow them."""
         leaves, tree = jax.tree.flatten(rest)
@@ -122,7 +141,8 @@ class PlainStep:
             for i, value in zip(at, following, strict=True):
                 new[i] = value
             terms, after = self._call(params, jax.tree.unflatten(tree, new), parts, step, number)
-            return terms.total if scale is None else terms.total * scale, (terms, after)
+            total = terms.total if divisor is None else terms.total / divisor
+            return total if scale is None else total * scale, (terms, after)
 
         followed = [leaves[i] for i in at]
         grads_of = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -151,9 +171,12 @@ class PlainStep:
         values = {"training": lambda: True, "rngs": lambda: self.model.rngs(rest, **numbers)}
         return model, function(model, part, **{name: values[name]() for name in asked_for(function)})
 
-    def _finish(self, state: TrainState, before: Any, carried: Any, sums: Any, terms: Any, times: Any) -> Any:
+    def _finish(
+        self, state: TrainState, before: Any, carried: Any, sums: Any, terms: Any, times: Any, divided: Any
+    ) -> Any:
         """Return gradients as the trainer's sum has them, all metrics, and the state after the step."""
         metrics, divisor = add_up(terms)
+        divisor = divisor if divided is None else jnp.float32(1)  # the losses have been divided
         grads, following = sums
         scale = self.update.scale(state)
         total = divisor if scale is None else divisor * scale
@@ -172,6 +195,13 @@ class PlainStep:
         hook = None if hook is None else partial(self.model.after_update, hook)
         new, metrics = self.update.apply(state, params, jax.tree.unflatten(tree, leaves), means, metrics, hook)
         return jax.tree.map(lambda grad: grad * times, grads), metrics, new
+
+
+def _with_leaves(tree: Any, other: Any, positions: Sequence[int]) -> Any:
+    """Return a tree with the leaves of another one at some positions."""
+    leaves, structure = jax.tree.flatten(tree)
+    others = jax.tree.leaves(other)
+    return jax.tree.unflatten(structure, [others[i] if i in positions else leaf for i, leaf in enumerate(leaves)])
 
 
 def _add(sums: Any, more: Any) -> Any:

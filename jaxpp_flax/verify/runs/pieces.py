@@ -232,7 +232,11 @@ def points_after(
     return found
 
 
-def rounding_of(equations: Iterable[Any]) -> float:
-    """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with."""
+def rounding_of(equations: Iterable[Any], *, bytes_of_levels: int = 0) -> float:
+    """Return the unit of rounding, relative to 1, of the narrowest type of float that these compute with.
+
+    Floats of so few bytes are levels, and do not count.
+    """
     made = (aval.dtype for equation in equations for aval in avals_of(equation)[1] if hasattr(aval, "dtype"))
-    return max((float(jnp.finfo(of).eps) for of in {*made} if jnp.issubdtype(of, jnp.floating)), default=0.0)
+    floats = [of for of in {*made} if jnp.issubdtype(of, jnp.floating) and of.itemsize > bytes_of_levels]
+    return max((float(jnp.finfo(of).eps) for of in floats), default=0.0)
