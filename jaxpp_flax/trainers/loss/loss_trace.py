@@ -57,9 +57,21 @@ class LossTrace:
 
 
 def trace_graph(
-    model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any, *, training: bool = True
+    model: ModelAdapter,
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    microbatch: Any,
+    *,
+    training: bool = True,
+    checked: bool = True,
 ) -> LossGraph:
-    """Trace the loss function for microbatches of this structure; nothing is computed."""
+    """Trace the loss function for microbatches of this structure; nothing is computed.
+
+    Unless `checked`, changes that a training cannot keep are not looked for: a trace for another size has been.
+
+    Raises:
+      ModelError: if the call changes more of the model than values, and the next call would differ.
+    """
     leaves, tree = jax.tree.flatten(state.model_state)
     pairs: list[tuple[bool, tuple[str, ...]]] = []
     changes: list[Changes | None] = []
@@ -79,11 +91,12 @@ def trace_graph(
         if not training:  # what an evaluation writes is dropped
             return leaves, [terms.total, terms.weight, *weights.values()], []
         after = own.rest_of(bound, rest), own.params_of(bound, params)
-        changes.append(changes_of(bound, own.bind(params, given, **numbers), _THE_CALL))
-        if changes[0] is not None and changes[0].graphdef is None:  # a Linen model
-            raise ModelError(changes[0].message)
-        check_types(after[0], rest, _THE_CALL)
-        check_types(after[1], params, _THE_CALL)
+        if checked:
+            changes.append(changes_of(bound, own.bind(params, given, **numbers), _THE_CALL))
+            if changes[0] is not None and changes[0].graphdef is None:  # a Linen model
+                raise ModelError(changes[0].message)
+            check_types(after[0], rest, _THE_CALL)
+            check_types(after[1], params, _THE_CALL)
         return jax.tree.leaves(after[0]), [terms.total, terms.weight, *weights.values()], jax.tree.leaves(after[1])
 
     arguments = leaves, state.params, state.step, jax.ShapeDtypeStruct((), jnp.int32), microbatch
@@ -116,11 +129,11 @@ def trace_loss(
       ModelError: if a state has a row for each example, and there are several microbatches.
     """
 
-    def trace(microbatch: Any) -> LossGraph:
-        return trace_graph(model, loss_fn, state, microbatch)
+    def trace(microbatch: Any, checked: bool = False) -> LossGraph:
+        return trace_graph(model, loss_fn, state, microbatch, checked=checked)
 
     try:
-        loss = trace(microbatch)
+        loss = trace(microbatch, checked=True)
     except (TypeError, ValueError) as error:
         if num_microbatches > 1 and (found := _states_of_whole_batch(trace, state, microbatch, num_microbatches)):
             raise ModelError(_state_of_examples(found, num_microbatches)) from error
