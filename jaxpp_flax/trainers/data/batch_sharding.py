@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
@@ -134,7 +135,7 @@ def _on_auto_axes(leaf: Any) -> Any:
     mesh = leaf.sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return leaf
-    return jax.device_put(leaf, NamedSharding(Mesh(mesh.devices, mesh.axis_names), leaf.sharding.spec))
+    return jax.device_put(leaf, NamedSharding(Mesh(np.asarray(mesh.devices), mesh.axis_names), leaf.sharding.spec))
 
 
 def _on_default_device(leaf: Any) -> Any:
