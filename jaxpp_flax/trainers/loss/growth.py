@@ -255,8 +255,8 @@ def _of_read(name: str, small: Equation, large: Equation, operands: Sequence[Gro
     if name == "dot_general":
         (dims, _), _ = small.params["dimension_numbers"]
         ratio = _ratio(small.inputs[0], large.inputs[0], dims)
-        # A mask, such as a one-hot code, may choose a single example out of this sum.
-        unknown = ratio != 1 and any(g.chosen for g in operands)
+        # A mask, such as a one-hot code, may choose a single example out of a sum for each entry; a number is the sum.
+        unknown = ratio != 1 and small.outputs[0].aval.ndim > 0 and any(g.chosen for g in operands)
         return replace(scaled(_product(operands), None if unknown else ratio, place), literal=None)
     if name in _POWERS or name == "integer_pow":
         return _power(operands[0], _POWERS.get(name) or small.params["y"])

@@ -51,6 +51,8 @@ FACTORS: dict[str, tuple[float | None, Callable[..., Any]]] = {
     "weights of a mean": (1, lambda x, m, w, s: x.mean((1, 2)) @ jnp.full(len(x), 1 / len(x))),
     "mean of squares by the size": (0.5, lambda x, m, w, s: (x**2).mean() / len(x)),
     "norm of the weights": (1, lambda x, m, w, s: x.mean() + jnp.linalg.norm(w)),
+    "one number of a one-hot code": (2, lambda x, m, w, s: jnp.einsum("bt,btw->", (m > 0).astype(x.dtype), x)),
+    "chosen examples": (None, lambda x, m, w, s: jnp.einsum("bt,btw->w", (m > 0).astype(x.dtype), x)),
     "count": (2, lambda x, m, w, s: jnp.maximum(m.sum(), 1)),
     "count and a tiny number": (2, lambda x, m, w, s: m.sum() + 1e-6),
     "segments": (2, lambda x, m, w, s: jax.ops.segment_sum(x.mean((1, 2)), m[:, 0].astype(int), 2)[1]),
