@@ -223,22 +223,14 @@ class CompiledSteps:
             "residuals": self._scheduling.residuals,
         }
 
-    def _compile(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        policy: CutPolicy,
-        *,
-        donate_argnums: tuple[int, ...] = (),
-        **form: Any,
-    ) -> Any:
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], policy: CutPolicy, **form: Any) -> Any:
         """Compile a function for such arguments; `form` has those of `mpmd_jit_with_loop`.
 
         Raises:
           ModelError: if the model has a matrix product that JAX lacks on the devices.
         """
         try:
-            return self._compile_any(function, arguments, policy, donate_argnums=donate_argnums, **form)
+            return self._compile_any(function, arguments, policy, **form)
         except ValueError as error:
             if not re.search("precision .* is not supported by dot_general", str(error)):
                 raise
