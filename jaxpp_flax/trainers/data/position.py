@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 import jax
@@ -41,7 +42,7 @@ class DataPosition:
     examples: int | None = None  # in these batches, if they are arrays; None for positions of older checkpoints
     batch_size: int | None = None  # the number of examples in the first of these batches
     iterator: Any = None  # the result of the iterator's `get_state`, which grain iterators have
-    last: str | None = None  # the hash of the last batch in this pass, of data whose order is not known
+    order: str | None = None  # the hash of these batches in their order, of data whose order is not known
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "iterator": _encode(self.iterator)}
@@ -126,12 +127,13 @@ class Drawn:
     batches: int = 0
     examples: int | None = 0  # None if batches are not arrays
     batch_size: int | None = None  # of the first batch of the first pass
-    hashes: bool = False  # whether to note the hash of the last batch
-    last: str | None = None
+    hashes: bool = False  # whether to note the order
+    order: str | None = ""  # the hash of all these batches; None if one has no hash
 
     def add(self, batch: Any) -> None:
         size = examples_in(batch)
-        self.last = hash_of(batch) if self.hashes else None
+        mine = hash_of(batch) if self.hashes and self.order is not None else None
+        self.order = None if mine is None else sha256(f"{self.order} {mine}".encode()).hexdigest()
         self.batch_size = size if self.batch_size is None else self.batch_size
         self.batches += 1
         self.examples = None if size is None or self.examples is None else self.examples + size
@@ -220,18 +222,18 @@ def _left(position: DataPosition, drawn: Drawn) -> int:
 
 
 def _compare_order(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, display: Display) -> None:
-    """Warn if the batch before the position is another one than in the run before; tell if that cannot be known."""
+    """Warn if the batches before the position are others than in the run before; tell if that cannot be known."""
     if not drawn.hashes or drawn.batch_size != position.batch_size:  # of a list; or in batches of another size
         return
     name = f"the data (a {type(iterator).__name__})"
     remedy = "Shuffle with a seed of your own, and give the iterator get_state and set_state, such as grain's."
-    if position.last is None or drawn.last is None:
+    if position.order is None or drawn.order is None:
         display.message(f"{name} is drawn up to its place; that its order is that of the run before cannot be known")
-    elif position.last != drawn.last:
+    elif position.order != drawn.order:
         warn_user(
-            f"{name} does not draw the order of the run before: its batch {position.in_epoch} of pass "
-            f"{position.epoch + 1} is another one. The run goes on, but it may repeat examples and leave others out. "
-            f"{remedy}",
+            f"{name} does not draw the order of the run before: up to batch {position.in_epoch} of pass "
+            f"{position.epoch + 1} it has drawn other batches. The run goes on, but it may repeat examples and leave "
+            f"others out. {remedy}",
             UserWarning,
         )
 

@@ -124,7 +124,7 @@ class Batches(Iterator[Any]):
             examples=self._drawn.examples,
             batch_size=self._drawn.batch_size if self._drawn.batches else None,
             iterator=state_of(self._iterator),
-            last=self._drawn.last,
+            order=self._drawn.order,
         )
 
     def _generate(self) -> Iterator[Any]:

@@ -216,6 +216,16 @@ class Shrinks(Shuffles):
         yield from order[: self.random.integers(2, 7)]
 
 
+class Ordered:
+    """Batches that are no list, in the same order in each pass."""
+
+    def __init__(self, *batches: np.ndarray) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.batches)
+
+
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 15])
 @pytest.mark.parametrize("kind", [Shuffles, CountsPasses, Shrinks])
 def test_later_passes_are_those_of_an_uninterrupted_run(kind: type[Shuffles], count: int):
@@ -228,14 +238,20 @@ def test_later_passes_are_those_of_an_uninterrupted_run(kind: type[Shuffles], co
 
 def test_an_order_that_changes_from_run_to_run_is_told():
     position = after(Shuffles(seed=1), 2)
-    with pytest.warns(UserWarning, match=r"does not draw the order of the run before: its batch 2 of pass 1 is anot"):
+    with pytest.warns(UserWarning, match="does not draw the order of the run before: up to batch 2 of pass 1 it"):
         next(Batches(Shuffles(seed=2), steps=1, position=position))
-    with pytest.warns(UserWarning, match=r"its batch 1 of pass 2 is another one"):
+    with pytest.warns(UserWarning, match="up to batch 1 of pass 2 it has drawn other batches"):
         next(Batches(Shuffles(seed=2), steps=1, position=after(Shuffles(seed=1), 7)))
     same, used = after(Shuffles(seed=1), 2), Shuffles(seed=1)
     list(used)  # the loader goes on from a pass that the run before did not make
     with pytest.warns(UserWarning, match="does not draw the order of the run before"):
         next(Batches(used, steps=1, position=same))
+
+
+def test_another_order_is_told_though_the_last_batch_is_the_same():
+    first, second, third = np.arange(12).reshape(3, 4)
+    with pytest.warns(UserWarning, match="up to batch 3 of pass 1 it has drawn other batches"):
+        next(Batches(Ordered(second, first, third), steps=1, position=after(Ordered(first, second, third), 3)))
 
 
 class Lines(Display):
