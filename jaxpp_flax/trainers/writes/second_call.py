@@ -40,10 +40,7 @@ def same_program(one: Any, other: Any) -> bool:
 
 def _lines(jaxpr: Any) -> Iterator[Any]:
     inner = opened(jaxpr)
-    names: dict[Any, Any] = {v: ("input", i) for i, v in enumerate(inner.invars)}
-    read = {id(v) for equation in (*inner.eqns, None) for v in (equation.invars if equation else inner.outvars)}
-    used = (v for v in inner.constvars if id(v) in read)  # a trace may hold others, of what it has only looked at
-    names |= {v: ("constant", i) for i, v in enumerate(used)}
+    names: dict[Any, Any] = {v: ("input", i) for i, v in enumerate((*inner.constvars, *inner.invars))}
 
     def name(atom: Any) -> Any:
         return (repr(atom.val), str(atom.aval)) if isinstance(atom, jex_core.Literal) else names[atom]

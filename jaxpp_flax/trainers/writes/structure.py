@@ -52,8 +52,6 @@ def changes_of(after: Any, before: Any, what: str) -> Changes | None:
     if isinstance(after, LinenCall):
         message = _made(_paths_of_collections(after.variables), _paths_of_collections(before.variables), what)
         return None if message is None else Changes(message=message)
-    if _equal(nnx.graphdef(after), nnx.graphdef(before)):
-        return None  # as a rule: what follows takes as long as a trace of the model
     after, before = (_without_sown(module) for module in (after, before))
     new, old = (_leaves(module) for module in (after, before))
     message = _made(new, old, what)
