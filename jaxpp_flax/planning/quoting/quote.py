@@ -46,15 +46,16 @@ class Quote:
         return self.ranking.steps[0]
 
     def best_of(self, count: int) -> tuple[QuotedStep, ...]:
-        """Return the fastest steps, each of another mesh: measure these, and keep the fastest. Three are enough.
+        """Return the fastest steps, each of another mesh: measure these, and keep the fastest.
 
         Predictions are 8 to 9 % off in the mean: among 47 measured layouts of one model, the first one was 17 % slower
-        than the fastest, which was among the first three. There are at most as many steps as `quote(top=)` says.
+        than the fastest, which was among the first three: three were enough there. There are at most as many steps as
+        `quote(top=)` says.
 
         Example:
-          >>> for step in found.best_of(3):  # doctest: +SKIP
+          >>> for number, step in enumerate(found.best_of(3)):  # doctest: +SKIP
           ...     print(step.layout)
-          ...     found.plan(step).save(f"{step.layout.pipeline}.json")
+          ...     found.plan(step).save(f"plan_{number}.json")
         """
         return self.ranking.steps[: check_count("count", count)]
 
@@ -64,7 +65,8 @@ class Quote:
     def explain(self, step: QuotedStep | None = None, *, width: int = 80) -> str:
         """Return a text: what a step (by default the best) uses its seconds and bytes for, and a picture of its start.
 
-        A long picture shows the first and the last ranks, and the beginning of what it has: 200 lines are enough.
+        The text has at most 200 lines: of many ranks the picture shows the first and last eight, and the beginning of
+        the step.
 
         Args:
           step: a step of `ranking`, or of `quoter`.

@@ -62,7 +62,7 @@ def _notes(found: Ranking, device: Device) -> Iterator[str]:
         yield f"The second is {second.seconds / best.seconds - 1:.1%} slower: {_difference(best, second)}."
         alike = sum(step.seconds < best.interval[1] for step in found.steps)
         yield f"{alike} of these {len(found.steps)} lie within the interval of the best."
-        yield "Measure the first three, `found.best_of(3)`, and keep the fastest."
+        yield "Measure the first three, `found.best_of(3)` or `--explain SIZES --save FILE` for each; keep the fastest."
 
 
 def _price(step: QuotedStep, device: Device) -> str:

@@ -116,7 +116,7 @@ def test_the_first_few_are_named(quoter: Quoter):
     assert len(meshes) == 3
     assert found.best_of(1000) == found.ranking.steps
     assert all(found.plan(step).seconds == step.seconds for step in three)
-    assert "Measure the first three, `found.best_of(3)`" in str(found)
+    assert "Measure the first three, `found.best_of(3)` or `--explain SIZES --save FILE` for each" in str(found)
     with pytest.raises(ValueError, match="count=0: it must be a whole number of at least 1"):
         found.best_of(0)
 
