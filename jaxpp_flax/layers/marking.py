@@ -14,7 +14,7 @@ from flax import nnx
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.layers.remat import check_remat, rematerialized
 
-__all__ = ["MARK_RESULTS", "is_marked", "marked", "pipeline_stage", "remedy_for"]
+__all__ = ["MARK_RESULTS", "article", "is_marked", "marked", "pipeline_stage", "remedy_for"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -138,7 +138,7 @@ def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = 
     kind, remedy = type(target).__name__, "Decorate a function, method or Module class."
     if callable(target):
         remedy = "Wrap it: `PipelineStage(module)`." if isinstance(target, _FLAX) else MARK_RESULTS
-    raise TypeError(f"pipeline_stage got {_article(kind)} {kind}, neither a function nor a class. {remedy}")
+    raise TypeError(f"pipeline_stage got {article(kind)} {kind}, neither a function nor a class. {remedy}")
 
 
 def remedy_for(module: Any) -> str:
@@ -151,5 +151,11 @@ def remedy_for(module: Any) -> str:
     return MARK_RESULTS if callable(module) else "Pass a module, or mark an array with `mark_stage_end(x)`."
 
 
-def _article(noun: str) -> str:
+def article(noun: str) -> str:
+    """Return the article of a noun.
+
+    Example:
+      >>> article("Attrs"), article("Table")
+      ('an', 'a')
+    """
     return "an" if noun[:1].lower() in "aeiou" else "a"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import named_memory
+from jaxpp_flax.layers.marking import article
 from jaxpp_flax.trainers.errors import BatchError
 
 __all__ = ["check_leaf", "is_list_of_numbers", "leaf_name", "leaves_of"]
@@ -52,7 +53,8 @@ def check_leaf(path: Any, leaf: Any) -> None:
     if is_list_of_numbers(leaf):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__} of {_about_list(leaf)}")
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, {_about_object(leaf_name(path), leaf)}")
+        kind = type(leaf).__name__
+        raise BatchError(f"{leaf_name(path)} is {article(kind)} {kind}, {_about_object(leaf_name(path), leaf)}")
     if isinstance(leaf, np.ma.MaskedArray):
         raise BatchError(
             f"{leaf_name(path)} is a masked array, whose mask JAX does not know. Pass `leaf.filled(value)`, and the "

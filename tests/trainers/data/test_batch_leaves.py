@@ -85,7 +85,7 @@ REFUSED = [
     ("ChainMap", collections.ChainMap({"x": X}), "ChainMap", "dict(batch)"),
     ("subclass of list", Rows([X]), "Rows", "list(batch)"),
     ("dataclass", Example(X), "Example", "jax.tree_util.register_dataclass(Example)"),
-    ("attrs", {"x": X, "y": Attrs()}, "batch['y'] is a Attrs", "attrs.asdict(batch['y'], recurse=False)"),
+    ("attrs", {"x": X, "y": Attrs()}, "batch['y'] is an Attrs", "attrs.asdict(batch['y'], recurse=False)"),
     ("namespace", types.SimpleNamespace(x=X), "SimpleNamespace", "vars(batch)"),
     ("table", {"x": Table()}, "batch['x'] is a Table", "np.asarray"),
     ("torch", {"x": of_library("torch", object())}, "batch['x'] is a torch Tensor", "tensor.float().numpy()"),
