@@ -115,8 +115,8 @@ def _scalar(value: Any, name: str, output: Any) -> jax.Array:
     if jnp.shape(value) != () and name == "weight":
         raise LossError(
             f"the loss function returned a pair (loss_sum, weight) with a weight of shape {jnp.shape(value)}, which is "
-            "not a scalar. Return a number of examples or tokens, or, by name, values to report, which `has_aux=True` "
-            "takes in plain JAX: (loss, {'logits': logits})."
+            "not a scalar. Return a number of examples or tokens. Values of each example are no metrics: take them "
+            "with `predict`; report scalars by name: (loss, {'accuracy': accuracy})."
         )
     if jnp.shape(value) != ():
         raise LossError(
