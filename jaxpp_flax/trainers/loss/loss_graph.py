@@ -125,6 +125,11 @@ def _text_of(total: Growth, weight: Growth | None) -> str | None:
     if not total.factor or not expected or is_same(total.factor, expected):
         return None
     where = f" ({total.place})" if total.place else ""
+    if weight is None and total.factor < 1:
+        return (
+            f"With twice as many examples it is {total.factor:.3g} times as large{where}: it is divided by the number "
+            "of examples once too often. Take the `.mean()` alone."
+        )
     if weight is None:
         return (
             f"With twice as many examples it is {total.factor:.3g} times as large{where}, as a sum is; a mean is not. "

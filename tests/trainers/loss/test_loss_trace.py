@@ -160,6 +160,10 @@ SUMS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda model, batch: errors(model, batch).mean() + jnp.square(model(batch["x"])).sum(),
     ),
     "sum and a penalty": ("grow differently", lambda model, batch: errors(model, batch).sum() + penalty(model)),
+    "divided twice": (
+        "0.5 times as large: it is divided by the number of examples once too often",
+        lambda model, batch: m.squared_error(model, batch) / len(batch["x"]),
+    ),
     "constant weight": ("loss_sum is 2 times as large", lambda model, batch: (errors(model, batch).sum(), 4)),
     "weight of a mean": ("its weight 2 times", lambda model, batch: (m.squared_error(model, batch), len(batch["x"]))),
     "segments": (
