@@ -96,7 +96,7 @@ class GuardedTracker:
         self._left_out, free = [], list(self._trackers)
         for saved in _named(states, self._trackers):
             taker = next((tracker for tracker in free if _name(tracker) == saved["tracker"]), None)
-            reason = "this run has no such tracker"
+            reason = "this run has no such tracker; later checkpoints keep it"
             if taker is not None:
                 free.remove(taker)
                 try:

@@ -194,3 +194,12 @@ def test_the_states_of_older_checkpoints(state: Any, taken: bool, monkeypatch: p
     make_trainer(whole).guarded_tracker.set_state(state, told.append)
     assert (tracker.get_state() == {"id": "a"}) == taken
     assert bool(told) != taken
+
+
+def test_a_state_without_a_tracker_is_kept_for_a_later_run():
+    told, state = list[str](), {"tracker": "WandbTracker", "state": {"id": "a"}}
+    tracker = make_trainer(DictTracker()).guarded_tracker
+    tracker.set_state([state], told.append)
+    reason = "this run has no such tracker; later checkpoints keep it"
+    assert told == [f"the checkpoint's state of WandbTracker is left out: {reason}"]
+    assert tracker.get_state() == [state]
