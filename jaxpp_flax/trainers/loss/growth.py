@@ -33,7 +33,8 @@ _TOLERANCE = 1e-3  # of factors: `1 / (n + 1e-6)`
 class Growth:
     """How a value grows if the number of examples doubles; a factor of None is unknown, 0 is a value that is zero.
 
-    With `onto`, the value is an input plus what grows so, or the larger (smaller) one of the input and such a value.
+    `onto=(name, "add")`: the value is the input `name` plus a value with this factor; with "max" or "min" it is the
+    larger or smaller of the two.
     """
 
     factor: float | None = 1.0

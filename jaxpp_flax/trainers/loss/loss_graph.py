@@ -63,10 +63,10 @@ class LossGrowth:
 
     weights: list[Growth]  # as in `LossGraph`
     compared: bool  # False: the factors are not known
-    divided: str | None
-    mixed: str | None
-    text: str | None
-    moved: list[int]
+    divided: str | None  # the place where the loss divides by a sum over the examples; None for a pair
+    mixed: str | None  # the place of another operation that joins examples, such as a product of two of them
+    text: str | None  # a sentence if the loss does not grow as a mean does, or not as its weight
+    moved: list[int]  # states whose value after all microbatches is not that of one call
     of_examples: list[int]  # states with a row for each example, which the loss reads
 
     @classmethod
