@@ -34,9 +34,9 @@ class Checkpoints:
         end of `fit` names the best value that was logged.
       best_mode: "min" if smaller values are better; "max" if larger values are, as for an accuracy.
       asynchronous: write checkpoints in the background while training continues.
-      preemption_deadline: SIGTERM ends `fit` and `training_steps` as `trainer.stop` does, with a checkpoint, within
-        this many seconds; then the process ends without one, and says so. The scheduler must wait longer before it
-        kills the process: `docs/guides/jobs/slurm.sh` gives 120 s. None does not handle the signal.
+      preemption_deadline: SIGTERM ends `fit` and `training_steps` as `trainer.stop` does, with a checkpoint. After this
+        many seconds the process ends without a checkpoint, and says so. The scheduler must wait longer before it kills
+        the process: `docs/guides/jobs/slurm.sh` gives 120 s. None does not handle the signal.
 
     Raises:
       TypeError, ValueError: if a field has a value that does not fit; the message names the field.

@@ -40,10 +40,10 @@ class Training(Options):
       after_update: changes variables once a step, inside the compiled step, after the optimizer. For NNX,
         `after_update(model, metrics)` gets the module, and writes any of its variables in place: trained, frozen and
         others. For Linen, `after_update(variables, metrics)` gets a dict of all collections and returns all of them.
-        The model has the new weights, in the type in which they are stored. What its call writes goes from microbatch
-        to microbatch, so `self.load[...] += tokens` has the sum over the batch (`metrics` of the loss are those of the
-        whole batch too). Such a variable is not reset by itself. The average of `ema_decay` gets what the function
-        writes; a step that is skipped skips it.
+        The model has the new weights, in the type in which they are stored. What the model writes while
+        the loss calls it goes from microbatch to microbatch, so `self.load[...] += tokens` has the sum over the batch
+        (`metrics` of the loss are those of the whole batch too). Such a variable is not reset by itself: set it to zero
+        in the function. The average of `ema_decay` gets what the function writes; a step that is skipped skips it.
       max_batch_shapes: how many different shapes of batches one schedule may train on, such as lengths of padded texts.
         Each shape is compiled by itself, and a message says so. A batch with one more shape is refused.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
