@@ -160,6 +160,15 @@ def wraps_another_model(function: Any) -> bool:
       >>> tree = jax.tree_util.Partial(lambda w, x: w * x, 2.0)
       >>> wraps_another_model(tree), wraps_another_model(type(tree))
       (False, False)
+      >>> import dataclasses
+      >>> @jax.tree_util.register_dataclass
+      ... @dataclasses.dataclass
+      ... class Scale:
+      ...     weight: float
+      ...     def __call__(self, x):
+      ...         return self.weight * x
+      >>> wraps_another_model(Scale(2.0)), wraps_another_model(Scale(2.0).__call__)
+      (True, True)
     """
     function = inspect.unwrap(function)
     owner = getattr(function, "__self__", function)
