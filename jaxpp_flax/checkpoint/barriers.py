@@ -21,7 +21,8 @@ from jaxpp_flax.processes.store import ProcessFailedError
 # The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are Orbax's bookkeeping.
 _PURPOSES = {"async_write_complete": "every process's part of it", "async_commit_complete": "commit"}
 
-# The error that the program was handling when a save or restore began: one in an `except` block is no failure of it.
+# The error that the program was handling when a save or restore began. A save in an `except` block still finds it in
+# `sys.exception()`: that error is no failure of the save.
 _handled: ContextVar[BaseException | None] = ContextVar("_handled", default=None)
 
 
