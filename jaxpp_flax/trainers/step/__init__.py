@@ -1,1 +1,1 @@
-"""The step functions: update, and compiling."""
+"""The step function: its update, and its compilation."""

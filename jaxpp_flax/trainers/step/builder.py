@@ -17,9 +17,7 @@ from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
 from jaxpp_flax.trainers.data.batch import dtype_of, shape_of
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms, not_zero, read_loss, whole_batch
-from jaxpp_flax.trainers.loss.loss_trace import (
-    check_weights,
-)
+from jaxpp_flax.trainers.loss.loss_trace import check_weights
 from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
     embedding_operations,
