@@ -83,8 +83,8 @@ class Batches(Iterator[Any]):
         self._taken = 0  # counts the batches that are left out too
         self._before = start.batches if start is not None else 0
         self._epoch = start.epoch if start is not None else 0
-        # The order of other data than a list is known only if its iterator keeps it.
-        self._hashes = not isinstance(data, (list, tuple, range)) and not hasattr(first, "get_state")
+        # Without an iterator that keeps the order, it may change from run to run: a program may shuffle a list too.
+        self._hashes = not hasattr(first, "get_state")
         self._drawn = drawn or Drawn(hashes=self._hashes)  # in the current pass
         self._position = self._position_before = start or self._here()
         self._run = self._generate()
@@ -134,7 +134,7 @@ class Batches(Iterator[Any]):
             return
         if self._start is not None:
             self._iterator = seek_pass(self._data, self._iterator, self._start, self._how, self._display)
-            seek(self._iterator, self._start, self._how, self._display, self._drawn)
+            seek(self._data, self._iterator, self._start, self._how, self._display, self._drawn)
             if self._start.epoch:
                 self._tell_later_passes()
         while True:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -252,6 +254,51 @@ def test_another_order_is_told_though_the_last_batch_is_the_same():
     first, second, third = np.arange(12).reshape(3, 4)
     with pytest.warns(UserWarning, match="up to batch 3 of pass 1 it has drawn other batches"):
         next(Batches(Ordered(second, first, third), steps=1, position=after(Ordered(first, second, third), 3)))
+
+
+class ShuffledList(list[np.ndarray]):
+    """A list whose passes have an order of their own."""
+
+    def __init__(self, seed: int):
+        super().__init__(in_batches(4))
+        self.random = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter([self[i] for i in self.random.permutation(len(self))])
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_that_the_program_has_shuffled_is_told(kind: type, count: int):
+    data = in_batches(4)
+    position, text = after(kind(data), count), f"up to batch 2 of pass {1 + count // 6}"
+    with pytest.warns(UserWarning, match=text):
+        next(Batches(kind(data[::-1]), steps=1, position=position))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_list_of_a_class_of_its_own_may_shuffle(count: int):
+    undisturbed, position = list(Batches(ShuffledList(0), steps=12)), after(ShuffledList(0), count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = list(Batches(ShuffledList(0), steps=12 - count, position=position))
+    np.testing.assert_array_equal(resumed, undisturbed[count:])
+    with pytest.warns(UserWarning, match=r"the data \(a ShuffledList\) does not draw the order"):
+        next(Batches(ShuffledList(1), steps=1, position=position))
+
+
+def of_older_checkpoint(data: object) -> DataPosition:
+    return replace(after(data, 2), order=None)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, list])
+@pytest.mark.parametrize("before", [lambda data: after(data, 8), of_older_checkpoint])
+def test_a_list_as_before_is_not_told(make: Callable[..., Any], before: Callable[..., DataPosition]):
+    data, display = [make(batch) for batch in in_batches(4)], Lines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(Batches(list(data), steps=1, position=before(data), display=display))
+    assert display.shown == []
 
 
 class Lines(Display):
