@@ -139,6 +139,19 @@ class Drawn:
         self.examples = None if size is None or self.examples is None else self.examples + size
 
 
+def named(data: Any) -> str:
+    """Return the name of the class of `data`, with its article.
+
+    Example:
+      >>> named([]), named(iter({}.items()))
+      ('a list', 'a dict_itemiterator')
+      >>> named(type("Indexed", (), {})())
+      'an Indexed'
+    """
+    name = type(data).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def keeps_order(data: Any) -> bool:
     """Return True if all passes over `data` are equal; a subclass of a list may shuffle them.
 
@@ -242,17 +255,26 @@ def _compare_order(data: Iterable[Any], position: DataPosition, drawn: Drawn, di
     """Warn if the batches before the position are others than in the run before; tell if that cannot be known."""
     if not drawn.hashes or drawn.batch_size != position.batch_size:  # in batches of another size
         return
-    name = f"the data (a {type(data).__name__})"
-    remedy = "Shuffle with a seed of your own, and give the iterator get_state and set_state, such as grain's."
+    name = f"the data ({named(data)})"
+    place = f"up to batch {position.in_epoch} of pass {position.epoch + 1}"
     if position.order is None or drawn.order is None:
         if keeps_order(data):  # few programs shuffle a list, and each run with JAX arrays would be told
             return
-        display.message(f"{name} is drawn up to its place; that its order is that of the run before cannot be known")
+        why, remedy = "the checkpoint does not tell", "Give an iterator with get_state and set_state."
+        if jax.process_count() > 1:
+            why = "each process reads a part"
+        elif drawn.order is None:
+            why = "they are no NumPy arrays"
+            remedy = "Give NumPy arrays, or an iterator with get_state and set_state."
+        display.message(
+            f"{name} was drawn again {place}. Whether these are the batches of the run before is not known: {why}. "
+            f"{remedy}"
+        )
     elif position.order != drawn.order:
         warn_user(
-            f"{name} does not draw the order of the run before: up to batch {position.in_epoch} of pass "
-            f"{position.epoch + 1} it has drawn other batches. The run goes on, but it may repeat examples and leave "
-            f"others out. {remedy}",
+            f"{name} does not draw the order of the run before: {place} it has drawn other batches. The run goes on, "
+            "but it may repeat examples and leave others out. Shuffle with a fixed seed, or give the iterator "
+            "get_state and set_state, as grain's have.",
             UserWarning,
         )
 

@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.data.position import (
     ResumeData,
     check_batch_size,
     has_own_state,
+    named,
     seek,
     seek_pass,
     state_of,
@@ -153,12 +154,12 @@ class Batches(Iterator[Any]):
                     return
             used = self._before + self._taken + (0 if self._start is None else self._start.in_epoch)
             if not used:
-                raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
+                raise ValueError(f"data ({named(self._data)}) held no batch.")
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
                 return
             if once or not self._drawn.batches:
                 warn_user(
-                    f"data ended after {self.given} of {self._steps} steps: a {type(self._data).__name__} runs once. "
+                    f"data ended after {self.given} of {self._steps} steps: {named(self._data)} runs once. "
                     "Training stops here.",
                     UserWarning,
                 )
@@ -173,8 +174,9 @@ class Batches(Iterator[Any]):
         if self._start is not None and not self._has_told and has_own_state(self._iterator, self._start):
             self._has_told = True
             self._display.message(
-                f"pass {self._epoch + 1} over the data (a {type(self._data).__name__}): that an uninterrupted run "
-                "would draw it in this order cannot be known, if a pass depends on what was drawn before it"
+                f"pass {self._epoch + 1} over the data ({named(self._data)}): the iterator's state was restored, but "
+                "earlier passes were not drawn again. If the order of a pass depends on them, an uninterrupted run "
+                "would draw another one. Let each pass depend on a seed and its number only."
             )
 
 
