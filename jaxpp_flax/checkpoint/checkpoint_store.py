@@ -173,6 +173,11 @@ class CheckpointStore:
         known = {step: value for step, value in values.items() if math.isfinite(value)}
         return max(known, key=lambda step: (best.order(known[step]), step), default=None)
 
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics that complete checkpoints have."""
+        found = (read_json(self.directory / str(step), "metrics") or {} for step in self.steps())
+        return sorted({name for metrics in found for name in metrics})
+
     def save(
         self,
         step: int,

@@ -21,7 +21,7 @@ from jaxpp_flax.checkpoint.reading import RestorePlan, leaves_of, plan_restore, 
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.messages import listed
+from jaxpp_flax.messages import listed, near_names
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
@@ -115,6 +115,7 @@ class Checkpointing:
         metrics = self.measured.at(self.held.step)
         self.leave_branch()
         store.save(self.held.step, self._on_disk(self.held.whole()), beside, metrics=metrics, wait=wait)
+        self.measured.saved(self.held.step)
         return store.directory / str(self.held.step)
 
     def _save_part(self, where: str | os.PathLike[str] | int | None, only: PathFilter) -> Path:
@@ -339,8 +340,12 @@ def _best(store: CheckpointStore) -> int:
     """Return the best step that process 0 sees."""
     best = exchange_values(process_group(), "the best step", store.best())[0]
     if best is None:
+        name = None if store.ranking is None else store.ranking.best
+        names = store.metric_names()
         raise CheckpointNotFoundError(
-            f"{store.directory} holds no checkpoint with the metric of Checkpoints(best=). A checkpoint has metrics "
-            'of its own step: evaluate at the steps of saves (eval_every=), or restore another one, such as "latest".'
+            f"{store.directory} holds no checkpoint with a number for {name!r}, the metric of Checkpoints(best=). Its "
+            f"checkpoints have: {', '.join(names) or 'no metrics'}.{near_names(str(name), names)} A checkpoint has "
+            "metrics of its own step: evaluate at the steps of saves (eval_every=), or restore another one, such as "
+            '"latest".'
         )
     return best

@@ -13,7 +13,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.schedules import ZBV, InterleavedGPipe, Schedule, Std1F1B, validate
-from jaxpp_flax.trainers import Inference
+from jaxpp_flax.trainers import Inference, Logging
 from jaxpp_flax.trainers.inference import Average
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.step.builder import ForwardOnly
@@ -35,6 +35,26 @@ def test_a_metric_without_weight_is_not_a_number():
     found = average.result()
     assert found["loss"] == 0.5
     np.testing.assert_array_equal(found["accuracy"], [np.nan, 0.75])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_every_call_passes_a_guard_against_transfers(num_stages: int):
+    """Batches and outputs move as the user has asked, at 8 examples and at 7, which two devices share unevenly."""
+    trainer = PipelineTrainer(
+        Layers(), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(), num_stages=num_stages, num_microbatches=2,
+        mesh={"data": 2}, logging=Logging(progress=False),
+    )  # fmt: skip
+    x = np.ones((8, 4), np.float32)
+    expected = trainer.predict(x)
+    with jax.transfer_guard("disallow"):
+        got = trainer.predict(x)
+        odd = trainer.predict(x[:7])
+        trainer.evaluate([x, x[:7]])
+        trainer.train_step(x)
+        trainer.fit([x], steps=1)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_allclose(odd, expected[:7], rtol=1e-6)
+    assert (type(got), got.dtype, got.devices()) == (type(expected), jnp.float32, {jax.devices()[0]})
 
 
 def forces(model: Any, x: Any) -> jax.Array:

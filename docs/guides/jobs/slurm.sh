@@ -18,7 +18,9 @@ export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
 status=0
 srun --kill-on-bad-exit=1 python -m jaxpp_flax.launch --cluster train.py --steps 100000 || status=$?
 
-# 75: it was asked to end, and has saved. 143: the save took too long; the checkpoint before is whole.
-# SLURM runs the job again from there, if train.py has fit(resume=True).
-if [ "$status" = 75 ] || [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# 75: it was asked to end, and has saved. 143: the save took too long; the checkpoint before is whole, if there is one.
+# SLURM runs the job again from there, if train.py has fit(resume=True) and checkpoints="run". Without a whole
+# checkpoint the job would begin again, time after time: then raise @120 above, and preemption_deadline with it.
+steps=$(ls run 2>/dev/null | grep -cx '[0-9]*') || true    # unfinished ones have other names; a bucket needs its own ls
+if [ "$status" = 75 ] || { [ "$status" = 143 ] && [ "$steps" -gt 0 ]; }; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

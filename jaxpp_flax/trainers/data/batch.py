@@ -160,8 +160,8 @@ def join_parts(outputs: Sequence[Any]) -> Any:
     """
 
     def join(*leaves: Any) -> jax.Array:
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        return jnp.asarray(np.concatenate([a if a.ndim < 2 else a.reshape(-1, *a.shape[2:]) for a in arrays]))
+        arrays = [np.asarray(leaf) for leaf in jax.device_get(leaves)]
+        return jax.device_put(np.concatenate([a if a.ndim < 2 else a.reshape(-1, *a.shape[2:]) for a in arrays]))
 
     return jax.tree.map(join, *outputs)
 

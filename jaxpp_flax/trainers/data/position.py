@@ -139,6 +139,29 @@ class Drawn:
         self.examples = None if size is None or self.examples is None else self.examples + size
 
 
+def named(data: Any) -> str:
+    """Return the name of the class of `data`, with its article.
+
+    Example:
+      >>> named([]), named(iter({}.items()))
+      ('a list', 'a dict_itemiterator')
+      >>> named(type("Indexed", (), {})())
+      'an Indexed'
+    """
+    name = type(data).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def keeps_order(data: Any) -> bool:
+    """Return True if all passes over `data` are equal; a subclass of a list may shuffle them.
+
+    Example:
+      >>> keeps_order([1, 2]), keeps_order(iter([1, 2]))
+      (True, False)
+    """
+    return type(data) in (list, tuple, range)
+
+
 def seek_pass(
     data: Iterable[Any], iterator: Iterator[Any], position: DataPosition, how: ResumeData, display: Display
 ) -> Iterator[Any]:
@@ -146,7 +169,7 @@ def seek_pass(
 
     All passes over a list are equal. Other data may give each pass a new order, so it goes through the passes before.
     """
-    if not position.epoch or iterator is data or isinstance(data, (list, tuple, range)):
+    if not position.epoch or iterator is data or keeps_order(data):
         return iterator
     if has_own_state(iterator, position):  # a loader may count its passes
         for _ in range(position.epoch):
@@ -183,8 +206,15 @@ def _bar(count: int, of: str, display: Display) -> Generator[Callable[[int], Non
         display.stop()
 
 
-def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, display: Display, drawn: Drawn) -> None:
-    """Move an iterator to `position`, and update `drawn`, the batches that it has given in this pass.
+def seek(
+    data: Iterable[Any],
+    iterator: Iterator[Any],
+    position: DataPosition,
+    how: ResumeData,
+    display: Display,
+    drawn: Drawn,
+) -> None:
+    """Move an iterator over `data` to `position`, and update `drawn`, the batches that it has given in this pass.
 
     If batches are arrays, their examples are counted, so that the batch size may change between runs. `how` is the
     method for an iterator without `set_state`. Refuse an iterator that ends before the position, or is past it.
@@ -211,7 +241,7 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, displ
         )
     with _bar(position.in_epoch - drawn.batches, "", display) as tell:
         _drop(iterator, position, drawn, tell)
-    _compare_order(iterator, position, drawn, display)
+    _compare_order(data, position, drawn, display)
 
 
 def _left(position: DataPosition, drawn: Drawn) -> int:
@@ -221,19 +251,30 @@ def _left(position: DataPosition, drawn: Drawn) -> int:
     return position.examples - drawn.examples
 
 
-def _compare_order(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, display: Display) -> None:
+def _compare_order(data: Iterable[Any], position: DataPosition, drawn: Drawn, display: Display) -> None:
     """Warn if the batches before the position are others than in the run before; tell if that cannot be known."""
-    if not drawn.hashes or drawn.batch_size != position.batch_size:  # of a list; or in batches of another size
+    if not drawn.hashes or drawn.batch_size != position.batch_size:  # in batches of another size
         return
-    name = f"the data (a {type(iterator).__name__})"
-    remedy = "Shuffle with a seed of your own, and give the iterator get_state and set_state, such as grain's."
+    name = f"the data ({named(data)})"
+    place = f"up to batch {position.in_epoch} of pass {position.epoch + 1}"
     if position.order is None or drawn.order is None:
-        display.message(f"{name} is drawn up to its place; that its order is that of the run before cannot be known")
+        if keeps_order(data):  # few programs shuffle a list, and each run with JAX arrays would be told
+            return
+        why, remedy = "the checkpoint does not tell", "Give an iterator with get_state and set_state."
+        if jax.process_count() > 1:
+            why = "each process reads a part"
+        elif drawn.order is None:
+            why = "they are no NumPy arrays"
+            remedy = "Give NumPy arrays, or an iterator with get_state and set_state."
+        display.message(
+            f"{name} was drawn again {place}. Whether these are the batches of the run before is not known: {why}. "
+            f"{remedy}"
+        )
     elif position.order != drawn.order:
         warn_user(
-            f"{name} does not draw the order of the run before: up to batch {position.in_epoch} of pass "
-            f"{position.epoch + 1} it has drawn other batches. The run goes on, but it may repeat examples and leave "
-            f"others out. {remedy}",
+            f"{name} does not draw the order of the run before: {place} it has drawn other batches. The run goes on, "
+            "but it may repeat examples and leave others out. Shuffle with a fixed seed, or give the iterator "
+            "get_state and set_state, as grain's have.",
             UserWarning,
         )
 

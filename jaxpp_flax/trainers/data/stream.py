@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.data.position import (
     ResumeData,
     check_batch_size,
     has_own_state,
+    named,
     seek,
     seek_pass,
     state_of,
@@ -83,8 +84,8 @@ class Batches(Iterator[Any]):
         self._taken = 0  # counts the batches that are left out too
         self._before = start.batches if start is not None else 0
         self._epoch = start.epoch if start is not None else 0
-        # The order of other data than a list is known only if its iterator keeps it.
-        self._hashes = not isinstance(data, (list, tuple, range)) and not hasattr(first, "get_state")
+        # Without an iterator that keeps the order, it may change from run to run: a program may shuffle a list too.
+        self._hashes = not hasattr(first, "get_state")
         self._drawn = drawn or Drawn(hashes=self._hashes)  # in the current pass
         self._position = self._position_before = start or self._here()
         self._run = self._generate()
@@ -134,7 +135,7 @@ class Batches(Iterator[Any]):
             return
         if self._start is not None:
             self._iterator = seek_pass(self._data, self._iterator, self._start, self._how, self._display)
-            seek(self._iterator, self._start, self._how, self._display, self._drawn)
+            seek(self._data, self._iterator, self._start, self._how, self._display, self._drawn)
             if self._start.epoch:
                 self._tell_later_passes()
         while True:
@@ -153,12 +154,12 @@ class Batches(Iterator[Any]):
                     return
             used = self._before + self._taken + (0 if self._start is None else self._start.in_epoch)
             if not used:
-                raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
+                raise ValueError(f"data ({named(self._data)}) held no batch.")
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
                 return
             if once or not self._drawn.batches:
                 warn_user(
-                    f"data ended after {self.given} of {self._steps} steps: a {type(self._data).__name__} runs once. "
+                    f"data ended after {self.given} of {self._steps} steps: {named(self._data)} runs once. "
                     "Training stops here.",
                     UserWarning,
                 )
@@ -173,8 +174,9 @@ class Batches(Iterator[Any]):
         if self._start is not None and not self._has_told and has_own_state(self._iterator, self._start):
             self._has_told = True
             self._display.message(
-                f"pass {self._epoch + 1} over the data (a {type(self._data).__name__}): that an uninterrupted run "
-                "would draw it in this order cannot be known, if a pass depends on what was drawn before it"
+                f"pass {self._epoch + 1} over the data ({named(self._data)}): the iterator's state was restored, but "
+                "earlier passes were not drawn again. If the order of a pass depends on them, an uninterrupted run "
+                "would draw another one. Let each pass depend on a seed and its number only."
             )
 
 

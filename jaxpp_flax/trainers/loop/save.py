@@ -48,7 +48,7 @@ class Save(Callback):
         self._checkpoints, self._store, self._by_itself = checkpoints, checkpoints.store, by_itself
         self._again, self._stop, self._evaluation = again, stop, evaluation
         self._saves_interrupted, self._tells = saves_interrupted, tells
-        self._ranking = Ranking(self._store.ranking if by_itself and self._store is not None else None)
+        self._ranking = Ranking(None if self._store is None else self._store.ranking, by_itself=by_itself)
         self._has_evaluated = False
         self._beginning: int | None = None
         self._last: int | None = None  # the last step whose metrics are known
@@ -72,6 +72,8 @@ class Save(Callback):
                     if self._by_itself:
                         print_notice(f"{error} The last step of this run is not saved")
                     self._by_itself = False
+            self._checkpoints.measured.on_save = self._ranking.saved
+            claim.callback(setattr, self._checkpoints.measured, "on_save", None)
             yield
 
     def refuse_later_checkpoints(self) -> None:
@@ -140,7 +142,7 @@ class Save(Callback):
             return
         is_saved = self._checkpoints.is_saved()  # every process asks
         if (self._by_itself or self._stop.is_preempted) and self._step > 0 and not is_saved:
-            self._save()
+            self._checkpoints.save()
             if self._tells:
                 self._store.note(self._checkpoints.held.memory)
                 self._checkpoints.display.message(
@@ -167,11 +169,7 @@ class Save(Callback):
 
     def _save_if_due(self) -> None:
         if self._store is not None and not self._waiting and self._by_itself and self._store.wants(self._step):
-            self._save(wait=False)
-
-    def _save(self, *, wait: bool = True) -> None:
-        self._checkpoints.save(wait=wait)
-        self._ranking.saved(self._step, self._checkpoints.measured.names(self._step))
+            self._checkpoints.save(wait=False)
 
     def _look_for_metric(self, step: int) -> None:
         names = self._checkpoints.measured.names(step)
@@ -216,7 +214,7 @@ class Save(Callback):
             try:
                 self._store.wait()
                 if not self._checkpoints.is_saved():
-                    self._save()
+                    self._checkpoints.save()
             except (CheckpointSaveError, NonFiniteLossError) as failed:
                 error.add_note(f"Step {self._step} is not saved: {failed}")
             else:

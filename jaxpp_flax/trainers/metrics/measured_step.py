@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class MeasuredStep:
 
     def __init__(self) -> None:
         self._step, self._metrics = -1, dict[str, Any]()
+        self.on_save: Callable[[int, Collection[str]], None] | None = None  # called after a save to the directory
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note metrics of a step, which may not be ready yet."""
@@ -37,6 +38,11 @@ class MeasuredStep:
     def names(self, step: int) -> list[str]:
         """Return the names of the scalars of this step, without waiting for them."""
         return [name for name, value in self._metrics.items() if np.ndim(value) == 0] if step == self._step else []
+
+    def saved(self, step: int) -> None:
+        """Tell `on_save` that the trainer's directory gets a checkpoint of this step."""
+        if self.on_save is not None:
+            self.on_save(step, self.names(step))
 
     def at(self, step: int) -> dict[str, float] | None:
         """Wait for the scalars of this step, and return them as floats; None if no metrics of it are known."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
-from jaxpp_flax.trainers.progress import Display
 
 
 def in_batches(size: int, examples: int = 24) -> list[np.ndarray]:
@@ -181,106 +178,6 @@ def test_a_search_that_was_interrupted_goes_on_where_it_stands():
     with pytest.raises(KeyboardInterrupt):
         next(source)
     assert next(Batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12
-
-
-# ---------------------------------------------------------------------- the order of later passes
-
-
-class Shuffles:
-    """Shuffles each pass anew, at its first draw; the order depends on the passes before."""
-
-    def __init__(self, seed: int | None = 0):
-        self.random = np.random.default_rng(seed)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        yield from self.random.permutation(24).reshape(6, 4)
-
-
-class CountsPasses(Shuffles):
-    """Begins each pass with an iterator that has a state; the order depends on the number of passes before."""
-
-    passes = 0
-
-    def __iter__(self) -> WithState:
-        self.passes += 1
-        made = WithState(4)
-        made.data = list(np.random.default_rng(self.passes).permutation(24).reshape(6, 4))
-        return made
-
-
-class Shrinks(Shuffles):
-    """Passes of several lengths."""
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        order = self.random.permutation(24).reshape(6, 4)
-        yield from order[: self.random.integers(2, 7)]
-
-
-class Ordered:
-    """Batches that are no list, in the same order in each pass."""
-
-    def __init__(self, *batches: np.ndarray) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(self.batches)
-
-
-@pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 15])
-@pytest.mark.parametrize("kind", [Shuffles, CountsPasses, Shrinks])
-def test_later_passes_are_those_of_an_uninterrupted_run(kind: type[Shuffles], count: int):
-    undisturbed = list(Batches(kind(), steps=30))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        resumed = list(Batches(kind(), steps=30 - count, position=after(kind(), count)))
-    np.testing.assert_array_equal(resumed, undisturbed[count:])
-
-
-def test_an_order_that_changes_from_run_to_run_is_told():
-    position = after(Shuffles(seed=1), 2)
-    with pytest.warns(UserWarning, match="does not draw the order of the run before: up to batch 2 of pass 1 it"):
-        next(Batches(Shuffles(seed=2), steps=1, position=position))
-    with pytest.warns(UserWarning, match="up to batch 1 of pass 2 it has drawn other batches"):
-        next(Batches(Shuffles(seed=2), steps=1, position=after(Shuffles(seed=1), 7)))
-    same, used = after(Shuffles(seed=1), 2), Shuffles(seed=1)
-    list(used)  # the loader goes on from a pass that the run before did not make
-    with pytest.warns(UserWarning, match="does not draw the order of the run before"):
-        next(Batches(used, steps=1, position=same))
-
-
-def test_another_order_is_told_though_the_last_batch_is_the_same():
-    first, second, third = np.arange(12).reshape(3, 4)
-    with pytest.warns(UserWarning, match="up to batch 3 of pass 1 it has drawn other batches"):
-        next(Batches(Ordered(second, first, third), steps=1, position=after(Ordered(first, second, third), 3)))
-
-
-class Lines(Display):
-    def __init__(self) -> None:
-        super().__init__(False)
-        self.shown: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.shown.append(text)
-
-
-@pytest.mark.parametrize("count", [2, 7])
-def test_what_cannot_be_known_is_told(count: int):
-    display = Lines()
-    list(Batches(CountsPasses(), steps=8, position=after(CountsPasses(), count), display=display))
-    told = [line for line in display.shown if "in this order cannot be known" in line]
-    assert len(told) == 1, "once"
-    assert f"pass {2} over the data (a CountsPasses)" in told[0]
-    display.shown.clear()
-    position = after((jnp.asarray(batch) for batch in in_batches(4)), 2)
-    next(Batches((jnp.asarray(batch) for batch in in_batches(4)), steps=1, position=position, display=display))
-    assert "that its order is that of the run before cannot be known" in display.shown[0]
-
-
-def test_passes_before_are_refused_if_no_batch_is_to_be_drawn_again():
-    with pytest.raises(DataPositionError, match=r"written in pass 2 .* a Shuffles may depend on the passes before"):
-        next(Batches(Shuffles(), steps=1, position=after(Shuffles(), 7), resume_data="refuse"))
-    rest = Batches(CountsPasses(), steps=1, position=after(CountsPasses(), 7), resume_data="refuse")
-    np.testing.assert_array_equal(next(rest), list(Batches(CountsPasses(), steps=8))[7])
 
 
 class Live(WithState):

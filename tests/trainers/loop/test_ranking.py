@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint import CheckpointNotFoundError
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging
 from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps
@@ -79,6 +80,40 @@ def test_evaluations_at_other_steps_than_saves_are_told(tmp_path):
     with pytest.warns(UserWarning, match=r"none of the checkpoints of this run has this metric"):
         for _ in trainer.training_steps(DATA, callbacks=[NotAtTheEnd(DATA[:1], every=3)]):
             pass
+
+
+@pytest.mark.parametrize(
+    ("best", "evaluates", "text"),
+    [
+        ("eval_los", True, "step 1 has no number of this name.*Did you mean 'eval_loss'"),
+        ("eval_loss", False, "step 1 has no number of this name.* It has: loss, size"),
+        ("siz", False, "step 1 has no number of this name.* Did you mean 'size'"),
+    ],
+)
+def test_a_loop_that_the_user_saves_in_is_told_at_the_first_save(best: str, evaluates: bool, text: str, tmp_path):
+    trainer = make_trainer(Checkpoints(tmp_path, best=best))
+    callbacks = [Evaluate(DATA[:1], every=1)] if evaluates else []
+    steps = trainer.training_steps(DATA, callbacks=callbacks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(steps), next(steps)
+    with pytest.warns(UserWarning, match=text) as caught:
+        trainer.save()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in steps:
+            trainer.save()
+    assert len(caught) == 1
+    has = r"eval_loss, eval_size, loss, size\." if evaluates else r"loss, size\."
+    with pytest.raises(CheckpointNotFoundError, match=rf"a number for '{best}', .* have: {has}"):
+        trainer.restore("best")
+
+
+def test_a_loop_without_saves_is_not_told_of_the_best(tmp_path):
+    trainer = make_trainer(Checkpoints(tmp_path, best="eval_los"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(trainer.training_steps(DATA, callbacks=[Evaluate(DATA[:1], every=1)]))) == 4
 
 
 class NotAtTheEnd(Evaluate):

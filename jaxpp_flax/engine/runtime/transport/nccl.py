@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,15 @@ class NcclTransport(Transport):
     """Transport over NCCL.
 
     `recv` waits until the parcel has arrived: JAX cannot make an array while NCCL still fills its memory. Sends never
-    wait, and every process receives in the program's order. So no two processes wait for one another.
+    wait, and every process receives in the program's order. So no two processes wait for one another. A queue without
+    a limit holds the values to send, so credits keep a sender near its receiver.
 
     Args:
       library: NCCL and CUDA; None: through CuPy.
       group: the processes; through it they exchange names and learn of failures.
     """
+
+    holds_sent: ClassVar[bool] = True
 
     def __init__(self, library: Cupy | None = None, group: ProcessGroup | None = None) -> None:
         self._library = Cupy() if library is None else library
