@@ -105,7 +105,8 @@ class Report:
     """The comparison of one step; printed, it is a sentence and a table. `rows` are in order of computation.
 
     `choices` counts the choices that rounding changes. They do not count as differences: the rows compare the pipeline
-    with a plain step that makes the same choices as the pipeline. `notes` say what could not be compared, and why.
+    with a plain step that makes the same choices as the pipeline. `notes` say what a reader must know beside.
+    `uncompared` says why the whole step was not compared; then nobody knows whether it is right, and `agrees` is False.
 
     Example:
       >>> right = Row(kind="gradient", block="b", leaf="w", index=(0,), expected=1.0, actual=1.0, distance=0,
@@ -117,17 +118,20 @@ class Report:
       (False, True)
       >>> print(report.sentence)
       The first difference that rounding does not explain: gradient w of block a, at (3,): 4.0, expected 1.0, ...
+      >>> Report(rows=(right,), uncompared="this process lacks the memory").agrees
+      False
     """
 
     rows: tuple[Row, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = ()
+    uncompared: str = ""
 
     @property
     def agrees(self) -> bool:
-        """True if rounding explains all differences."""
-        return self.first is None
+        """True if the whole step was compared, and rounding explains all differences."""
+        return self.first is None and not self.uncompared
 
     @property
     def first(self) -> Row | None:
@@ -138,6 +142,11 @@ class Report:
     def sentence(self) -> str:
         """The result in one sentence."""
         first = self.first
+        if first is None and self.uncompared:
+            return (
+                f"The blocks agree, but the whole step was not compared: {self.uncompared}. So a fault of the step "
+                "itself would not be seen."
+            )
         if first is None:
             return f"The pipeline is right: rounding explains all differences of {len(self.rows)} arrays."
         where = f" of block {first.block}" if first.block else " of the whole step" if first.is_whole else ""

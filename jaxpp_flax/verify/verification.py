@@ -117,7 +117,10 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "jax": jax.__version__,
         "reference": whole.form,
     }
-    return Report(rows=(*rows, *whole.rows), facts=facts, choices=tuple(joined(choices)), notes=tuple(whole.notes))
+    return Report(
+        rows=(*rows, *whole.rows), facts=facts, choices=tuple(joined(choices)), notes=tuple(whole.notes),
+        uncompared=whole.uncompared,
+    )  # fmt: skip
 
 
 _PLACE_IS_KNOWN = "The whole step was not compared with one by Flax and Optax alone: its parts differ already."

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.ir import everywhere
 from jaxpp_flax.trainers import TrainState
 from jaxpp_flax.verify.classes import Case, classify
 from jaxpp_flax.verify.comparison import row_of
-from jaxpp_flax.verify.reference.plain_step import LossFacts, PlainStep
+from jaxpp_flax.verify.reference.plain_step import LossFacts, PlainStep, PlainStepError
 from jaxpp_flax.verify.report import Row
 from jaxpp_flax.verify.rounding import FACTOR, is_float, moved, on_host, spread, unit_of, wide
 from jaxpp_flax.verify.runs.pieces import rounding_of
@@ -42,17 +42,19 @@ class WholeStep:
       rows: a row for each array.
       notes: what a reader must know beside, in sentences.
       form: how the plain step saw the batch; empty if it could not run.
+      uncompared: why nothing was compared; empty if something was.
     """
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     form: str = ""
+    uncompared: str = ""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> WholeStep:
         """Make one of what JSON makes of its fields."""
         rows = [Row(**{**row, "index": tuple(row["index"])}) for row in fields["rows"]]
-        return cls(rows, fields["notes"], fields["form"])
+        return cls(rows, fields["notes"], fields["form"], fields["uncompared"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +174,12 @@ def compare_whole(
     with context_mesh(None):
         devices = _with_memory_for(state, devices)
         if not devices:
-            return WholeStep(notes=[_not_compared("this process lacks the memory for the whole state")])
+            return WholeStep(uncompared="this process lacks the memory for the whole state")
         with jax.default_device(devices[0]):
             try:
                 facts = step.facts(state, part)
             except Exception as error:  # the user's code runs here in another way than in the trainer
-                return WholeStep(notes=[_not_compared(error)])
+                return WholeStep(uncompared=_reason(error))
             run = _Run(
                 step=step, state=state, batch=batch, facts=facts, devices=devices, num_microbatches=num_microbatches,
                 num_shards=num_shards, process=devices[0].process_index,
@@ -201,13 +203,13 @@ def _best_form(
         try:
             whole = run.rows(1, actual, has_choices=has_choices)
         except Exception as error:  # a model may have the size of a microbatch written into it
-            notes.append(f"The loss does not take the whole batch at once ({_reason(error)}).")
+            notes.append(f"The plain step does not take the whole batch at once: {_reason(error)}.")
         if whole and (count == 1 or all(row.agrees for row in whole)):
             return WholeStep(whole, notes, _AT_ONCE)
     try:
         rows = run.rows(count, actual, has_choices=has_choices)
     except Exception as error:  # as above
-        return WholeStep(whole, notes, _AT_ONCE) if whole else WholeStep([], [*notes, _not_compared(error)])
+        return WholeStep(whole, notes, _AT_ONCE) if whole else WholeStep(uncompared=_reason(error))
     # Metrics are documented as means over the microbatches.
     wrong = [row for row in whole if not row.agrees and (row.kind != "metric" or row.leaf == "loss")]
     if not wrong or not all(row.agrees for row in rows):
@@ -228,14 +230,12 @@ _OTHER_LOSS = (
 )
 
 
-def _not_compared(reason: Exception | str) -> str:
-    reason = reason if isinstance(reason, str) else _reason(reason)
-    return f"The whole step was not compared with one by Flax and Optax alone: {reason}."
-
-
 def _reason(error: Exception) -> str:
+    """Return the part of the plain step that failed, if known, and the first line of its error."""
+    part = f"{error.part} of the plain step failed with " if isinstance(error, PlainStepError) else ""
+    error = error.error if isinstance(error, PlainStepError) else error
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return f"{part}{type(error).__name__}: {lines[0][:200].rstrip('.')}"
 
 
 def cut_batch(batch: Any, parts: int) -> list[Any]:

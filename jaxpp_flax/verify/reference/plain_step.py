@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,10 +19,27 @@ from jaxpp_flax.verify.reference.plain_loss import Terms, add_up, asked_for, rea
 from jaxpp_flax.verify.reference.plain_nnx import PlainNnx
 from jaxpp_flax.verify.reference.plain_update import PlainUpdate
 
-__all__ = ["LossFacts", "PlainResults", "PlainStep"]
+__all__ = ["LossFacts", "PlainResults", "PlainStep", "PlainStepError"]
 
 # The beginnings of the names of primitives that draw random numbers.
 _DRAWING = ("random_", "threefry", "rng_")
+
+
+class PlainStepError(RuntimeError):
+    """A part of a plain step, the loss or the update, has failed with an error."""
+
+    def __init__(self, part: str, error: Exception) -> None:
+        super().__init__(f"{part} failed: {error}")
+        self.part, self.error = part, error
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    """Name the part of the step in an error."""
+    try:
+        yield
+    except Exception as error:  # the user's code, which may raise anything
+        raise PlainStepError(name, error) from error
 
 
 @dataclass(frozen=True)
@@ -85,18 +103,21 @@ class PlainStep:
         groups = [parts] if compares_all else [[part] for part in parts]
         divisor = None
         if any(self.model.next_by_gradient(seen[1])):  # these keep the sizes of the whole batch's gradients
-            divisor = self._jit("divisor", self._divisor)(*before, groups, state.step)
+            with _part("the loss"):
+                divisor = self._jit("divisor", self._divisor)(*before, groups, state.step)
         for number, of in enumerate(groups):
             rest = _with_leaves(carried[1], before[1], once)
-            carried, (found, grads, following) = self._jit("gradients", self._gradients)(
-                before[0], rest, of, state.step, number, self.update.scale(state), divisor
-            )
+            with _part("the loss"):
+                carried, (found, grads, following) = self._jit("gradients", self._gradients)(
+                    before[0], rest, of, state.step, number, self.update.scale(state), divisor
+                )
             terms.append(found)
             sums = (grads, following) if sums is None else self._jit("add", _add)(sums, (grads, following))
         # A sum of means grows with the number of parts, other sums do not.
         is_mean = terms[0].weight is None and not compares_all and divisor is None
         times = jnp.float32(count / len(parts) if is_mean else 1)
-        return PlainResults(*self._jit("finish", self._finish)(state, before, carried, sums, terms, times, divisor))
+        with _part("the update"):
+            return PlainResults(*self._jit("finish", self._finish)(state, before, carried, sums, terms, times, divisor))
 
     def facts(self, state: TrainState, part: Any) -> LossFacts:
         """Trace the loss and its gradients for one part of a batch; nothing is computed."""
@@ -109,7 +130,8 @@ class PlainStep:
             return jax.tree.leaves(after), found, written
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        jaxpr = jax.make_jaxpr(run)(leaves, params, number, part, state.step, self.update.scale(state))
+        with _part("the loss"):
+            jaxpr = jax.make_jaxpr(run)(leaves, params, number, part, state.step, self.update.scale(state))
         graph, constants = from_jaxpr(jaxpr)
         own, num_params = graph.inputs[len(constants) :], len(jax.tree.leaves(params))
         own_number = own[len(leaves) + num_params]
