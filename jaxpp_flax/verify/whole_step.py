@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -97,11 +98,19 @@ class _Run:
         model, batch = jax.tree.unflatten(tree, leaves)
         of_parts = [_placed(part, self.devices) for part in cut_batch(batch, parts)]
         state, seen = _placed((self.state, model), self.devices)
-        found = self.step(state, seen, of_parts, self.num_microbatches, self.facts.once)
+        found = self.step(state, seen, of_parts, self.num_microbatches, self._anew if parts > 1 else ())
         gradients, state = (
             {path: on_host(leaf) for path, leaf in flatten(tree)[0].items()} for tree in (found.gradients, found.state)
         )
         return _points(gradients, {name: on_host(of) for name, of in found.metrics.items()}, state)
+
+    @cached_property
+    def _anew(self) -> tuple[int, ...]:
+        """The untrained leaves that begin in each microbatch with their values before the step."""
+        if not self.facts.writes:
+            return ()
+        parts = [_placed(part, self.devices) for part in cut_batch(self.batch, self.num_microbatches)]
+        return self.step.begins_anew(_placed(self.state, self.devices), parts)
 
     def rows(self, parts: int, actual: Mapping[Point, Any], *, has_choices: bool) -> list[Row]:
         """Return a row for each array that both have."""
@@ -152,11 +161,13 @@ def compare_whole(
     devices: Sequence[Any],
     has_choices: bool,
     is_told: bool,
+    is_told_of_states: bool,
 ) -> WholeStep:
     """Compare what the trainer's step made with what a plain step makes of the whole batch.
 
-    The plain step takes the whole batch at once. If its loss draws random numbers or writes variables, or has a loss
-    scale, it takes one microbatch after another, with their keys, and adds up the gradients.
+    The plain step takes the whole batch at once. If its loss draws random numbers, has a loss scale, or writes
+    variables of which the trainer has warned, it takes one microbatch after another, with their keys, and adds up the
+    gradients.
 
     Args:
       step: the plain step.
@@ -166,6 +177,7 @@ def compare_whole(
       devices: this process's devices; the step runs on the first one, or divided over all if one is too small.
       has_choices: rounding may change a choice in the loss.
       is_told: the trainer has told its user that the loss is no mean over equally weighted examples.
+      is_told_of_states: it has told its user that the loss leaves other variables than a call with the whole batch.
     """
     batch = jax.tree.map(_of_jax, batch)
     part = jax.tree.map(
@@ -184,14 +196,15 @@ def compare_whole(
                 step=step, state=state, batch=batch, facts=facts, devices=devices, num_microbatches=num_microbatches,
                 num_shards=num_shards, process=devices[0].process_index,
             )  # fmt: skip
-            return _best_form(run, actual.points(), _takes_parts(step, state, facts), has_choices, is_told)
+            takes_parts = _takes_parts(step, state, facts) or (facts.writes and is_told_of_states)
+            return _best_form(run, actual.points(), takes_parts, has_choices, is_told)
 
 
 def _takes_parts(step: PlainStep, state: TrainState, facts: LossFacts) -> bool:
     """Return True if the microbatches, one after another, make something else than the whole batch, by intention."""
     summed = step.update.precision.summed
     narrows = summed is not None and any(of.dtype.itemsize > summed.itemsize for of in jax.tree.leaves(state.params))
-    return facts.is_random or facts.writes or narrows or step.update.scale(state) is not None
+    return facts.is_random or narrows or step.update.scale(state) is not None
 
 
 def _best_form(
@@ -212,8 +225,11 @@ def _best_form(
         return WholeStep(whole, notes, _AT_ONCE) if whole else WholeStep(uncompared=_reason(error))
     # Metrics are documented as means over the microbatches.
     wrong = [row for row in whole if not row.agrees and (row.kind != "metric" or row.leaf == "loss")]
+    written = [row for row in wrong if row.kind == "state" and row.leaf.startswith("model_state/")]
     if not wrong or not all(row.agrees for row in rows):
         return WholeStep(rows, notes, _ONE_BY_ONE)
+    if len(written) == len(wrong):
+        return WholeStep(rows, [*notes, _OTHER_STATE], _ONE_BY_ONE)
     if is_told:
         return WholeStep(rows, [*notes, _NO_MEAN], _ONE_BY_ONE)
     return WholeStep([replace(row, likely=_OTHER_LOSS) if row in wrong else row for row in whole], notes, _AT_ONCE)
@@ -224,6 +240,10 @@ _ONE_BY_ONE = "one microbatch after another"
 _NO_MEAN = (
     "The gradients are those of gradient accumulation, and not those of the whole batch at once: the loss is no mean "
     "over equally weighted examples, as the trainer has warned."
+)
+_OTHER_STATE = (
+    "The variables that the loss writes hold what its microbatches wrote, one after another: a call with the whole "
+    "batch writes other values."
 )
 _OTHER_LOSS = (
     "the loss of the whole batch is not the mean over its microbatches, as a mean loss is; return (loss_sum, weight)"
