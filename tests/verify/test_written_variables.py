@@ -120,3 +120,22 @@ def test_a_counter_of_which_the_trainer_has_warned_agrees(loss_fn: Any):
         report = verify(normed(Counting, loss_fn), BATCH)
     assert report.agrees, report
     assert report.facts["reference"] == "one microbatch after another"
+
+
+class Watching(nnx.Module):
+    """A layer that keeps a metric: the mean of its last call."""
+
+    def __init__(self, layer: nnx.Module, *, rngs: nnx.Rngs) -> None:
+        self.layer, self.last = layer, nnx.metrics.MetricState(jnp.zeros(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.layer(x)
+        self.last[...] = jax.lax.stop_gradient(y).mean(0)
+        return y
+
+
+def test_a_metric_of_the_last_microbatch_agrees_with_a_note():
+    """The trainer does not warn of metrics; gradients and parameters are those of the whole batch."""
+    report = verify(normed(Watching), BATCH)
+    assert report.agrees, report
+    assert "a call with the whole batch writes other values" in str(report)
