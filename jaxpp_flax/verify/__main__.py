@@ -20,7 +20,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report, and write it to the file of `--report`; return 0 if the pipeline is right, 1 if it is not.
 
-    It returns 2 if the file, its function, or what that returns is wrong.
+    It returns 1 also if the whole step was not compared, since it may be wrong then. It returns 2 if the file, its
+    function, or what that returns is wrong.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["bisect"]:

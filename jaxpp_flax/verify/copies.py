@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -60,7 +59,10 @@ def _differing_between_processes(own: dict[str, str | None], when: str) -> list[
             holder, expected = known.setdefault(name, (process, of))
             if of != expected:
                 path = name.partition(" ")[0]
-                row = row_of(Point("state", path), np.float32(0), np.float32(1), 1.0, 0.0, process)
+                row = Row(
+                    kind="state", block="", leaf=path, index=(), expected=math.nan, actual=math.nan, distance=math.inf,
+                    allowed=0.0, process=process, is_of_hashes=True,
+                )  # fmt: skip
                 rows.append(_named(row, f"{when}, process {process} has another copy than process {holder}"))
     return rows
 

@@ -23,6 +23,8 @@ class Row:
       distance: their difference, in units of rounding of the expected array's largest number.
       allowed: the largest distance that rounding explains.
       likely: the likely class of the difference; empty if rounding explains it.
+      is_of_hashes: the hashes of two copies were compared, and no numbers: `expected` and `actual` are NaN, and
+        `distance` is infinite.
       process: the process whose devices hold the array.
       is_whole: the plain step is a step by Flax and Optax alone on the whole model, and not the block by itself.
     """
@@ -38,6 +40,7 @@ class Row:
     likely: str = ""
     process: int = 0
     is_whole: bool = False
+    is_of_hashes: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -105,7 +108,8 @@ class Report:
     """The comparison of one step; printed, it is a sentence and a table. `rows` are in order of computation.
 
     `choices` counts the choices that rounding changes. They do not count as differences: the rows compare the pipeline
-    with a plain step that makes the same choices as the pipeline. `notes` say what could not be compared, and why.
+    with a plain step that makes the same choices as the pipeline. `notes` say what a reader must know beside.
+    `uncompared` says why the whole step was not compared; then nobody knows whether it is right, and `agrees` is False.
 
     Example:
       >>> right = Row(kind="gradient", block="b", leaf="w", index=(0,), expected=1.0, actual=1.0, distance=0,
@@ -117,17 +121,20 @@ class Report:
       (False, True)
       >>> print(report.sentence)
       The first difference that rounding does not explain: gradient w of block a, at (3,): 4.0, expected 1.0, ...
+      >>> Report(rows=(right,), uncompared="this process lacks the memory").agrees
+      False
     """
 
     rows: tuple[Row, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = ()
+    uncompared: str = ""
 
     @property
     def agrees(self) -> bool:
-        """True if rounding explains all differences."""
-        return self.first is None
+        """True if the whole step was compared, and rounding explains all differences."""
+        return self.first is None and not self.uncompared
 
     @property
     def first(self) -> Row | None:
@@ -138,13 +145,23 @@ class Report:
     def sentence(self) -> str:
         """The result in one sentence."""
         first = self.first
+        if first is None and self.uncompared:
+            return (
+                f"The blocks agree, but the whole step was not compared: {self.uncompared}. So a fault of the step "
+                "itself would not be seen."
+            )
         if first is None:
             return f"The pipeline is right: rounding explains all differences of {len(self.rows)} arrays."
         where = f" of block {first.block}" if first.block else " of the whole step" if first.is_whole else ""
+        found = (
+            f"at {first.index}: {first.actual!r}, expected {first.expected!r}, {first.distance:.3g} units of rounding "
+            f"apart (rounding explains {first.allowed:.3g})"
+        )
+        if first.is_of_hashes:
+            found = "of which the hashes of two copies differ (their numbers were not compared)"
         return (
-            f"The first difference that rounding does not explain: {first.kind} {first.leaf}{where}, at {first.index}: "
-            f"{first.actual!r}, expected {first.expected!r}, {first.distance:.3g} units of rounding apart "
-            f"(rounding explains {first.allowed:.3g}). Likely: {first.likely}."
+            f"The first difference that rounding does not explain: {first.kind} {first.leaf}{where}, {found}. "
+            f"Likely: {first.likely}."
             + (f" Process {first.process} holds it." if self.facts.get("processes", 1) > 1 else "")
         )
 
@@ -158,7 +175,9 @@ class Report:
             worst = max(rows, key=lambda row: row.distance / max(row.allowed, 1e-300))
             leaf = worst.leaf + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
             mark = "" if agrees else "WRONG"
-            cells.append((mark, kind, block, leaf, f"{worst.distance:.3g}", f"{worst.allowed:.3g}"))
+            distance = "hashes" if worst.is_of_hashes else f"{worst.distance:.3g}"
+            allowed = "" if worst.is_of_hashes else f"{worst.allowed:.3g}"
+            cells.append((mark, kind, block, leaf, distance, allowed))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         note = "apart, explained: in units of rounding of an array's largest number"

@@ -52,9 +52,10 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     values that cross each mark forward and backward, in every microbatch; the sums of the gradients; the metrics; the
     new state. If all agree, the whole step is compared with one that shares nothing with the trainer's: the model, the
     loss function and the optimizer, by Flax and Optax alone. It has the gradient of the whole batch at once; if the
-    loss draws random numbers or writes variables, or has a loss scale, it takes the microbatches one after another,
-    with their keys. `Report.facts["reference"]` says which. The copies of each array, on several devices or ranks, are
-    compared with one another.
+    loss draws random numbers, has a loss scale, or writes variables of which the trainer has warned, it takes the
+    microbatches one after another, with their keys. `Report.facts["reference"]` says which. If it cannot run, the
+    report does not agree, and says why. The copies of each array, on several devices or ranks, are compared with one
+    another.
 
     Tolerances are measured: each side runs again with inputs that are changed by one unit of rounding, and each block
     with its microbatches in another order (`jaxpp_flax.verify.rounding`).
@@ -117,7 +118,10 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
         "jax": jax.__version__,
         "reference": whole.form,
     }
-    return Report(rows=(*rows, *whole.rows), facts=facts, choices=tuple(joined(choices)), notes=tuple(whole.notes))
+    return Report(
+        rows=(*rows, *whole.rows), facts=facts, choices=tuple(joined(choices)), notes=tuple(whole.notes),
+        uncompared=whole.uncompared,
+    )  # fmt: skip
 
 
 _PLACE_IS_KNOWN = "The whole step was not compared with one by Flax and Optax alone: its parts differ already."
@@ -185,7 +189,7 @@ def _compare_whole(
             plain_step_of(core), state, jax.tree.map(on_host, batch), actual,
             num_microbatches=trainer.num_microbatches, num_shards=core.rows.batch_shards,
             devices=sorted(local, key=lambda of: of != device), has_choices=has_choices,
-            is_told=core.builders.has_warned_of_microbatches,
+            is_told=core.builders.has_warned_of_microbatches, is_told_of_states=core.builders.has_warned_of_states,
         )  # fmt: skip
 
     return WholeStep.from_json(_run_on(device, run, is_across=core.held.is_across))

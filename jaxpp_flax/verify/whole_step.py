@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxpp_flax.engine.tracing.ir import everywhere
 from jaxpp_flax.trainers import TrainState
 from jaxpp_flax.verify.classes import Case, classify
 from jaxpp_flax.verify.comparison import row_of
-from jaxpp_flax.verify.reference.plain_step import LossFacts, PlainStep
+from jaxpp_flax.verify.reference.plain_step import LossFacts, PlainStep, PlainStepError
 from jaxpp_flax.verify.report import Row
 from jaxpp_flax.verify.rounding import FACTOR, is_float, moved, on_host, spread, unit_of, wide
 from jaxpp_flax.verify.runs.pieces import rounding_of
@@ -42,17 +43,19 @@ class WholeStep:
       rows: a row for each array.
       notes: what a reader must know beside, in sentences.
       form: how the plain step saw the batch; empty if it could not run.
+      uncompared: why nothing was compared; empty if something was.
     """
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     form: str = ""
+    uncompared: str = ""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> WholeStep:
         """Make one of what JSON makes of its fields."""
         rows = [Row(**{**row, "index": tuple(row["index"])}) for row in fields["rows"]]
-        return cls(rows, fields["notes"], fields["form"])
+        return cls(rows, fields["notes"], fields["form"], fields["uncompared"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +98,19 @@ class _Run:
         model, batch = jax.tree.unflatten(tree, leaves)
         of_parts = [_placed(part, self.devices) for part in cut_batch(batch, parts)]
         state, seen = _placed((self.state, model), self.devices)
-        found = self.step(state, seen, of_parts, self.num_microbatches, self.facts.once)
+        found = self.step(state, seen, of_parts, self.num_microbatches, self._anew if parts > 1 else ())
         gradients, state = (
             {path: on_host(leaf) for path, leaf in flatten(tree)[0].items()} for tree in (found.gradients, found.state)
         )
         return _points(gradients, {name: on_host(of) for name, of in found.metrics.items()}, state)
+
+    @cached_property
+    def _anew(self) -> tuple[int, ...]:
+        """The untrained leaves that begin in each microbatch with their values before the step."""
+        if not self.facts.writes:
+            return ()
+        parts = [_placed(part, self.devices) for part in cut_batch(self.batch, self.num_microbatches)]
+        return self.step.begins_anew(_placed(self.state, self.devices), parts)
 
     def rows(self, parts: int, actual: Mapping[Point, Any], *, has_choices: bool) -> list[Row]:
         """Return a row for each array that both have."""
@@ -150,11 +161,13 @@ def compare_whole(
     devices: Sequence[Any],
     has_choices: bool,
     is_told: bool,
+    is_told_of_states: bool,
 ) -> WholeStep:
     """Compare what the trainer's step made with what a plain step makes of the whole batch.
 
-    The plain step takes the whole batch at once. If its loss draws random numbers or writes variables, or has a loss
-    scale, it takes one microbatch after another, with their keys, and adds up the gradients.
+    The plain step takes the whole batch at once. If its loss draws random numbers, has a loss scale, or writes
+    variables of which the trainer has warned, it takes one microbatch after another, with their keys, and adds up the
+    gradients.
 
     Args:
       step: the plain step.
@@ -164,6 +177,7 @@ def compare_whole(
       devices: this process's devices; the step runs on the first one, or divided over all if one is too small.
       has_choices: rounding may change a choice in the loss.
       is_told: the trainer has told its user that the loss is no mean over equally weighted examples.
+      is_told_of_states: it has told its user that the loss leaves other variables than a call with the whole batch.
     """
     batch = jax.tree.map(_of_jax, batch)
     part = jax.tree.map(
@@ -172,24 +186,25 @@ def compare_whole(
     with context_mesh(None):
         devices = _with_memory_for(state, devices)
         if not devices:
-            return WholeStep(notes=[_not_compared("this process lacks the memory for the whole state")])
+            return WholeStep(uncompared="this process lacks the memory for the whole state")
         with jax.default_device(devices[0]):
             try:
                 facts = step.facts(state, part)
             except Exception as error:  # the user's code runs here in another way than in the trainer
-                return WholeStep(notes=[_not_compared(error)])
+                return WholeStep(uncompared=_reason(error))
             run = _Run(
                 step=step, state=state, batch=batch, facts=facts, devices=devices, num_microbatches=num_microbatches,
                 num_shards=num_shards, process=devices[0].process_index,
             )  # fmt: skip
-            return _best_form(run, actual.points(), _takes_parts(step, state, facts), has_choices, is_told)
+            takes_parts = _takes_parts(step, state, facts) or (facts.writes and is_told_of_states)
+            return _best_form(run, actual.points(), takes_parts, has_choices, is_told)
 
 
 def _takes_parts(step: PlainStep, state: TrainState, facts: LossFacts) -> bool:
     """Return True if the microbatches, one after another, make something else than the whole batch, by intention."""
     summed = step.update.precision.summed
     narrows = summed is not None and any(of.dtype.itemsize > summed.itemsize for of in jax.tree.leaves(state.params))
-    return facts.is_random or facts.writes or narrows or step.update.scale(state) is not None
+    return facts.is_random or narrows or step.update.scale(state) is not None
 
 
 def _best_form(
@@ -201,17 +216,20 @@ def _best_form(
         try:
             whole = run.rows(1, actual, has_choices=has_choices)
         except Exception as error:  # a model may have the size of a microbatch written into it
-            notes.append(f"The loss does not take the whole batch at once ({_reason(error)}).")
+            notes.append(f"The plain step does not take the whole batch at once: {_reason(error)}.")
         if whole and (count == 1 or all(row.agrees for row in whole)):
             return WholeStep(whole, notes, _AT_ONCE)
     try:
         rows = run.rows(count, actual, has_choices=has_choices)
     except Exception as error:  # as above
-        return WholeStep(whole, notes, _AT_ONCE) if whole else WholeStep([], [*notes, _not_compared(error)])
+        return WholeStep(whole, notes, _AT_ONCE) if whole else WholeStep(uncompared=_reason(error))
     # Metrics are documented as means over the microbatches.
     wrong = [row for row in whole if not row.agrees and (row.kind != "metric" or row.leaf == "loss")]
+    written = [row for row in wrong if row.kind == "state" and row.leaf.startswith("model_state/")]
     if not wrong or not all(row.agrees for row in rows):
         return WholeStep(rows, notes, _ONE_BY_ONE)
+    if len(written) == len(wrong):
+        return WholeStep(rows, [*notes, _OTHER_STATE], _ONE_BY_ONE)
     if is_told:
         return WholeStep(rows, [*notes, _NO_MEAN], _ONE_BY_ONE)
     return WholeStep([replace(row, likely=_OTHER_LOSS) if row in wrong else row for row in whole], notes, _AT_ONCE)
@@ -223,19 +241,21 @@ _NO_MEAN = (
     "The gradients are those of gradient accumulation, and not those of the whole batch at once: the loss is no mean "
     "over equally weighted examples, as the trainer has warned."
 )
+_OTHER_STATE = (
+    "The variables that the loss writes hold what its microbatches wrote, one after another: a call with the whole "
+    "batch writes other values."
+)
 _OTHER_LOSS = (
     "the loss of the whole batch is not the mean over its microbatches, as a mean loss is; return (loss_sum, weight)"
 )
 
 
-def _not_compared(reason: Exception | str) -> str:
-    reason = reason if isinstance(reason, str) else _reason(reason)
-    return f"The whole step was not compared with one by Flax and Optax alone: {reason}."
-
-
 def _reason(error: Exception) -> str:
+    """Return the part of the plain step that failed, if known, and the first line of its error."""
+    part = f"{error.part} of the plain step failed with " if isinstance(error, PlainStepError) else ""
+    error = error.error if isinstance(error, PlainStepError) else error
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return f"{part}{type(error).__name__}: {lines[0][:200].rstrip('.')}"
 
 
 def cut_batch(batch: Any, parts: int) -> list[Any]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import Memory
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.verify import VerifyError, verify
+from jaxpp_flax.verify import VerifyError, verify, whole_step
 from jaxpp_flax.verify.__main__ import main
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
@@ -134,3 +134,13 @@ def test_the_command_prints_and_writes_the_report(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         main(["nowhere.py:make"])
     assert "no such file" in capsys.readouterr().err
+
+
+def test_the_command_fails_if_the_whole_step_was_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(whole_step, "shortage", lambda needed: "too small")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    assert main([f"{script}:make"]) == 1
+    assert "The blocks agree, but the whole step was not compared: this process lacks" in capsys.readouterr().out

@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.step import builder
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.verify import Report, verify, whole_step
+from jaxpp_flax.verify.reference.plain_step import PlainStep
 from jaxpp_flax.verify.reference.plain_update import PlainUpdate
 from tests.helpers import slow_but
 from tests.trainers import models as m
@@ -270,19 +271,31 @@ def test_a_loss_that_takes_microbatches_alone_is_compared_with_these():
     report = verify(PipelineTrainer(OnlyBlocks(), optax.sgd(0.1), loss_fn, **options), m.make_xy(8))
     assert report.agrees, report
     assert report.facts["reference"] == ONE_BY_ONE
-    assert "does not take the whole batch at once (TypeError: " in report.notes[0]
+    assert "does not take the whole batch at once: the loss of the plain step failed with TypeErr" in report.notes[0]
 
 
-def test_a_plain_step_that_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such thing here")
+def fail(*_: Any) -> None:
+    raise RuntimeError("no such thing here")
 
-    monkeypatch.setattr(PlainUpdate, "apply", fail)
+
+@pytest.mark.parametrize(
+    ("place", "name", "part"),
+    [(PlainUpdate, "apply", "the update"), (PlainStep, "_call", "the loss")],
+    ids=["update", "loss"],
+)
+def test_a_plain_step_that_cannot_run_is_told(place: type, name: str, part: str, monkeypatch: pytest.MonkeyPatch):
+    """Nobody knows then whether the step is right, so the report does not agree."""
+    monkeypatch.setattr(place, name, fail)
     trainer, batch = small_trainer()
     report = verify(trainer, batch)
-    assert report.agrees
+    assert not report.agrees
+    assert report.first is None
     assert report.facts["reference"] == ""
-    assert "not compared with one by Flax and Optax alone: RuntimeError: no such thing here" in str(report)
+    assert str(report).startswith(
+        f"The blocks agree, but the whole step was not compared: {part} of the plain step failed with RuntimeError: "
+        "no such thing here. So a fault of the step itself would not be seen.\n"
+    )
+    assert not report.notes
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["on all devices", "on none"])
@@ -293,7 +306,7 @@ def test_a_state_that_is_too_large_for_one_device(fits: bool, monkeypatch: pytes
     monkeypatch.setattr(whole_step, "shortage", shortage)
     trainer, batch = small_trainer(mesh={"data": 2})
     report = verify(trainer, batch)
-    assert report.agrees, report
+    assert report.agrees == fits, report
     assert bool(report.facts["reference"]) == fits
     assert ("lacks the memory" in str(report)) != fits
 

@@ -13,7 +13,9 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
+from jaxpp_flax.trainers import MicrobatchStateWarning
 from jaxpp_flax.trainers.step import builder
+from jaxpp_flax.trainers.writes import dependencies
 from jaxpp_flax.verify import verify
 from tests.trainers import models as m
 from tests.verify.test_whole_step import changed_state, doubled_summand
@@ -76,3 +78,64 @@ def test_a_fault_beside_fp8_is_found(plant: Callable[[pytest.MonkeyPatch], None]
     first = verify(fp8(), BATCH).first
     assert first is not None
     assert first.is_whole
+
+
+# ---------------------------------------------------------------------- the reference decides what is written once
+
+
+def all_carried(patch: pytest.MonkeyPatch) -> None:
+    """The trainer takes what is written once a step for what goes from microbatch to microbatch."""
+    right = dependencies.Writes
+
+    def wrong(carried: Any, once: Any, **others: Any) -> Any:
+        return right(carried=tuple(sorted((*carried, *once))), once=(), **others)
+
+    patch.setattr(dependencies, "Writes", wrong)  # what find_writes returns, whoever calls it
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.MicrobatchStateWarning")
+@pytest.mark.parametrize("loss_fn", [m.squared_error, noisy], ids=["at once", "in parts"])
+def test_a_vector_that_moves_in_each_microbatch_is_found(loss_fn: Any, monkeypatch: pytest.MonkeyPatch):
+    all_carried(monkeypatch)
+    report = verify(normed(nnx.SpectralNorm, loss_fn), BATCH)
+    assert report.first is not None, report
+    assert report.first.is_whole
+
+
+class Counting(nnx.Module):
+    """A layer that counts its calls."""
+
+    def __init__(self, layer: nnx.Module, *, rngs: nnx.Rngs) -> None:
+        self.layer, self.calls = layer, nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("loss_fn", [m.squared_error, noisy], ids=["at once", "in parts"])
+def test_a_counter_of_which_the_trainer_has_warned_agrees(loss_fn: Any):
+    with pytest.warns(MicrobatchStateWarning):
+        report = verify(normed(Counting, loss_fn), BATCH)
+    assert report.agrees, report
+    assert report.facts["reference"] == "one microbatch after another"
+
+
+class Watching(nnx.Module):
+    """A layer that keeps a metric: the mean of its last call."""
+
+    def __init__(self, layer: nnx.Module, *, rngs: nnx.Rngs) -> None:
+        self.layer, self.last = layer, nnx.metrics.MetricState(jnp.zeros(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.layer(x)
+        self.last[...] = jax.lax.stop_gradient(y).mean(0)
+        return y
+
+
+def test_a_metric_of_the_last_microbatch_agrees_with_a_note():
+    """The trainer does not warn of metrics; gradients and parameters are those of the whole batch."""
+    report = verify(normed(Watching), BATCH)
+    assert report.agrees, report
+    assert "a call with the whole batch writes other values" in str(report)

@@ -38,6 +38,11 @@ class StepBuilderCache:
         return self._has_warned
 
     @property
+    def has_warned_of_states(self) -> bool:
+        """True if a warning has said that a step leaves other variables than a call with the whole batch."""
+        return self._has_warned_of_states or any(found.batch_statistics for found in self._traced.values())
+
+    @property
     def update(self) -> Update:
         """The part of a step that changes the state."""
         return self._untraced.update

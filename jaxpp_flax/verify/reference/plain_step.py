@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,16 +13,33 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, prune, values
 from jaxpp_flax.trainers import TrainState, WholeBatchLoss
-from jaxpp_flax.trainers.writes.dependencies import find_writes
+from jaxpp_flax.verify.reference.begins_anew import begins_anew
 from jaxpp_flax.verify.reference.plain_linen import PlainLinen
 from jaxpp_flax.verify.reference.plain_loss import Terms, add_up, asked_for, read
 from jaxpp_flax.verify.reference.plain_nnx import PlainNnx
 from jaxpp_flax.verify.reference.plain_update import PlainUpdate
 
-__all__ = ["LossFacts", "PlainResults", "PlainStep"]
+__all__ = ["LossFacts", "PlainResults", "PlainStep", "PlainStepError"]
 
 # The beginnings of the names of primitives that draw random numbers.
 _DRAWING = ("random_", "threefry", "rng_")
+
+
+class PlainStepError(RuntimeError):
+    """A part of a plain step, the loss or the update, has failed with an error."""
+
+    def __init__(self, part: str, error: Exception) -> None:
+        super().__init__(f"{part} failed: {error}")
+        self.part, self.error = part, error
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    """Name the part of the step in an error."""
+    try:
+        yield
+    except Exception as error:  # the user's code, which may raise anything
+        raise PlainStepError(name, error) from error
 
 
 @dataclass(frozen=True)
@@ -31,15 +49,12 @@ class LossFacts:
     Args:
       graph: both, as equations.
       is_random: they depend on random numbers.
-      writes: the call moves untrained variables from one part of a batch to the next.
-      once: the untrained leaves that the call computes of parameters, such as the vectors of a spectral norm. Plain
-        Flax writes them once a step, so each part of a batch begins with their values before the step.
+      writes: the call writes untrained variables.
     """
 
     graph: Graph
     is_random: bool
     writes: bool
-    once: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class PlainStep:
     _jitted: dict[str, Any] = field(default_factory=dict)
 
     def __call__(
-        self, state: TrainState, seen: tuple[Any, Any], parts: Sequence[Any], count: int, once: Sequence[int] = ()
+        self, state: TrainState, seen: tuple[Any, Any], parts: Sequence[Any], count: int, anew: Sequence[int] = ()
     ) -> PlainResults:
         """Return what a step of some parts of a batch makes: the gradients of each part, added up, and the update.
 
@@ -77,7 +92,7 @@ class PlainStep:
             that show how far rounding leads. What the call does not write stays as it is in the state.
           parts: equal parts of the batch; one is the whole batch.
           count: the number of parts of which a pipeline adds up the gradients.
-          once: as in `LossFacts`.
+          anew: the untrained leaves that begin in each part with their values before the step.
         """
         before = self.model.computed(*seen)
         carried, sums, terms = before, None, list[Terms]()
@@ -85,18 +100,21 @@ class PlainStep:
         groups = [parts] if compares_all else [[part] for part in parts]
         divisor = None
         if any(self.model.next_by_gradient(seen[1])):  # these keep the sizes of the whole batch's gradients
-            divisor = self._jit("divisor", self._divisor)(*before, groups, state.step)
+            with _part("the loss"):
+                divisor = self._jit("divisor", self._divisor)(*before, groups, state.step)
         for number, of in enumerate(groups):
-            rest = _with_leaves(carried[1], before[1], once)
-            carried, (found, grads, following) = self._jit("gradients", self._gradients)(
-                before[0], rest, of, state.step, number, self.update.scale(state), divisor
-            )
+            rest = _with_leaves(carried[1], before[1], anew)
+            with _part("the loss"):
+                carried, (found, grads, following) = self._jit("gradients", self._gradients)(
+                    before[0], rest, of, state.step, number, self.update.scale(state), divisor
+                )
             terms.append(found)
             sums = (grads, following) if sums is None else self._jit("add", _add)(sums, (grads, following))
         # A sum of means grows with the number of parts, other sums do not.
         is_mean = terms[0].weight is None and not compares_all and divisor is None
         times = jnp.float32(count / len(parts) if is_mean else 1)
-        return PlainResults(*self._jit("finish", self._finish)(state, before, carried, sums, terms, times, divisor))
+        with _part("the update"):
+            return PlainResults(*self._jit("finish", self._finish)(state, before, carried, sums, terms, times, divisor))
 
     def facts(self, state: TrainState, part: Any) -> LossFacts:
         """Trace the loss and its gradients for one part of a batch; nothing is computed."""
@@ -109,18 +127,30 @@ class PlainStep:
             return jax.tree.leaves(after), found, written
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        jaxpr = jax.make_jaxpr(run)(leaves, params, number, part, state.step, self.update.scale(state))
+        with _part("the loss"):
+            jaxpr = jax.make_jaxpr(run)(leaves, params, number, part, state.step, self.update.scale(state))
         graph, constants = from_jaxpr(jaxpr)
-        own, num_params = graph.inputs[len(constants) :], len(jax.tree.leaves(params))
-        own_number = own[len(leaves) + num_params]
-        once = find_writes(graph, len(constants), self.model.are_parameters(rest), num_params).once
+        own = graph.inputs[len(constants) :]
+        own_number = own[len(leaves) + len(jax.tree.leaves(params))]
         found = prune(replace(graph, outputs=graph.outputs[len(leaves) :]))
         is_random = own_number in {value for e in found.equations for value in values(e.inputs)}
         # Numbers of a constant key are others for a batch of another shape.
         is_random |= any(e.primitive.name.startswith(_DRAWING) for e in everywhere(found))
         pairs = zip(self.model.next_by_gradient(rest), graph.outputs, own, strict=False)
-        written = {i for i, (is_next, new, old) in enumerate(pairs) if new is not old and not is_next}
-        return LossFacts(graph, is_random, bool(written.difference(once)), once)
+        writes = any(new is not old and not is_next for is_next, new, old in pairs)
+        return LossFacts(graph, is_random, writes)
+
+    def begins_anew(self, state: TrainState, parts: Sequence[Any]) -> tuple[int, ...]:
+        """Return the positions of the untrained leaves that begin in each part with their values before the step."""
+        params, rest = self.model.computed(state.params, state.model_state)
+        leaves, tree = jax.tree.flatten(rest)
+
+        def after(params: Any, leaves: Sequence[Any], part: Any, number: Any) -> list[Any]:
+            _, (_, rest) = self._call(params, jax.tree.unflatten(tree, leaves), [part], state.step, number)
+            return jax.tree.leaves(rest)
+
+        with _part("the loss"):
+            return begins_anew(jax.jit(after), params, leaves, parts, self.model.are_parameters(rest))
 
     def _jit(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return self._jitted.setdefault(name, jax.jit(function))
