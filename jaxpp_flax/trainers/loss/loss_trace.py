@@ -259,7 +259,7 @@ def _states_of_whole_batch(
     """Name the states with a row for each example of the batch, if the loss takes the whole batch alone."""
     size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape) * num_microbatches
     leaves = jax.tree.leaves(state.model_state)
-    rows = [i for i, leaf in enumerate(leaves) if leaf.shape[:1] == (size,)]
+    rows = [i for i, leaf in enumerate(leaves) if size in leaf.shape]
     if not rows:
         return None
     try:
@@ -267,7 +267,8 @@ def _states_of_whole_batch(
     except Exception:  # the rows are not the reason
         return None
     used = used_inputs(loss.graph, [True] * len(loss.graph.outputs))[len(loss.constants) :]
-    return _named(state.model_state, [i for i in rows if used[i]]) or None
+    before = loss.graph.inputs[len(loss.constants) :]
+    return _named(state.model_state, [i for i in rows if used[i] and loss.graph.outputs[i] is not before[i]]) or None
 
 
 def _named(tree: Any, positions: Sequence[int]) -> str:
