@@ -114,7 +114,8 @@ def _made(new: Mapping[str, Any], old: Mapping[str, Any], what: str) -> str | No
         return (
             f"{what} makes {listed(made, 3, str)}, which the model does not have before, and the trainer would lose "
             "its value. Make it before training: an `nnx.Variable` in `__init__` (NNX), a variable that `init` makes "
-            "and `variables=` holds (Linen)."
+            "and `variables=` holds (Linen). Or, if the model sows it, pop it in the loss (`nnx.pop`), or sow it as "
+            "`nnx.Intermediate`."
         )
     return None
 
