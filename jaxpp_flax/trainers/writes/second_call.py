@@ -13,8 +13,7 @@ from typing import Any
 from flax import nnx
 from jax.extend import core as jex_core
 
-from jaxpp_flax._compat_hijax import without_high_calls
-from jaxpp_flax.engine.tracing.ir import bodies, opened
+from jaxpp_flax.engine.tracing.ir import bodies, opened, without_high_calls
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.writes.structure import Changes
