@@ -138,9 +138,9 @@ def _slots(value: Any) -> Iterator[str]:
 
 
 def _restore_object(value: Any, held: dict[str, Any]) -> None:
-    now = _held(value) or {}
+    slots, now = {*_slots(value)}, _held(value) or {}
     for name in now.keys() - held.keys():
-        object.__delattr__(value, name)
+        object.__delattr__(value, name) if name in slots else vars(value).pop(name)
     for name, before in held.items():
         if now.get(name) is not before:
-            object.__setattr__(value, name, before)
+            object.__setattr__(value, name, before) if name in slots else vars(value).update({name: before})

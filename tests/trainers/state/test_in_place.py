@@ -127,6 +127,29 @@ def test_an_evaluation_leaves_the_users_object_as_it_is():
     assert first == pytest.approx(trainer.evaluate([BATCH, BATCH])["loss"])
 
 
+class Guarded:
+    """An object whose attribute cannot be set from outside."""
+
+    def __init__(self) -> None:
+        self.__dict__["calls"] = 1
+
+    @property
+    def calls(self) -> int:
+        return self.__dict__["calls"]
+
+    def count(self) -> None:
+        self.__dict__["calls"] += 1
+        self.__dict__["new"] = 1
+
+
+def test_an_object_that_refuses_to_be_set_is_put_back():
+    contents = Contents(Model(py=(guarded := Guarded())))
+    guarded.count()
+    assert contents.change() == ("py/calls", 1, 2)
+    contents.restore()
+    assert vars(guarded) == {"calls": 1}
+
+
 @dataclasses.dataclass
 class Config:
     width: int = 4
