@@ -192,8 +192,9 @@ def _wanted_by_loops(equations: Sequence[Equation], loop_of: Mapping[Equation, L
     return wanted
 
 
-# The loops that a user was told of: a planner places one loop many times.
+# What a user was told: a planner places one loop many times, and batches of other shapes make other loops.
 _told: WeakSet[LoopBody] = WeakSet()
+_said: set[str] = set()
 
 
 def _warn_of_loops(loops: Sequence[Loop]) -> None:
@@ -201,7 +202,9 @@ def _warn_of_loops(loops: Sequence[Loop]) -> None:
         found = [] if loop.body in _told else list(misplaced_work(loop))
         for what in found:
             _told.add(loop.body)
-            warn_user(f"{what}.", PlacementWarning)
+            if what not in _said:
+                _said.add(what)
+                warn_user(f"{what}.", PlacementWarning)
 
 
 def _warn(mixed: Sequence[tuple[int, str]]) -> None:

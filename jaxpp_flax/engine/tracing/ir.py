@@ -26,7 +26,7 @@ from jaxpp_flax.error_codes import documented
 __all__ = [
     "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit",
     "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal",
-    "producers", "prune", "struct_of", "values", "verify_order", "with_outputs",
+    "producers", "prune", "struct_of", "values", "verify_order", "with_outputs", "without_high_calls",
 ]  # fmt: skip
 
 

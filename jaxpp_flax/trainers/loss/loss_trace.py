@@ -27,6 +27,7 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.wide_products import wide_products
+from jaxpp_flax.trainers.state.in_place import Contents
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.writes.dependencies import Writes, find_writes
 from jaxpp_flax.trainers.writes.overwriting import check_overwritten
@@ -75,6 +76,7 @@ def trace_graph(
     leaves, tree = jax.tree.flatten(state.model_state)
     pairs: list[tuple[bool, tuple[str, ...]]] = []
     changes: list[Changes | None] = []
+    contents: list[Contents] = []
 
     def run(
         leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any, made: Sequence[Any] = ()
@@ -84,7 +86,10 @@ def trace_graph(
         if changes and changes[0] is not None:  # the second call
             own, given = model_after(own, rest, changes[0], made)  # type: ignore[arg-type]
         numbers = {"step": step, "microbatch": index, "training": training}
-        output, bound = call_function(loss_fn, own, params, given, batch, **numbers)
+        if checked and training:
+            before = own.bind(params, given, **numbers)
+            contents.append(Contents(before))
+        output, bound = call_function(loss_fn, own, params, given, batch, **numbers, restores=not contents)
         terms = read_loss(output, differentiated=training)
         weights = {name: value[1] for name, value in terms.metrics.items() if isinstance(value, tuple)}
         pairs.append((terms.weight is not None, tuple(weights)))
@@ -92,7 +97,7 @@ def trace_graph(
             return leaves, [terms.total, terms.weight, *weights.values()], []
         after = own.rest_of(bound, rest), own.params_of(bound, params)
         if checked:
-            changes.append(changes_of(bound, own.bind(params, given, **numbers), _THE_CALL))
+            changes.append(changes_of(bound, before, _THE_CALL, contents[-1]))
             if changes[0] is not None and changes[0].graphdef is None:  # a Linen model
                 raise ModelError(changes[0].message)
             check_types(after[0], rest, _THE_CALL)
@@ -100,12 +105,7 @@ def trace_graph(
         return jax.tree.leaves(after[0]), [terms.total, terms.weight, *weights.values()], jax.tree.leaves(after[1])
 
     arguments = leaves, state.params, state.step, jax.ShapeDtypeStruct((), jnp.int32), microbatch
-    jaxpr = jax.make_jaxpr(run)(*arguments)
-    if changes and changes[0] is not None:
-        made = jax.tree.map(shape_of, [*changes[0].made.values()])
-        second = jax.make_jaxpr(run)(*arguments, made)
-        if changes[1] is not None or not same_program(jaxpr, second):
-            raise ModelError(changes[0].message)
+    jaxpr = _traced(run, arguments, changes, contents)
     graph, constants = from_jaxpr(jaxpr)
     return LossGraph(
         graph=graph,
@@ -115,6 +115,29 @@ def trace_graph(
         is_pair=pairs[-1][0],
         weighed=pairs[-1][1],
     )
+
+
+def _traced(
+    run: Callable[..., Any], arguments: Sequence[Any], changes: Sequence[Changes | None], contents: Sequence[Contents]
+) -> Any:
+    """Return the jaxpr of a call; if it changes more than values, trace also the next call, which must be the same.
+
+    `run` notes what it changes, and what attributes held before. These are put back.
+    """
+    try:
+        jaxpr = jax.make_jaxpr(run)(*arguments)
+        if changes and changes[0] is not None:
+            made = jax.tree.map(shape_of, [*changes[0].made.values()])
+            try:
+                second = jax.make_jaxpr(run)(*arguments, made)
+            except jax.errors.UnexpectedTracerError as error:  # it reads an array that the first call has left
+                raise ModelError(changes[0].message) from error
+            if changes[1] is not None or not same_program(jaxpr, second):
+                raise ModelError(changes[0].message)
+        return jaxpr
+    finally:
+        for before in reversed(contents):
+            before.restore()
 
 
 def trace_loss(
@@ -236,7 +259,7 @@ def _states_of_whole_batch(
     """Name the states with a row for each example of the batch, if the loss takes the whole batch alone."""
     size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape) * num_microbatches
     leaves = jax.tree.leaves(state.model_state)
-    rows = [i for i, leaf in enumerate(leaves) if leaf.shape[:1] == (size,)]
+    rows = [i for i, leaf in enumerate(leaves) if size in leaf.shape]
     if not rows:
         return None
     try:
@@ -244,7 +267,8 @@ def _states_of_whole_batch(
     except Exception:  # the rows are not the reason
         return None
     used = used_inputs(loss.graph, [True] * len(loss.graph.outputs))[len(loss.constants) :]
-    return _named(state.model_state, [i for i in rows if used[i]]) or None
+    before = loss.graph.inputs[len(loss.constants) :]
+    return _named(state.model_state, [i for i in rows if used[i] and loss.graph.outputs[i] is not before[i]]) or None
 
 
 def _named(tree: Any, positions: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
 from jaxpp_flax.trainers.model.linen_model import LinenCall
+from jaxpp_flax.trainers.state.in_place import Contents
 
 # A first argument with one of these names is meant for parameters.
 _NAMES_OF_PARAMETERS = ("params", "parameters", "param", "variables", "weights", "theta")
@@ -31,12 +32,14 @@ def call_function(
     step: Any,
     microbatch: Any,
     training: bool,
+    restores: bool = True,
 ) -> tuple[Any, Any]:
     """Call `function(bound model, batch)`, with `training=` and `rngs=` if the function takes them.
 
     Random keys depend on the numbers `step` and `microbatch`. Return the result of the function, and the bound model
     after the call. A function that fails because it treats the model as parameters is told so by a `LossError`, and one
-    that uses the axis name of a `pmap` or `vmap` by a `ModelError`.
+    that uses the axis name of a `pmap` or `vmap` by a `ModelError`. The bound model shares lists, dictionaries and
+    objects with the user's model: what the call changes in them is put back, unless `restores` is False.
     """
     bound = model.bind(params, rest, step=step, microbatch=microbatch, training=training)
     asked = asked_for(function)
@@ -45,6 +48,7 @@ def call_function(
         extra["training"] = training
     if "rngs" in asked:
         extra["rngs"] = model.rngs(rest, step=step, microbatch=microbatch)
+    contents = Contents(bound) if restores else None
     try:
         with checked_without_annotations():
             return function(bound, batch, **extra), bound
@@ -56,6 +60,9 @@ def call_function(
         if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
             raise ModelError(_unbound_axis(found[1], function)) from error
         raise
+    finally:
+        if contents is not None:
+            contents.restore()
 
 
 def _unbound_axis(axis: str, function: Callable[..., Any]) -> str:

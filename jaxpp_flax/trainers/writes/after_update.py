@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.state.in_place import Contents
 from jaxpp_flax.trainers.writes.structure import check_structure, check_types
 
 __all__ = ["AfterUpdate", "call_after_update", "check_after_update"]
@@ -72,12 +73,16 @@ def call_after_update(
             return own.bind(params, rest, step=step, microbatch=num_microbatches, training=True)
 
         module = bind()
-        if (result := function(module, dict(metrics))) is not None:
-            raise TypeError(
-                f"after_update returned a {type(result).__name__}. For an nnx.Module, change the variables in place "
-                "(`model.bias[...] += x`) and return nothing."
-            )
-        check_structure(module, bind(), _WHAT)
+        contents = Contents(module)
+        try:
+            if (result := function(module, dict(metrics))) is not None:
+                raise TypeError(
+                    f"after_update returned a {type(result).__name__}. For an nnx.Module, change the variables in "
+                    "place (`model.bias[...] += x`) and return nothing."
+                )
+            check_structure(module, bind(), _WHAT, contents)
+        finally:
+            contents.restore()
         new_params, new_rest = own.params_of(module, params), own.rest_of(module, rest)
     check_types(new_params, params, _WHAT)
     check_types(new_rest, rest, _WHAT)

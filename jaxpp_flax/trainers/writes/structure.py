@@ -14,6 +14,7 @@ from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.model.linen_model import LinenCall
+from jaxpp_flax.trainers.state.in_place import Contents, is_state, same
 
 __all__ = ["Changes", "changes_of", "check_structure", "check_types"]
 
@@ -35,7 +36,7 @@ class Changes:
     made: Mapping[Any, Any] = field(default_factory=dict)
 
 
-def changes_of(after: Any, before: Any, what: str) -> Changes | None:
+def changes_of(after: Any, before: Any, what: str, contents: Contents | None = None) -> Changes | None:
     """Return what a call has changed beside values; None for nothing.
 
     Values that a call sows (`nnx.Intermediate`) are no part of the model: they are dropped. The modes of `train()` and
@@ -45,6 +46,7 @@ def changes_of(after: Any, before: Any, what: str) -> Changes | None:
       after: the model after the call, as an adapter binds it.
       before: the same model, not called.
       what: what was called, for the message.
+      contents: what the attributes of the model held before the call.
 
     Raises:
       ModelError: for a variable that the call has removed, or made another type of.
@@ -62,19 +64,20 @@ def changes_of(after: Any, before: Any, what: str) -> Changes | None:
                 "types of the variables. Make the variable with this type in `__init__`."
             )
     graphdef, state = nnx.split(after)
-    if (message := message or _other_attribute(after, before, what)) is None:
+    message = message or _other_attribute(after, before, what) or _changed_in_place(contents, what)
+    if message is None:
         return None
     made = {path: leaf for path, leaf in nnx.to_flat_state(state) if path_text(path) not in old}
     return Changes(message=message, graphdef=graphdef, made=made)
 
 
-def check_structure(after: Any, before: Any, what: str) -> None:
+def check_structure(after: Any, before: Any, what: str, contents: Contents | None = None) -> None:
     """Refuse a call that changes more than values; the arguments are those of `changes_of`.
 
     Raises:
       ModelError: naming the variable or the attribute.
     """
-    if (changes := changes_of(after, before, what)) is not None:
+    if (changes := changes_of(after, before, what, contents)) is not None:
         raise ModelError(changes.message)
 
 
@@ -111,7 +114,8 @@ def _made(new: Mapping[str, Any], old: Mapping[str, Any], what: str) -> str | No
         return (
             f"{what} makes {listed(made, 3, str)}, which the model does not have before, and the trainer would lose "
             "its value. Make it before training: an `nnx.Variable` in `__init__` (NNX), a variable that `init` makes "
-            "and `variables=` holds (Linen)."
+            "and `variables=` holds (Linen). Or, if the model sows it, pop it in the loss (`nnx.pop`), or sow it as "
+            "`nnx.Intermediate`."
         )
     return None
 
@@ -126,13 +130,23 @@ def _other_attribute(after: nnx.Module, before: nnx.Module, what: str) -> str | 
             continue  # a module without variables
         was, now = (_attributes(of) for of in (modules[path], module))
         for name in sorted(was.keys() | now.keys()):
-            if not _equal(was.get(name), now.get(name)):
-                return (
-                    f"{what} changes the attribute {'/'.join(map(str, (*path, name)))} from {was.get(name)!r} to "
-                    f"{now.get(name)!r}. It is no array, so a compiled step would use the first value for ever. Keep "
-                    "it in an `nnx.Variable`, or set it before the trainer is made."
-                )
+            if not same(was.get(name), now.get(name)):
+                return _changed("/".join(map(str, (*path, name))), was.get(name), now.get(name), what)
     return None
+
+
+def _changed_in_place(contents: Contents | None, what: str) -> str | None:
+    """Return the message for an attribute that is the same object, with other contents."""
+    changed = contents and contents.change()
+    return _changed(*changed, what) if changed else None
+
+
+def _changed(path: str, was: Any, now: Any, what: str) -> str:
+    before, after = (text if len(text := repr(value)) <= 200 else f"{text[:200]} ..." for value in (was, now))
+    return (
+        f"{what} changes the attribute {path} from {before} to {after}. It is no array, so a compiled step would use "
+        "the first value for ever. Keep it in an `nnx.Variable`, or set it before the trainer is made."
+    )
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
@@ -140,19 +154,8 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith(_OWN) and not any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state)))
+        if not name.startswith(_OWN) and not any(map(is_state, jax.tree.leaves(value, is_leaf=is_state)))
     }
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, (nnx.Variable, nnx.Module, nnx.Pytree, jax.Array, np.ndarray))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return one is other or bool(one == other)
-    except Exception:
-        return False
 
 
 def _without_sown(module: nnx.Module) -> nnx.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -289,10 +290,10 @@ def test_counts_are_weights():
 
 
 class Stateful(m.Layers):
-    def __init__(self, rows: int = 2) -> None:
+    def __init__(self, *rows: int) -> None:
         super().__init__()
         self.state, self.count = nnx.Variable(jnp.zeros(self.WIDTH)), nnx.Variable(jnp.int32(0))
-        self.hidden = nnx.Variable(jnp.zeros((rows, self.WIDTH)))
+        self.hidden = nnx.Variable(jnp.zeros((*(rows or (2,)), self.WIDTH)))
         self.mean = nnx.metrics.Average()
 
 
@@ -378,14 +379,15 @@ def recurrent(model, batch):
     return jnp.square(hidden - batch["y"]).mean()
 
 
-@pytest.mark.parametrize("rows", [2, 4], ids=["microbatch", "batch"])
+@pytest.mark.parametrize("rows", [(2,), (4,), (1, 4)], ids=["microbatch", "batch", "batch_is_second"])
 def test_a_state_for_each_example_is_refused(rows):
-    trainer = make_trainer(recurrent, model=lambda: Stateful(rows))
-    said = rf"a row for each example.*hidden of shape \({rows}, {m.Layers.WIDTH}\).*2 microbatches"
+    trainer = make_trainer(recurrent, model=lambda: Stateful(*rows))
+    shape = re.escape(str((*rows, m.Layers.WIDTH)))
+    said = rf"a row for each example.*hidden of shape {shape}.*2 microbatches"
     with pytest.raises(ModelError, match=said):
         trainer.step_function(BATCH)
-    if rows == len(BATCH["x"]):
-        assert warned(make_trainer(recurrent, 1, lambda: Stateful(rows))) == []
+    if rows[-1] == len(BATCH["x"]):
+        assert warned(make_trainer(recurrent, 1, lambda: Stateful(*rows))) == []
 
 
 def test_another_error_of_a_loss_stays():

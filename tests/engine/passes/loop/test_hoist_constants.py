@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -90,9 +91,9 @@ def step_of(loss: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def compiled(loss: Callable[..., Any], schedule: Schedule, mesh: Any = None, **specs: Any) -> Any:
+def compiled(loss: Callable[..., Any], schedule: Schedule, mesh: Any = None, batch: Any = BATCH, **specs: Any) -> Any:
     function = mpmd_jit_with_loop(step_of(loss), mesh or mesh_of(schedule.num_ranks), static_argnums=2, **specs)
-    return function.compile(weights(schedule.num_stages), BATCH, schedule)
+    return function.compile(weights(schedule.num_stages), batch, schedule)
 
 
 def sent(found: Compiled) -> set[tuple[int, ...]]:
@@ -184,6 +185,9 @@ def test_second_order_work_is_told_with_its_products():
     )
     assert (names["bwd_0"], sum(names.values())) == (ran, total)
     assert ran > total / 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlacementWarning)
+        compiled(penalised, Std1F1B(STAGES), batch=jnp.concatenate([BATCH, BATCH], axis=1))  # another loop
 
 
 # Casts.
