@@ -20,7 +20,7 @@ from jaxpp_flax.engine.tracing.ir import everywhere
 from jaxpp_flax.trainers import TrainState
 from jaxpp_flax.verify.classes import Case, classify
 from jaxpp_flax.verify.comparison import row_of
-from jaxpp_flax.verify.reference.plain_step import LossFacts, PlainStep, PlainStepError
+from jaxpp_flax.verify.reference.plain_step import LossFacts, PlainPartFailed, PlainStep
 from jaxpp_flax.verify.report import Row
 from jaxpp_flax.verify.rounding import FACTOR, is_float, moved, on_host, spread, unit_of, wide
 from jaxpp_flax.verify.runs.pieces import rounding_of
@@ -252,8 +252,8 @@ _OTHER_LOSS = (
 
 def _reason(error: Exception) -> str:
     """Return the part of the plain step that failed, if known, and the first line of its error."""
-    part = f"{error.part} of the plain step failed with " if isinstance(error, PlainStepError) else ""
-    error = error.error if isinstance(error, PlainStepError) else error
+    part = f"{error.part} of the plain step failed with " if isinstance(error, PlainPartFailed) else ""
+    error = error.error if isinstance(error, PlainPartFailed) else error
     lines = str(error).strip().splitlines() or [""]
     return f"{part}{type(error).__name__}: {lines[0][:200].rstrip('.')}"
 

@@ -19,13 +19,13 @@ from jaxpp_flax.verify.reference.plain_loss import Terms, add_up, asked_for, rea
 from jaxpp_flax.verify.reference.plain_nnx import PlainNnx
 from jaxpp_flax.verify.reference.plain_update import PlainUpdate
 
-__all__ = ["LossFacts", "PlainResults", "PlainStep", "PlainStepError"]
+__all__ = ["LossFacts", "PlainResults", "PlainStep", "PlainPartFailed"]
 
 # The beginnings of the names of primitives that draw random numbers.
 _DRAWING = ("random_", "threefry", "rng_")
 
 
-class PlainStepError(RuntimeError):
+class PlainPartFailed(RuntimeError):  # noqa: N818
     """A part of a plain step, the loss or the update, has failed with an error."""
 
     def __init__(self, part: str, error: Exception) -> None:
@@ -39,7 +39,7 @@ def _part(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the user's code, which may raise anything
-        raise PlainStepError(name, error) from error
+        raise PlainPartFailed(name, error) from error
 
 
 @dataclass(frozen=True)
