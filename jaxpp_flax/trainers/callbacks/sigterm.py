@@ -96,6 +96,8 @@ class Preemption:
             selector.register(self._read, selectors.EVENT_READ)
             while True:
                 if not selector.select(None if end is None else max(0.0, end - time.monotonic())):
+                    if self._is_over:  # the loop has ended, and the program goes on
+                        return None
                     return self._end(
                         f"the step and its save were not complete within {deadline:g} s "
                         "(Checkpoints(preemption_deadline=))"
