@@ -6,14 +6,15 @@ What a body computes of its constants alone is the same in every microbatch. Two
   such a number would compute it, and its rank would get all the weights. Before the loop, each term is computed where
   its weight lies (see `place`), and numbers travel.
 - *Casts to a narrower type*, as mixed precision by hand makes them. The rank holds the narrow copy through the loop.
-  Casts to a wider type stay: their results would take more memory than the weights.
+  Casts to a wider type stay: their results would take more memory than the weights. Calls and regions of
+  `jax.checkpoint` that hide such a cast are opened; a region keeps its barrier (see `tracing/regions.py`).
 
 The backward work of a penalty stays in the loop, in the backward of its weight's stage (see `label`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jax.sharding import PartitionSpec
@@ -25,10 +26,11 @@ from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, prune, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, prune, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.tracing.regions import is_barrier
 
 __all__ = ["hoist_constants"]
 
@@ -56,13 +58,15 @@ def hoist_constants(step: Step, specs: Sequence[PartitionSpec]) -> Step:
 
 def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> tuple[list[Equation], Loop]:
     """Return the equations in front of a loop, and the loop that reads their results."""
-    body = _with_open_calls(loop.body)
-    outer = dict(zip(body.constants, loop.constants, strict=True))
+    outer = dict(zip(loop.body.constants, loop.constants, strict=True))
+    specs = {value: spec_of.get(atom, PartitionSpec()) for value, atom in outer.items()}
+    once = isinstance(loop.schedule, OnePass)  # a function without a loop: the work of its stages is work of constants
+    body = _with_open_calls(loop.body, {} if once else specs)
     kept = set[Value]()
-    if isinstance(loop.schedule, OnePass):  # a function without a loop: the work of its stages is work of constants too
+    if once:
         kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.graph.producer))
     kept.difference_update(body.constants)
-    moved = _moved(body, {value: spec_of.get(atom, PartitionSpec()) for value, atom in outer.items()}, kept)
+    moved = _moved(body, specs, kept)
     if not moved:
         return [], loop
     staying = [e for e in body.equations if moved.isdisjoint(e.outputs)]
@@ -126,9 +130,11 @@ def _narrows(equation: Equation, views: Mapping[Value, PartitionSpec]) -> bool:
 
 def _spec_of_view(equation: Equation, views: Mapping[Value, PartitionSpec]) -> PartitionSpec | None:
     """Return the partition of a view of a constant; None for other work, and where XLA would choose the partition."""
-    (source, *others) = equation.inputs
     linear = facts_of(equation.primitive).linear
-    if others or not isinstance(source, Value) or source not in views or linear is None or not linear.moves:
+    if len(equation.inputs) != 1 or linear is None or not linear.moves:
+        return None
+    (source,) = equation.inputs
+    if not isinstance(source, Value) or source not in views:
         return None
     if equation.name == "convert_element_type":
         return None
@@ -166,21 +172,21 @@ def _key(equation: Equation, inputs: tuple[Atom, ...]) -> Hashable:
     return key
 
 
-def _with_open_calls(body: LoopBody) -> LoopBody:
-    """Open calls of constants alone whose parts may belong to several stages.
+def _with_open_calls(body: LoopBody, specs: Mapping[Value, PartitionSpec]) -> LoopBody:
+    """Open calls and regions of `jax.checkpoint` that hide work which is moved, or keep it from its stage.
 
-    Those are calls of several constants, and calls that give a number with what its gradient reads: the number is
-    moved, the rest stays.
+    Those are calls of several constants alone, calls that give a number with what its gradient reads (the number is
+    moved, the rest stays), and calls with a cast that narrows a constant; `specs` are those of the constants.
     """
-    while found := _mixing_calls(body):
+    while found := {*_mixing_calls(body), *_casting_calls(body, specs)}:
         opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
         body = body.rewritten(inline(body.graph, flatten=opens, remat=opens))
     return body
 
 
-def _mixing_calls(body: LoopBody) -> set[Value]:
-    """Return the results of such calls; arrays that are made of constants and numbers count as constants."""
-    constants, found = set(body.constants), set[Value]()
+def _mixing_calls(body: LoopBody) -> Iterator[Value]:
+    """Yield the results of calls that mix constants; arrays that are made of constants and numbers count as such."""
+    constants = set(body.constants)
     for equation in body.equations:
         operands = values(equation.inputs)
         arrays = {v for v in operands if v.aval.size > 1}
@@ -189,5 +195,31 @@ def _mixing_calls(body: LoopBody) -> set[Value]:
         constants.update(equation.outputs)
         sizes = {v.aval.size > 1 for v in equation.outputs}
         if facts_of(equation.primitive).body is not None and (len(arrays) > 1 or (arrays and len(sizes) > 1)):
-            found.update(equation.outputs)
-    return found
+            yield from equation.outputs
+
+
+def _casting_calls(body: LoopBody, specs: Mapping[Value, PartitionSpec]) -> Iterator[Value]:
+    """Yield the results of calls that cast constants to a narrower type."""
+    views = dict(specs)
+    for equation in body.equations:
+        if _casts_inside(equation, views):
+            yield from equation.outputs
+        elif (spec := _spec_of_view(equation, views)) is not None:
+            views[equation.outputs[0]] = spec
+
+
+def _casts_inside(equation: Equation, views: Mapping[Value, PartitionSpec]) -> bool:
+    """Return whether a call casts a constant, or a view of one, to a narrower type, at any depth."""
+    called = facts_of(equation.primitive).body_in(equation.params)
+    if called is None or views.keys().isdisjoint(equation.inputs):
+        return False
+    within = dict(views)
+    for inner in applied(called, equation.inputs).equations:
+        if _narrows(inner, within) or _casts_inside(inner, within):
+            return True
+        if is_barrier(inner):  # with `JAX_REMAT3=1`, in front of what is recomputed
+            pairs = zip(inner.inputs, inner.outputs, strict=True)
+            within.update((out, within[v]) for v, out in pairs if v in within)  # type: ignore[index]
+        elif (spec := _spec_of_view(inner, within)) is not None:
+            within[inner.outputs[0]] = spec
+    return False

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -209,6 +210,18 @@ def narrow(ws: Weights, x: jax.Array) -> jax.Array:
     return jnp.mean(layers([w.astype(jnp.bfloat16) for w in ws], x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
 
+def blocks(around: Callable[[Any], Any]) -> Callable[[Weights, jax.Array], jax.Array]:
+    """A loss whose blocks cast their weights inside of what is around each."""
+    block = around(lambda w, x: jnp.tanh(jnp.sin(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))))
+
+    def loss(ws: Weights, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(ws):
+            x = block(w, mark_stage_end(x) if i else x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return loss
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -217,8 +230,16 @@ def narrow(ws: Weights, x: jax.Array) -> jax.Array:
         lambda ws, x: narrow(ws, x) + sum(jnp.max(w.astype(jnp.bfloat16)) for w in ws),
         lambda ws, x: narrow([w.T.astype(jnp.bfloat16) for w in ws], x),
         lambda ws, x: narrow([w.reshape(-1).astype(jnp.bfloat16).reshape(D, D) for w in ws], x),
+        blocks(jax.checkpoint),
+        blocks(partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)),
+        blocks(jax.jit),
+        blocks(lambda block: jax.checkpoint(jax.jit(block))),
+        blocks(lambda block: jax.jit(jax.checkpoint(block))),
     ],
-    ids=["cast", "recomputed", "twice", "transposed", "reshaped"],
+    ids=[
+        *("cast", "recomputed", "twice", "transposed", "reshaped", "recomputed block", "block with a policy"),
+        *("block in a jit", "recomputed jit", "recomputed block in a jit"),
+    ],
 )
 @pytest.mark.parametrize("schedule", [Std1F1B(STAGES), slow(ZeroBubble(STAGES))], ids=str)
 def test_each_weight_is_cast_once_in_a_step(loss: Callable[..., Any], schedule: Schedule):
@@ -234,10 +255,11 @@ def test_each_weight_is_cast_once_in_a_step(loss: Callable[..., Any], schedule: 
         np.testing.assert_allclose(mine, theirs, atol=2e-3)
 
 
-def test_casts_of_a_data_axis_and_of_shards():
+@pytest.mark.parametrize("loss", [narrow, blocks(jax.checkpoint)], ids=["cast", "recomputed block"])
+def test_casts_of_a_data_axis_and_of_shards(loss: Callable[..., Any]):
     specs = {"in_specs": (PartitionSpec("data"), PartitionSpec(None, "data"))}
     for more in ({}, {"fsdp": "step"}):
-        found = compiled(narrow, Std1F1B(STAGES), mesh_of(STAGES, data=2), **specs, **more)
+        found = compiled(loss, Std1F1B(STAGES), mesh_of(STAGES, data=2), **specs, **more)
         assert sum(casts(found).values()) == STAGES
 
 
