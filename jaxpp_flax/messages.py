@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +21,7 @@ __all__ = [
     "missing_name",
     "near_names",
     "users_line",
+    "users_place",
     "warn_user",
 ]
 
@@ -95,8 +98,23 @@ _LIBRARIES = {"jaxpp_flax", "jax", "flax", *sys.stdlib_module_names}
 def is_users(frame: FrameType) -> bool:
     """Return whether a call is one of the user's program: neither of this package nor of an installed one."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    file = frame.f_code.co_filename
-    return package not in _LIBRARIES and "site-packages" not in file and "dist-packages" not in file
+    return package not in _LIBRARIES and not _is_installed(frame.f_code.co_filename)
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
+
+
+def users_place(trace: Any) -> str:
+    """Return `file:line (function)` of the innermost line of the user's code in a traceback that JAX keeps.
+
+    It is empty if there is no such line. The frames of these tracebacks have a file, a line and the function's name.
+    """
+    own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    for frame in [] if trace is None else trace.frames:
+        if not _is_installed(frame.file_name) and not frame.file_name.startswith(own):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return ""
 
 
 def users_line(innermost_first: Iterable[tuple[FrameType, int]]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.engine.tracing.ir import Equation, values
+from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 
-__all__ = ["avals_of", "is_small_of_large", "place_of"]
+__all__ = ["avals_of", "is_small_of_large", "numbers_of_large", "place_of"]
 
 _SMALL = 64  # elements
 
@@ -44,3 +45,12 @@ def is_small_of_large(equation: Equation) -> bool:
     """
     size = sum(value.aval.size for value in equation.outputs)
     return size <= _SMALL and any(value.aval.size >= 4 * max(size, 1) for value in values(equation.inputs))
+
+
+def numbers_of_large(equation: Equation) -> list[Value]:
+    """Return the numbers among the results, if they are few and much less than an operand.
+
+    Other results may be large, as what a scan over the rows of an array keeps for the gradient of a sum.
+    """
+    numbers = [value for value in equation.outputs if value.aval.size == 1]
+    return numbers if is_small_of_large(replace(equation, outputs=tuple(numbers))) else []

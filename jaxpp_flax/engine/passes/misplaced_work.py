@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
+from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large, numbers_of_large
 from jaxpp_flax.engine.analyses.work import products
 from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
-from jaxpp_flax.messages import listed
+from jaxpp_flax.messages import listed, users_place
 
 __all__ = ["misplaced_work"]
 
@@ -27,21 +27,26 @@ def misplaced_work(loop: Loop) -> Iterator[str]:
     readers = _Readers.of(loop)
     for equation, stages, nbytes in readers.brought():
         yield (
-            f"`{equation.name}` at {equation.where}, inside the loop, brings parameters of other stages to the stages "
-            f"{stages} ({nbytes:,} bytes), and their gradients back. Reduce each parameter to a scalar by itself and "
-            "add these up (`optax.tree.norm`), instead of all in one vector"
+            f"`{equation.name}` at {_where(equation)}, inside the loop, brings parameters of other stages to the "
+            f"stages {stages} ({nbytes:,} bytes), and their gradients back. Reduce each parameter to a scalar by "
+            "itself (no examples, not all parameters in one vector) and add these up (`optax.tree.norm`)"
         )
     labels = loop.labels
     if labels is not None and labels.has_second_order:
         found = {e: len([*products([e])]) for e in labels.body.equations}
         first = [e for e, count in found.items() if count and labels.phase.get(e) == 2 * labels.num_stages - 1]
-        where = f" at {first[-1].where}" if first else ""
+        where = f" at {_where(first[-1])}" if first else ""
         yield (
             f"a loop differentiates a gradient{where} (a gradient penalty, a force field): "
             f"{sum(found[e] for e in first)} of the {sum(found.values())} matrix products of a microbatch run in "
             "bwd_0, on the rank of stage 0, which reads the parameters of all stages for them, while other ranks wait. "
             "If that is slow, use fewer stages and a larger data axis"
         )
+
+
+def _where(equation: Equation) -> str:
+    """Return the line of the user's own code, rather than of the library's layer that it calls."""
+    return users_place(getattr(equation.source, "traceback", None)) or equation.where
 
 
 @dataclass(eq=False)
@@ -74,8 +79,11 @@ class _Readers:
                 continue
             behind.update(dict.fromkeys(equation.outputs, parameters))
             before = max((len(behind[v]) for v in arrays), default=0)
-            if len(parameters) > max(before, 1) or (parameters and is_small_of_large(equation)):
+            numbers = numbers_of_large(equation)
+            if len(parameters) > max(before, 1) or (before == 1 and (numbers or is_small_of_large(equation))):
                 self.mixed.append((equation, task.stage, parameters))
+            if numbers:  # the other results are what the numbers' gradient reads
+                behind.update(dict.fromkeys(equation.outputs, frozenset[Value]()))
         self._use(task.stage, values(task.graph.outputs), behind)
 
     def _use(self, stage: int, read: list[Value], behind: Mapping[Value, frozenset[Value]]) -> None:
@@ -90,7 +98,7 @@ class _Readers:
         for equation, stage, parameters in self.mixed:
             others = {(v, stage) for v in parameters if self.used[v] and stage not in self.used[v]}
             if others:
-                _, stages, brought = found.setdefault(equation.where, (equation, set(), set()))
+                _, stages, brought = found.setdefault(_where(equation), (equation, set(), set()))
                 stages.add(stage)
                 brought |= others
         for equation, stages, brought in found.values():

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors, makers_of
-from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
+from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large, numbers_of_large
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, prune, values
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, applied, emit, prune, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.primitives import facts_of
@@ -181,7 +183,7 @@ def _with_open_calls(body: LoopBody, specs: Mapping[Value, PartitionSpec]) -> Lo
     while found := {*_mixing_calls(body), *_casting_calls(body, specs)}:
         opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
         body = body.rewritten(inline(body.graph, flatten=opens, remat=opens))
-    return body
+    return _with_numbers_apart(body)
 
 
 def _mixing_calls(body: LoopBody) -> Iterator[Value]:
@@ -223,3 +225,37 @@ def _casts_inside(equation: Equation, views: Mapping[Value, PartitionSpec]) -> b
         elif (spec := _spec_of_view(inner, within)) is not None:
             within[inner.outputs[0]] = spec
     return False
+
+
+def _with_numbers_apart(body: LoopBody) -> LoopBody:
+    """Let a call that cannot be opened make its numbers, and what their gradient reads, in two calls.
+
+    Such are scans over the rows of a constant: the number is moved, the rest stays. XLA drops from each call what
+    nobody reads.
+    """
+    constants, equations = set(body.constants), list[Equation]()
+    for equation in body.equations:
+        apart = facts_of(equation.primitive).body is None and equation.primitive is not marker_p
+        if equation.effects or not constants.issuperset(values(equation.inputs)) or not apart:
+            equations.append(equation)
+            continue
+        constants.update(equation.outputs)
+        numbers = numbers_of_large(equation)
+        if 0 < len(numbers) < len(equation.outputs):
+            equations += _call_for(numbers, equation)
+            equation = replace(equation, outputs=tuple(Value(v.aval) if v in numbers else v for v in equation.outputs))
+        equations.append(equation)
+    return body.rewritten(replace(body.graph, equations=tuple(equations)))
+
+
+def _call_for(numbers: Sequence[Value], equation: Equation) -> list[Equation]:
+    """Return a call that makes some results of an equation, and no others."""
+    inputs, places = values(equation.inputs), [equation.outputs.index(v) for v in numbers]
+
+    @jax.jit
+    def only_numbers(*xs: Any) -> list[Any]:
+        held: dict[Atom, Any] = dict(zip(inputs, xs, strict=True))
+        made = equation.bind(*(a.value if isinstance(a, Constant) else held[a] for a in equation.inputs))
+        return [made[place] for place in places]
+
+    return emit(only_numbers, inputs, numbers, like=equation)[0]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax.engine.analyses.equation_facts import avals_of
@@ -63,6 +64,16 @@ def examples(x: jax.Array) -> jax.Array:
     return jnp.sum(x[:, 0] > 0) + 1.0
 
 
+def rows(w: jax.Array, scale: Any = 1.0) -> jax.Array:
+    """The sum of the rows' norms, by a scan: its gradient reads arrays that the scan makes beside this number."""
+    norm = lambda total, row: (total + scale * jnp.sqrt(jnp.sum(row**2)), None)  # noqa: E731
+    return jax.lax.scan(norm, jnp.float32(0), w)[0]
+
+
+def either(w: jax.Array, which: jax.Array) -> jax.Array:
+    return jax.lax.cond(which > 0, lambda w: jnp.sum(jnp.sin(w) ** 2), lambda w: jnp.sum(w**4), w)
+
+
 LOSSES: dict[str, Callable[[Weights, Any], jax.Array]] = {
     "sum of squares": lambda ws, x: error(ws, x) + squares(ws),
     "absolute values": lambda ws, x: error(ws, x) + 0.01 * sum(jnp.sum(jnp.abs(w)) for w in ws),
@@ -71,6 +82,11 @@ LOSSES: dict[str, Callable[[Weights, Any], jax.Array]] = {
     "determinants": lambda ws, x: error(ws, x) - 0.01 * sum(jnp.linalg.slogdet(w.T @ w + jnp.eye(D))[1] for w in ws),
     "largest": lambda ws, x: error(ws, x) + sum(jnp.max(jnp.abs(w)) for w in ws),
     "orthogonality": lambda ws, x: error(ws, x) + orthogonality(ws),
+    "rows in a scan": lambda ws, x: error(ws, x) * (1 + sum(map(rows, ws))),
+    "rows in a loop": lambda ws, x: (
+        error(ws, x) + sum(jax.lax.fori_loop(0, D, lambda i, s, w=w: s + jnp.sum(jnp.sin(w[i]) ** 2), 0.0) for w in ws)
+    ),
+    "condition": lambda ws, x: error(ws, x) + sum(either(w, w[0, 0]) for w in ws),
     "factor": lambda ws, x: error(ws, x) * (1 + optax.tree.norm(ws)),
     "weighted": lambda ws, x: examples(x) * (error(ws, x) + orthogonality(ws)),
     "in a jit": lambda ws, x: error(ws, x) * jax.jit(squares)(ws),
@@ -167,6 +183,29 @@ def test_one_vector_of_all_weights_is_told_once():
     inside = [warning for warning in caught if "inside the loop" in str(warning.message)]
     assert len(inside) == 1
     assert found.program.arguments
+
+
+@pytest.mark.parametrize("penalty", [rows, either])
+def test_penalties_that_depend_on_the_microbatch_are_told(penalty: Callable[..., jax.Array]):
+    """They cannot be moved in front of the loop; beside the number, they make what its gradient reads."""
+    name = {rows: "scan", either: "cond"}[penalty]
+    said = rf"`{name}` at .*test_hoist_constants.*brings parameters .* stages 2 \({2 * D * D * 4:,} bytes\)"
+    with pytest.warns(PlacementWarning, match=said):
+        compiled(lambda ws, x: error(ws, x) + sum(penalty(w, x[0, 0]) for w in ws), Std1F1B(STAGES))
+
+
+def test_second_order_work_is_told_at_the_line_of_the_user():
+    """The products stand in a layer of Flax."""
+
+    def model(ws: Weights, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(ws):
+            dense = nn.Dense(D, use_bias=False)
+            x = jnp.tanh(jnp.asarray(dense.apply({"params": {"kernel": w}}, mark_stage_end(x) if i else x)))
+        return jnp.sum(x)
+
+    said = r"differentiates a gradient at .*test_hoist_constants\.py:\d+ \(.*model\)"
+    with pytest.warns(PlacementWarning, match=said):
+        compiled(lambda ws, x: jnp.mean(jax.grad(model, argnums=1)(ws, x) ** 2), Std1F1B(STAGES))
 
 
 def test_second_order_work_is_told_with_its_products():
