@@ -14,6 +14,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.planning import Hardware, plan
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.trainers import Memory
+from tests.helpers import slow
 
 POLICIES = jax.checkpoint_policies
 SAVED = POLICIES.save_only_these_names("h")
@@ -38,12 +39,13 @@ class Block(nnx.Module):
     def __call__(self, x):
         if self.policy is None:
             return self.run(x)
-        return nnx.remat(lambda module, x: module.run(x), policy=self.policy)(self, x)
+        policy = None if self.policy == "full" else self.policy
+        return nnx.remat(lambda module, x: module.run(x), policy=policy)(self, x)
 
 
 class Blocks(nnx.Module):
-    def __init__(self, policy, effect, rngs):
-        blocks = [Block(policy, effect, rngs) for _ in range(2)]
+    def __init__(self, policy, effect, count, rngs):
+        blocks = [Block(policy, effect, rngs) for _ in range(count)]
         self.blocks = nnx.List([PipelineStage(block, name=f"b{i}") for i, block in enumerate(blocks)])
 
     def __call__(self, x):
@@ -55,11 +57,12 @@ class Blocks(nnx.Module):
 CARD = Hardware(flops=1e12, host_bandwidth=1e3)  # a slow link: recomputation is the cheaper way
 
 
-def trainer_of(policy=None, effect=False, **options):
+def trainer_of(policy=None, effect=False, per_stage=1, **options):
+    model = Blocks(policy, effect, 2 * per_stage, nnx.Rngs(0))
     return PipelineTrainer(
-        Blocks(policy, effect, nnx.Rngs(0)), optax.sgd(0.1), lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2),
+        model, optax.sgd(0.1), lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2),
         num_stages=2, num_microbatches=8, schedule="gpipe", logging=False,
-        assignment=[1, 1], **options,
+        assignment=[per_stage, per_stage], **options,
     )  # fmt: skip
 
 
@@ -69,16 +72,32 @@ def kept(trainer) -> list[tuple[int, ...]]:
     return [v.aval.shape for task in program.tasks if task.name == "fwd_0" for v in task.graph.outputs]
 
 
+RECOMPUTE = ResidualPlan([StageResiduals(recompute=True)] * 2)
+
+
+@pytest.mark.parametrize(("policy", "data"), [("full", 2), (SAVED, 1), slow("full", 1), slow(SAVED, 2)])
+def test_a_limit_that_stages_of_blocks_with_remat_meet_by_recomputation_is_not_refused(policy, data):
+    """A stage that recomputes keeps its own input, and not those of its blocks; a data axis changes nothing."""
+    options = {"policy": policy, "per_stage": 3, "mesh": {"data": data}}
+    held = lambda **more: [r.held_bytes for r in trainer_of(**options, **more).compile(BATCH).memory_analysis()]  # noqa: E731
+    limit = held(memory=Memory(residuals=RECOMPUTE))
+    found = plan(trainer_of(**options), BATCH, memory_limit=limit, hardware=CARD)
+    assert all(stage.recompute for stage in found.residuals.stages)
+    assert max(limit) < min(held())
+    used = held(memory=Memory(residuals=found.residuals))
+    assert used == list(found.peak_bytes)
+    assert all(bytes_used <= most for bytes_used, most in zip(used, limit, strict=True))
+
+
 @pytest.mark.parametrize("place", ["block", "trainer"])
 def test_a_value_that_a_policy_saves_is_not_recomputed(place):
-    residuals, of_trainer = ResidualPlan([StageResiduals(recompute=True)] * 2), None if place == "block" else SAVED
-    trainer = trainer_of(SAVED if place == "block" else None, memory=Memory(remat=of_trainer, residuals=residuals))
+    of_block, of_trainer = (SAVED, None) if place == "block" else (None, SAVED)
+    trainer = trainer_of(of_block, memory=Memory(remat=of_trainer, residuals=RECOMPUTE))
     assert kept(trainer).count(H) == 1
 
 
 def test_full_remat_saves_nothing_from_a_plan():
-    memory = Memory(remat="full", residuals=ResidualPlan([StageResiduals(recompute=True)] * 2))
-    assert kept(trainer_of(memory=memory)) == [X]
+    assert kept(trainer_of(memory=Memory(remat="full", residuals=RECOMPUTE))) == [X]
 
 
 @pytest.mark.parametrize("limit", [850_000, 720_000])

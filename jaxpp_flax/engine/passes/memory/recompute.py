@@ -71,15 +71,14 @@ def _reading(equation: Equation, names: Mapping[Atom, Value]) -> Equation:
 def saved_by_policies(graphs: Iterable[Graph], marked: Set[Value]) -> set[Value]:
     """Return what backwards of a stage read because a policy of the user's `jax.checkpoint` has saved it.
 
-    A region inside a block is an equation, which reads what the policy saves. An opened region is many: what they read
-    besides the values that pass marks was saved.
+    A region inside a block is an equation, and an opened region is many: what they read besides the values that pass
+    marks was saved.
     """
     found: set[Value] = set()
     for graph in graphs:
         closed = [e for e in graph.equations if e.params.get("differentiated") and e.params["policy"] is not None]
-        found |= {v for e in closed for v in values(e.inputs)}
         opened = [e for e in graph.equations if e.region is not None and e.region.saves]
-        found |= {v for e in opened for v in values(e.inputs)}.intersection(graph.inputs) - marked
+        found |= {v for e in (*closed, *opened) for v in values(e.inputs)}.intersection(graph.inputs) - marked
     return found
 
 
