@@ -17,6 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax import MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce  # noqa: E402
+from jaxpp_flax.engine.program.live_memory import AHEAD  # noqa: E402
 from jaxpp_flax.engine.runtime.transport.connection import process_connection  # noqa: E402
 from jaxpp_flax.engine.tracing.treduce import Add  # noqa: E402
 from jaxpp_flax.schedules import GPipe  # noqa: E402
@@ -41,7 +42,8 @@ def step(w: Any, batch: Any) -> Any:
 
 w, batch = [np.eye(4, dtype=np.float32)] * jax.process_count(), np.ones((MICROBATCHES, 2, 4), np.float32)
 function = mpmd_jit_with_loop(step, mesh)
-function.compile(w, batch)
+analysis = function.compile(w, batch).memory_analysis()
+assert analysis[0].peak_bytes == (AHEAD + 1) * batch[0].nbytes, "what is in flight, and what is computed meanwhile"
 taken.touch()
 connection.group.barrier("the file", 60.0)
 

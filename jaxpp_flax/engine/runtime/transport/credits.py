@@ -16,13 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxpp_flax.engine.program.live_memory import AHEAD
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 
-__all__ = ["AHEAD", "Credits"]
+__all__ = ["Credits"]
 
-AHEAD = 4
-"""The most parcels that a process offers before its peer has asked for them."""
 _EVERY = 2
 
 
