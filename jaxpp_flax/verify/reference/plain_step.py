@@ -106,9 +106,9 @@ class PlainStep:
         for number, of in enumerate(groups):
             rest = _with_leaves(carried[1], anew, [first[i] for i in anew])
             with _part("the loss"):
-                carried, (found, grads, following) = self._jit("gradients", self._gradients)(
-                    before[0], rest, of, state.step, number, self.update.scale(state), divisor
-                )
+                carried, (found, grads, following) = self._jit(
+                    f"gradients {anew}", partial(self._gradients, anew=tuple(anew))
+                )(before[0], rest, of, state.step, number, self.update.scale(state), divisor)
             terms.append(found)
             sums = (grads, following) if sums is None else self._jit("add", _add)(sums, (grads, following))
         # A sum of means grows with the number of parts, other sums do not.
@@ -161,14 +161,23 @@ class PlainStep:
         return add_up([self._call(params, rest, of, step, number)[0] for number, of in enumerate(groups)])[1]
 
     def _gradients(
-        self, params: Any, rest: Any, parts: Sequence[Any], step: Any, number: Any, scale: Any, divisor: Any = None
+        self,
+        params: Any,
+        rest: Any,
+        parts: Sequence[Any],
+        step: Any,
+        number: Any,
+        scale: Any,
+        divisor: Any = None,
+        anew: tuple[int, ...] = (),
     ) -> tuple[tuple[Any, Any], tuple[Terms, Any, list[Any]]]:
         """Return the model's variables after the call, the loss's terms, its gradients, and values that follow them."""
         leaves = jax.tree.leaves(rest)
         at = [i for i, is_next in enumerate(self.model.next_by_gradient(rest)) if is_next]
 
         def loss_of(params: Any, following: Sequence[Any]) -> tuple[Any, Any]:
-            terms, after = self._call(params, rest, parts, step, number, (at, following))
+            given = [[*(leaves[i] for i in anew), *of] for of in following]
+            terms, after = self._call(params, rest, parts, step, number, ([*anew, *at], given))
             total = terms.total if divisor is None else terms.total / divisor
             return total if scale is None else total * scale, (terms, after)
 
