@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.tracing.ir import bodies, from_jaxpr, opened, struct_of, without_high_calls
+from jaxpp_flax.engine.tracing.ir import bodies, opened, struct_of, without_high_calls
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.writes.structure import Changes
@@ -49,14 +49,13 @@ def _same(one: Any, other: Any) -> bool:
 
 def _gradients(jaxpr: Any, count: int) -> Any:
     """Return the jaxpr of the gradients of all float results by those of the first `count` inputs that are floats."""
-    graph, constants = from_jaxpr(jaxpr)
-    inputs = [value.aval for value in graph.inputs[len(constants) :]]
+    run, inputs = jex_core.jaxpr_as_fun(jaxpr), [value.aval for value in opened(jaxpr).invars]
     moving = [i for i, aval in enumerate(inputs[:count]) if jnp.issubdtype(aval.dtype, jnp.floating)]
 
     def gradients(*given: Any) -> Any:
         def results(values: Sequence[Any]) -> list[Any]:
             by_position = dict(zip(moving, values, strict=True))
-            found = graph.run(*constants, *[by_position.get(i, value) for i, value in enumerate(given)])
+            found = run(*[by_position.get(i, value) for i, value in enumerate(given)])
             return [result for result in found if jnp.issubdtype(jnp.result_type(result), jnp.floating)]
 
         found, pull = jax.vjp(results, [given[i] for i in moving])

@@ -145,5 +145,5 @@ def test_every_call_refuses_a_user_dict(call: str):
         num_stages=1, num_microbatches=2, logging=False,
     )  # fmt: skip
     batch: Any = BatchEncoding(x=X)
-    with pytest.raises((BatchError, TypeError), match=re.escape("dict(batch)") + "|predict got a dict"):
+    with pytest.raises((BatchError, TypeError), match=re.escape("dict(batch)")):
         getattr(trained, call)([batch] if call in ("fit", "evaluate") else batch)
