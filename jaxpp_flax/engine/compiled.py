@@ -150,9 +150,5 @@ class Compiled:
         return summarise_stages(self._built, self.mpmd_mesh)
 
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
-        """Return the bytes that each rank holds: its arguments, and the peak above them in one step.
-
-        With several processes and the transport "transfer", a loop of forwards also holds the values of up to 4
-        transfers to the next process: the sender runs that far ahead.
-        """
+        """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""
         return analyse_memory(self._executables)

@@ -63,6 +63,9 @@ class MemoryAnalysis:
     of the workspace inside an executable is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most
     that one step holds of host memory above the arguments, for each device: what a plan of residuals or a policy of
     `jax.checkpoint` offloads.
+
+    What goes to a rank of another process counts until the receiver sends something back, at most for 4 transfers: in a
+    loop of forwards the sender runs that far ahead.
     """
 
     rank: int
@@ -165,7 +168,7 @@ def _bytes_in(stage: int, held: Mapping[Value, Collection[int]]) -> int:
 def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
     """Walk a program and count what is live on each rank."""
     program, mesh = executables.program, executables.mesh
-    memory = LiveMemory(program, _inside(executables))
+    memory = LiveMemory(program, _inside(executables), mesh.rank_processes)
     argument = [0] * program.num_ranks
     for ranks, spec, aval in zip(program.arguments, executables.in_specs, executables.in_avals, strict=True):
         on_device = memory_kind_of(aval) is None

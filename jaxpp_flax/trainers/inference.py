@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
@@ -124,7 +125,7 @@ class Evaluation:
     @without_ambient_mesh
     def predict(self, batch: Any, *, global_batch_size: int | None) -> Any:
         """As `PipelineTrainer.predict`."""
-        if isinstance(batch, Mapping) and self.predict_fn is call_model:
+        if isinstance(batch, Mapping) and self.predict_fn is call_model and not jax.tree_util.all_leaves([batch]):
             raise TypeError(
                 f"predict got a dict with {', '.join(map(repr, batch))}, but not which of these the model takes. "
                 "Pass the model's input, or give the trainer a predict_fn: "

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
+from jaxpp_flax import PipelineStage, PipelineTrainer, WholeBatchLoss, mark_stage_end
 from jaxpp_flax.trainers import MicrobatchStateWarning
 from jaxpp_flax.trainers.step import builder
 from jaxpp_flax.trainers.writes import dependencies
@@ -29,6 +29,14 @@ OPTIONS: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2, "mesh": {}, "
 def noisy(model: Any, batch: Any, *, rngs: nnx.Rngs) -> Any:
     errors = jnp.square(model(batch["x"]) - batch["y"])
     return (errors * jax.random.bernoulli(rngs.noise(), 0.5, errors.shape)).mean()
+
+
+def noisy_outputs(model: Any, batch: Any, *, rngs: nnx.Rngs) -> Any:
+    outputs = model(batch["x"])
+    return outputs * jax.random.bernoulli(rngs.noise(), 0.5, outputs.shape)
+
+
+IN_TWO_PARTS = WholeBatchLoss(noisy_outputs, lambda outputs, batch: jnp.square(outputs - batch["y"]).mean())
 
 
 def normed(norm: Any, loss_fn: Callable[..., Any] = m.squared_error) -> PipelineTrainer:
@@ -53,6 +61,7 @@ RIGHT: dict[str, Callable[[], PipelineTrainer]] = {
     "written parameters": lambda: normed(nnx.WeightNorm),
     "vectors of parameters": lambda: normed(nnx.SpectralNorm),
     "and random numbers": lambda: normed(nnx.SpectralNorm, noisy),
+    "and random numbers, in two parts": lambda: normed(nnx.SpectralNorm, IN_TWO_PARTS),
     "scales of fp8": fp8,
 }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Sequence
 
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Wait
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.memory import Memory
 
-__all__ = ["LiveMemory"]
+__all__ = ["AHEAD", "LiveMemory"]
+
+AHEAD = 4
+"""The most transfers that a process has in flight to one that sends nothing back (`runtime/transport/credits.py`)."""
 
 _NOTHING = 0, 0, False  # of a small value that nobody counts: the index of a microbatch
 
@@ -20,6 +24,7 @@ class LiveMemory:
 
     Args:
       program: the program; inside: the bytes that each of its tasks makes for itself, see `held_inside`.
+      processes: for each rank, the processes that have devices of it; without them, all ranks are in one process.
 
     Attributes:
       devices: each rank's device memory, above the arguments. A donated argument frees memory.
@@ -27,12 +32,18 @@ class LiveMemory:
       hosts: each rank's host memory: offloaded residuals, and results of tasks that lie there.
     """
 
-    def __init__(self, program: Program, inside: Sequence[float] = ()) -> None:
-        self._program, self._inside = program, inside
+    def __init__(
+        self, program: Program, inside: Sequence[float] = (), processes: Sequence[frozenset[int]] = ()
+    ) -> None:
+        self._program, self._inside, self._processes = program, inside, processes
         self.running = [0.0] * program.num_ranks
         self.devices = [Memory() for _ in range(program.num_ranks)]
         self.hosts = [Memory() for _ in range(program.num_ranks)]
-        self._held: dict[int, tuple[int, int, bool]] = {}  # by value: the rank, the bytes, and True for host memory
+        # By value, or by what stands for its copy: the rank, the bytes, and True for host memory.
+        self._held: dict[Hashable, tuple[int, int, bool]] = {}
+        self._in_flight: dict[tuple[frozenset[int], frozenset[int]], deque[Sequence[Hashable]]] = {}
+        self._unread: Counter[Hashable] = Counter()  # in how many transfers in flight a value is
+        self._freed: set[Hashable] = set()  # those of them that the program has freed
         # Of each task, whether its results lie in host memory: found once, and read for every run.
         self._results_on_host = [[memory_kind_of(a.aval) is not None for a in t.graph.outputs] for t in program.tasks]
 
@@ -57,13 +68,45 @@ class LiveMemory:
                 for value in instruction.sent
             ]
             self._make(instruction.target, instruction.received, written, on_host)
+            if memory is None and self._processes:
+                self._send(instruction)
 
-    def _make(self, rank: int, values: Sequence[int], sizes: Sequence[int], on_host: Sequence[bool]) -> None:
+    def _send(self, transfer: Transfer) -> None:
+        """Hold what is sent to other processes until the receiver is known to have come to it."""
+        source, target = (self._processes[rank] for rank in (transfer.source, transfer.target))
+        if source == target:
+            return
+        self._arrive(self._in_flight.pop((target, source), ()))  # who sends something back has come so far
+        sent: list[Hashable] = []
+        for value in transfer.sent:
+            if value in self._program.preset or value in self._program.returned:  # a copy is sent
+                _, size, is_on_host = self._held.get(value, _NOTHING)
+                value = object()
+                self._make(transfer.source, [value], [size], [is_on_host])
+                self._freed.add(value)
+            sent.append(value)
+        self._unread.update(sent)
+        transfers = self._in_flight.setdefault((source, target), deque())
+        transfers.append(sent)
+        while len(transfers) > AHEAD:
+            self._arrive([transfers.popleft()])
+
+    def _arrive(self, transfers: Iterable[Sequence[Hashable]]) -> None:
+        for values in transfers:
+            self._unread.subtract(values)
+            over = {value for value in values if not self._unread[value]} & self._freed
+            self._freed -= over
+            self._drop(over)
+
+    def _make(self, rank: int, values: Sequence[Hashable], sizes: Sequence[int], on_host: Sequence[bool]) -> None:
         for value, size, is_on_host in zip(values, sizes, on_host, strict=True):
             self._held[value] = rank, size, is_on_host
             (self.hosts if is_on_host else self.devices)[rank].change(size)
 
-    def _drop(self, values: Iterable[int]) -> None:
+    def _drop(self, values: Iterable[Hashable]) -> None:
         for value in values:
+            if self._unread[value]:
+                self._freed.add(value)
+                continue
             rank, size, is_on_host = self._held.pop(value, _NOTHING)
             (self.hosts if is_on_host else self.devices)[rank].change(-size)

@@ -29,9 +29,8 @@ from jaxpp_flax.engine.runtime.profile import (
     timeline,
 )
 from jaxpp_flax.engine.runtime.transport.base import Parcel
-from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.runtime.transport.credits import Credits
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, Route, plan
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.processes.group import ProcessGroup
 
@@ -52,7 +51,7 @@ class Runtime:
         program, mesh, distributed = executables.program, executables.mesh, executables.distributed
         self.program = program
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
-        self._routes: list[tuple[int, Route]] = []  # of the transfers of this process, by their numbers
+        self._moved: list[tuple[int, list[Parcel]]] = []  # by transfers' numbers: the parcels that this process walks
         self._distributed = distributed
         self._calls = 0
         self._mesh, self._executables = mesh, executables
@@ -63,7 +62,8 @@ class Runtime:
         local = set(mesh.local_ranks)
         bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         if distributed is not None:
-            self._credits = self._confirmations(distributed)
+            in_global_order = distributed.connection.transport.needs_global_order
+            self._credits = Credits.of(self._moved, jax.process_index(), in_global_order=in_global_order)
             self.parcels += self._credits.parcels
             before, group = distributed.connection.window.before_task, distributed.connection.group
             bound = [
@@ -117,7 +117,8 @@ class Runtime:
         )
         route = self._route_of(leaves, jax.process_index())
         self.parcels += route.own_parcels()
-        self._routes.append((number, route))
+        walked = route.walked(connection.transport.needs_global_order)
+        self._moved.append((number, [parcel for parcel, _ in walked]))
         # Other code may donate or delete arguments and results.
         private = [value in self.program.preset or value in self.program.returned for value in instruction.sent]
         what = _awaited(self.program, instruction)
@@ -129,15 +130,9 @@ class Runtime:
             arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls, what))
             for value, array in zip(instruction.received, arrived, strict=True):
                 environment[value] = array
-            self._credits.send(number, distributed, self._calls)
+            self._credits.sign(number, distributed, self._calls)
 
         return step
-
-    def _confirmations(self, distributed: DistributedProgram) -> Credits:
-        """Return what keeps a process from running ahead of one that sends nothing back."""
-        sent = [(number, route.own_parcels()) for number, route in self._routes]
-        credits = Credits.of(sent, jax.process_index())
-        return credits if credits.parcels and distributed.connection.transport.holds_sent else Credits()
 
     def _specs(self, values: Iterable[int]) -> tuple[PartitionSpec, ...]:
         return tuple([self._executables.held[value].spec for value in values])

@@ -126,6 +126,11 @@ def _about_object(name: str, leaf: Any) -> str:
 def _about_dtype(leaf: Any) -> str:
     """Return what is wrong with an array whose dtype JAX does not take, after the word "is"."""
     library = type(leaf).__module__.partition(".")[0]
+    if getattr(leaf.dtype, "names", None):
+        return (
+            f"a structured array of dtype {leaf.dtype}, but JAX takes arrays of one type. Pass its fields in a dict: "
+            "`{name: leaf[name] for name in leaf.dtype.names}`."
+        )
     if library in ("numpy", "jaxlib", "jax"):
         return (
             f"an array of dtype {leaf.dtype}, but a step takes numbers only. Leave it out of the batch "

@@ -83,7 +83,7 @@ def state_of(iterator: Any) -> Any:
 
     The iterator may return the object that each draw changes.
     """
-    if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
+    if not _has(iterator, "get_state", "set_state"):
         return None
     state = iterator.get_state()
     try:
@@ -94,7 +94,11 @@ def state_of(iterator: Any) -> Any:
 
 def has_own_state(iterator: Any, position: DataPosition) -> bool:
     """Return True if `iterator` can go to `position` with its saved state; else batches are drawn up to `position`."""
-    return position.iterator is not None and hasattr(iterator, "set_state")
+    return position.iterator is not None and _has(iterator, "set_state")
+
+
+def _has(iterator: Any, *methods: str) -> bool:
+    return all(callable(getattr(iterator, name, None)) for name in methods)  # a subclass may set them to None
 
 
 def examples_in(batch: Any) -> int | None:

@@ -31,8 +31,9 @@ class Precision:
       gradients: the dtype in which gradients are summed over the microbatches. None: float32 with `compute`, otherwise
         their own.
       loss_scale: "dynamic", a `DynamicLossScale` or a number. The loss is multiplied by this scale before
-        differentiation, and a step with a gradient that is not finite is skipped. None: "dynamic" if `compute` is
-        float16 (its gradients can underflow), otherwise no scale.
+        differentiation, and a step with a gradient that is not finite is skipped. The gradients of parameters are
+        divided by it again; the histories of Flax's fp8 layers hold gradients of the multiplied loss. None: "dynamic"
+        if `compute` is float16 (its gradients can underflow), otherwise no scale.
 
     Raises:
       TypeError, ValueError: if a field has a value that does not fit; the message names the field.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -95,6 +95,7 @@ class PlainStep:
           anew: the untrained leaves that begin in each part with their values before the step.
         """
         before = self.model.computed(*seen)
+        first = jax.tree.leaves(before[1])
         carried, sums, terms = before, None, list[Terms]()
         compares_all = isinstance(self.loss_fn, WholeBatchLoss)
         groups = [parts] if compares_all else [[part] for part in parts]
@@ -103,11 +104,11 @@ class PlainStep:
             with _part("the loss"):
                 divisor = self._jit("divisor", self._divisor)(*before, groups, state.step)
         for number, of in enumerate(groups):
-            rest = _with_leaves(carried[1], before[1], anew)
+            rest = _with_leaves(carried[1], anew, [first[i] for i in anew])
             with _part("the loss"):
-                carried, (found, grads, following) = self._jit("gradients", self._gradients)(
-                    before[0], rest, of, state.step, number, self.update.scale(state), divisor
-                )
+                carried, (found, grads, following) = self._jit(
+                    f"gradients {anew}", partial(self._gradients, anew=tuple(anew))
+                )(before[0], rest, of, state.step, number, self.update.scale(state), divisor)
             terms.append(found)
             sums = (grads, following) if sums is None else self._jit("add", _add)(sums, (grads, following))
         # A sum of means grows with the number of parts, other sums do not.
@@ -160,35 +161,56 @@ class PlainStep:
         return add_up([self._call(params, rest, of, step, number)[0] for number, of in enumerate(groups)])[1]
 
     def _gradients(
-        self, params: Any, rest: Any, parts: Sequence[Any], step: Any, number: Any, scale: Any, divisor: Any = None
+        self,
+        params: Any,
+        rest: Any,
+        parts: Sequence[Any],
+        step: Any,
+        number: Any,
+        scale: Any,
+        divisor: Any = None,
+        anew: tuple[int, ...] = (),
     ) -> tuple[tuple[Any, Any], tuple[Terms, Any, list[Any]]]:
         """Return the model's variables after the call, the loss's terms, its gradients, and values that follow them."""
-        leaves, tree = jax.tree.flatten(rest)
+        leaves = jax.tree.leaves(rest)
         at = [i for i, is_next in enumerate(self.model.next_by_gradient(rest)) if is_next]
 
         def loss_of(params: Any, following: Sequence[Any]) -> tuple[Any, Any]:
-            new = list(leaves)
-            for i, value in zip(at, following, strict=True):
-                new[i] = value
-            terms, after = self._call(params, jax.tree.unflatten(tree, new), parts, step, number)
+            given = [[*(leaves[i] for i in anew), *of] for of in following]
+            terms, after = self._call(params, rest, parts, step, number, ([*anew, *at], given))
             total = terms.total if divisor is None else terms.total / divisor
             return total if scale is None else total * scale, (terms, after)
 
-        followed = [leaves[i] for i in at]
+        followed = [[leaves[i] for i in at]] * len(parts)  # each part reads its own: JAX adds up gradients
         grads_of = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
-        (_, (terms, after)), (grads, following) = grads_of(params, followed)
+        (_, (terms, after)), (grads, of_parts) = grads_of(params, followed)
+        following = [reduce(jnp.maximum, of) for of in zip(*of_parts, strict=True)]
         dtype = self.update.precision.summed
         grads = jax.tree.map(lambda grad: grad if dtype is None else grad.astype(dtype), grads)
         return after, (terms, grads, following)
 
-    def _call(self, params: Any, rest: Any, parts: Sequence[Any], step: Any, number: Any) -> tuple[Terms, Any]:
-        """Call the loss function, and return what it returns and the model's variables after the call."""
+    def _call(
+        self,
+        params: Any,
+        rest: Any,
+        parts: Sequence[Any],
+        step: Any,
+        number: Any,
+        given: tuple[Sequence[int], Sequence[Sequence[Any]]] | None = None,
+    ) -> tuple[Terms, Any]:
+        """Call the loss function, and return what it returns and the model's variables after the call.
+
+        `given` has positions of leaves of the rest, and for each part the values that it reads there.
+        """
+        at, values = given or ((), [()] * len(parts))
         loss = self.loss_fn
         if not isinstance(loss, WholeBatchLoss):
+            rest = _with_leaves(rest, at, values[0])
             model, output = self._ask(loss, params, rest, parts[0], step, number)
             return read(output), self.model.written(model, params, rest)
         found, written = [], params
         for i, part in enumerate(parts):  # each has its own keys
+            rest = _with_leaves(rest, at, values[i])
             model, output = self._ask(loss.embed_fn, params, rest, part, step, number + i)
             written, rest = jax.tree.map(jax.lax.stop_gradient, self.model.written(model, params, rest))
             found.append(output)
@@ -217,21 +239,20 @@ class PlainStep:
 
         means = jax.tree.map(mean, grads, state.params)
         params, rest = _changed((state.params, state.model_state), before, carried)
-        leaves, tree = jax.tree.flatten(rest)
         at = [i for i, is_next in enumerate(self.model.next_by_gradient(rest)) if is_next]
-        for i, value in zip(at, following, strict=True):
-            leaves[i] = value
+        rest = _with_leaves(rest, at, following)
         hook = getattr(self.update.training, "after_update", None)
         hook = None if hook is None else partial(self.model.after_update, hook)
-        new, metrics = self.update.apply(state, params, jax.tree.unflatten(tree, leaves), means, metrics, hook)
+        new, metrics = self.update.apply(state, params, rest, means, metrics, hook)
         return jax.tree.map(lambda grad: grad * times, grads), metrics, new
 
 
-def _with_leaves(tree: Any, other: Any, positions: Sequence[int]) -> Any:
-    """Return a tree with the leaves of another one at some positions."""
+def _with_leaves(tree: Any, positions: Sequence[int], values: Sequence[Any]) -> Any:
+    """Return a tree with other values at the positions of these leaves."""
     leaves, structure = jax.tree.flatten(tree)
-    others = jax.tree.leaves(other)
-    return jax.tree.unflatten(structure, [others[i] if i in positions else leaf for i, leaf in enumerate(leaves)])
+    for i, value in zip(positions, values, strict=True):
+        leaves[i] = value
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _add(sums: Any, more: Any) -> Any:

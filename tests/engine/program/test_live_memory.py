@@ -5,14 +5,20 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.predicted import predict_memory
-from jaxpp_flax.engine.program.live_memory import LiveMemory
+from jaxpp_flax.engine.program.live_memory import AHEAD, LiveMemory
 from jaxpp_flax.engine.program.program import Instruction
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
+from jaxpp_flax.trainers.step.builder import ForwardOnly
 from tests.engine.test_memory import hidden_loss, live, observe, two_layers
 from tests.engine.toys import mesh_of, sgd_step
 from tests.helpers import batch_of, slow
@@ -85,6 +91,32 @@ def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedu
     assert any(host)
     assert [row.host_peak_bytes for row in compiled.memory_analysis()] == host
     assert not any(expected[-1][1]), "all that was offloaded is fetched"
+
+
+@pytest.mark.parametrize("forward_only", [True, False], ids=["forwards", "training"])
+def test_what_a_sender_in_another_process_holds(forward_only: bool):
+    """A receiver that sends nothing back leaves four transfers with the sender, beside what the program holds."""
+    activation = 2 * 16 * 4  # what a transfer carries
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any, x: Any) -> Any:
+            return jnp.sum(mark_stage_end(x @ w[0]) @ w[1])
+
+        if forward_only:
+            return treduce(lambda x: loss(w, x), x, ForwardOnly(GPipe(2)), operation=Add)
+        return treduce(lambda x: jax.value_and_grad(loss)(w, x), x, Std1F1B(2), operation=Add)
+
+    arguments = [np.zeros((4, 16), np.float32), np.zeros((16, 3), np.float32)], np.zeros((12, 2, 4), np.float32)
+    compiled = mpmd_jit_with_loop(step, mesh_of(2)).compile(*arguments)
+    walks = [LiveMemory(compiled.program, (), processes) for processes in ((), [frozenset({0}), frozenset({1})])]
+    for instruction in compiled.program.instructions:
+        for memory in walks:
+            memory.step(instruction, [compiled._executables.nbytes[value] for value in instruction.writes()])
+    (first, second), (sender, receiver) = (memory.devices for memory in walks)
+    # In training, what comes back ends what is in flight: one transfer at a time, in each direction.
+    ahead, back = (AHEAD, 0) if forward_only else (1, 1)
+    assert sender.peak - first.peak == ahead * activation
+    assert receiver.peak - second.peak == back * activation
 
 
 def test_offloaded_residuals_leave_the_devices():

@@ -234,6 +234,15 @@ def test_a_state_that_cannot_be_copied_is_refused_by_a_checkpoint_alone():
         source.position().to_json()
 
 
+def test_an_iterator_that_takes_the_methods_of_its_class_away_has_no_state():
+    class Stateless(WithState):
+        get_state = set_state = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+
+    position = after(Stateless(4), 2)
+    assert position.iterator is None
+    assert next(Batches(Stateless(4), steps=1, position=position))[0] == 8
+
+
 def test_a_pass_that_was_used_up_by_an_earlier_loop_is_no_empty_data():
     """The loop drew nothing itself, from an iterator that had given its whole pass."""
     position = DataPosition(batches=0, epoch=0, in_epoch=6, examples=24, batch_size=4)

@@ -21,6 +21,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import Training
 from jaxpp_flax.trainers.errors import ModelError
 from tests.helpers import slow, tree_allclose
+from tests.trainers.writes.plain_linen import plain_linen_step
 
 WIDTH, EXPERTS, SIZE = 4, 3, 16
 BATCHES = list(np.random.default_rng(0).normal(size=(3, SIZE, WIDTH)).astype(np.float32))
@@ -183,26 +184,17 @@ def linen_variables() -> Any:
 def test_linen_equal_to_plain_flax(frozen: str | None):
     module, variables = LinenModel(), linen_variables()
 
-    @jax.jit
-    def step(variables: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any]:
-        def loss_of(params: Any) -> Any:
-            outputs, written = module.apply({**variables, "params": params}, x, mutable=["balance"])
-            return jnp.mean((outputs - 1) ** 2), written
-
-        gradient, written = jax.grad(loss_of, has_aux=True)(variables["params"])
-        updates, opt_state = tx.update(gradient, opt_state, variables["params"])
-        after = {**variables, **written, "params": optax.apply_updates(variables["params"], updates)}
-        return linen_balance(after, {}), opt_state
-
     def label(path: Any, _: Any) -> str:
         return "frozen" if frozen and "router/kernel" in jax.tree_util.keystr(path, simple=True, separator="/") else ""
 
     tx = optax.multi_transform({"": TX, "frozen": optax.set_to_zero()}, partial(jax.tree.map_with_path, label))
+    step = plain_linen_step(module, tx, "balance")
     training = Training(after_update=linen_balance, frozen=frozen)
     trainer = make_trainer(module, squared, training=training, variables=variables)
     opt_state, given = tx.init(variables["params"]), jax.tree.map(np.array, variables)
     for x in BATCHES:
-        variables, opt_state = step(variables, opt_state, x)
+        after, opt_state = step(variables, opt_state, x)
+        variables = jax.jit(linen_balance)(after, {})
         trainer.train_step(x)
     tree_allclose(trainer.gather_variables(), variables, atol=1e-6)
     tree_allclose(linen_variables(), given, rtol=0, atol=0)

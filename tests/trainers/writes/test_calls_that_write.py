@@ -18,6 +18,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
 from jaxpp_flax.trainers import Training
 from jaxpp_flax.trainers.errors import ModelError
 from tests.helpers import slow, slow_but, tree_allclose
+from tests.trainers.writes.plain_linen import plain_linen_step
 
 WIDTH = 4
 BATCHES = list(np.random.default_rng(0).normal(size=(3, 8, WIDTH)).astype(np.float32))
@@ -320,17 +321,7 @@ def test_linen_equal_to_plain_flax_on_the_whole_batch(num_microbatches: int):
     variables = module.init(jax.random.key(0), BATCHES[0])
     trainer = trained(module, num_microbatches, variables=variables)
 
-    @jax.jit
-    def step(variables: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any]:
-        def loss_of(params: Any) -> Any:
-            outputs, written = module.apply({**variables, "params": params}, x, mutable=["batch_stats"])
-            return jnp.mean((outputs - 1) ** 2), written
-
-        gradient, written = jax.grad(loss_of, has_aux=True)(variables["params"])
-        updates, opt_state = tx.update(gradient, opt_state, variables["params"])
-        return {**written, "params": optax.apply_updates(variables["params"], updates)}, opt_state
-
-    opt_state = tx.init(variables["params"])
+    step, opt_state = plain_linen_step(module, tx, "batch_stats"), tx.init(variables["params"])
     for x in BATCHES:
         variables, opt_state = step(variables, opt_state, x)
     tree_allclose(trainer.gather_variables(), variables, atol=1e-6)

@@ -18,8 +18,9 @@ from flax.training.train_state import TrainState
 
 import jaxpp_flax.api as jaxpp
 from jaxpp_flax import PipelineTrainer, WholeBatchLoss, mark_stage_end
-from jaxpp_flax.trainers import Checkpoints, Training
+from jaxpp_flax.trainers import Checkpoints, DynamicLossScale, Precision, Training
 from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.verify import verify
 from tests.helpers import slow, tree_allclose
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated:DeprecationWarning")
@@ -121,6 +122,37 @@ def test_equal_to_train_state_on_the_whole_batch(module: str, loss: str, options
     tree_allclose(trainer.gather_variables(), state.params, atol=1e-6)
     assert all(jnp.max(leaf) > 0 for leaf in jax.tree.leaves(overwritten[-1][0])), "all scales and histories move"
     assert len(jax.tree.leaves(trainer.state.opt_state)) == 1 + 2 * len(jax.tree.leaves(trainer.state.params))
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "scale"),
+    [("direct_op", "mean", 1024.0), ("einsum", "pair", DynamicLossScale()), ("op", "whole_batch", 1024.0)],
+)
+def test_a_loss_scale(module: str, loss: str, scale: Any):
+    """Histories of gradients hold those of the scaled loss, which is what a layer converts to fp8.
+
+    The scale is taken out of the gradients of parameters alone. Flax's `DynamicScale` also divides the layers' scales:
+    at the second step each layer then clips its inputs to a 65,536th of their range.
+    """
+    ours, plain = LOSSES[loss]
+    trainer, state = make(MODULES[module], ours, precision=Precision(loss_scale=scale))
+    number = scale.initial if isinstance(scale, DynamicLossScale) else scale
+
+    @jax.jit
+    def step(state: TrainState, batch: Any) -> TrainState:
+        loss_of = lambda variables: number * plain(lambda x: state.apply_fn(variables, x), batch)  # noqa: E731
+        grads = jax.grad(loss_of)(state.params)
+        return state.apply_gradients(grads={**grads, "params": jax.tree.map(lambda g: g / number, grads["params"])})
+
+    for i, batch in enumerate(BATCHES):
+        state = step(state, batch)
+        trainer.train_step(batch)
+        found = trainer.gather_variables()
+        if i == 0:  # from the same weights: the same bits
+            tree_allclose(found[OVERWRITE_WITH_GRADIENT], state.params[OVERWRITE_WITH_GRADIENT], rtol=0, atol=0)
+    tree_allclose(found, state.params, rtol=1e-5, atol=1e-6)
+    report = verify(trainer, BATCHES[0])
+    assert report.agrees, report
 
 
 class Bridged(nnx.Module):

@@ -53,6 +53,57 @@ def begins_by_a_flag(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(model(jax.checkpoint(lambda x: jnp.sin(scale * x))(x)) ** 2)
 
 
+def reads_a_flag_in_backward(model: Any, x: jax.Array) -> jax.Array:
+    scale = 1.0 if getattr(model, "begun", False) else 2.0
+    model.begun = True
+
+    @jax.custom_vjp
+    def sine(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cosine, cotangent: (scale * cotangent * cosine,))
+    return jnp.mean(sine(model(x)) ** 2)
+
+
+def reads_a_flag_in_a_tangent(model: Any, x: jax.Array) -> jax.Array:
+    scale = 1.0 if getattr(model, "begun", False) else 2.0
+    model.begun = True
+
+    @jax.custom_jvp
+    def sine(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    sine.defjvp(lambda given, tangents: (jnp.sin(*given), scale * jnp.cos(*given) * tangents[0]))
+    return jnp.mean(sine(model(x)) ** 2)
+
+
+def reads_an_array_by_a_flag(model: Any, x: jax.Array) -> jax.Array:
+    rows = np.full(4, 1.0 if getattr(model, "begun", False) else 2.0, np.float32)
+    model.begun = True
+    return jnp.mean((rows * model(x)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [reads_a_flag_in_backward, reads_a_flag_in_a_tangent, reads_an_array_by_a_flag])
+def test_a_flag_that_a_rule_or_an_array_depends_on(loss: Any):
+    with pytest.raises(ModelError, match="changes the attribute begun from None to True"):
+        step_of(loss)
+
+
+def sets_a_flag(model: Any, x: jax.Array) -> jax.Array:
+    model.begun = True
+
+    @jax.custom_vjp
+    def sine(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cosine, cotangent: (2.0 * cotangent * cosine,))
+    return jnp.mean(np.full(4, 2.0, np.float32) * sine(model(x)) ** 2)
+
+
+def test_a_flag_on_which_nothing_depends():
+    step_of(sets_a_flag)
+
+
 @pytest.mark.parametrize("switch", [False, True])
 def test_a_flag_that_is_read_under_remat(switch: bool):
     """In both implementations of `jax.checkpoint`."""

@@ -86,8 +86,6 @@ class Transport:
 
     # Whether every process must walk all parcels in one order, even parcels between two other processes.
     needs_global_order: ClassVar[bool] = False
-    # Whether `send` returns at once and holds the values for as long as the peer does not ask for them.
-    holds_sent: ClassVar[bool] = False
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
         """Open the connections that these parcels of this process need; every process calls it at the same point."""

@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,6 @@ class NcclTransport(Transport):
       library: NCCL and CUDA; None: through CuPy.
       group: the processes; through it they exchange names and learn of failures.
     """
-
-    holds_sent: ClassVar[bool] = True
 
     def __init__(self, library: Cupy | None = None, group: ProcessGroup | None = None) -> None:
         self._library = Cupy() if library is None else library

@@ -71,6 +71,10 @@ class Route:
     local: tuple[_Hop, ...]
     process: int
 
+    def walked(self, in_global_order: bool) -> Sequence[tuple[Parcel, tuple[_Hop, ...]]]:
+        """Return the parcels that this process walks through: its own, or all in the one order of all processes."""
+        return self.parcels if in_global_order else self._own
+
     def own_parcels(self) -> list[Parcel]:
         """Return the parcels that this process sends or receives."""
         return [parcel for parcel, _ in self._own]
@@ -97,7 +101,7 @@ class Route:
         """
         count = connection.window.before_task
         arrived: list[tuple[_Hop, jax.Array]] = []
-        for parcel, hops in self.parcels if connection.transport.needs_global_order else self._own:
+        for parcel, hops in self.walked(connection.transport.needs_global_order):
             if parcel.source == self.process:
                 connection.transport.send(self._pack(arrays, hops, private, count), parcel, tag)
             elif parcel.target == self.process:

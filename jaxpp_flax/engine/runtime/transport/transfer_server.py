@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -34,8 +34,6 @@ class TransferServer(Transport):
       address: the host or IP address to listen on, without a port; a free port is taken.
       group: the processes, for the exchange of addresses.
     """
-
-    holds_sent: ClassVar[bool] = True
 
     def __init__(self, address: str, group: ProcessGroup) -> None:
         from jax.experimental import transfer

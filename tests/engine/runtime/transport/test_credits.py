@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxpp_flax.engine.program.live_memory import AHEAD
 from jaxpp_flax.engine.runtime.transport.base import Parcel
-from jaxpp_flax.engine.runtime.transport.credits import AHEAD, Credits
+from jaxpp_flax.engine.runtime.transport.credits import Credits
 from tests.processes.running import run_processes
 
 
@@ -22,10 +25,10 @@ def test_both_ends_know_the_same_confirmations(count: int):
     """Nothing is sent that nobody asks for, and the other way round."""
     transfers = [(10 + n, [parcel(0, 1)]) for n in range(count)]
     sender, receiver = (Credits.of(transfers, process) for process in (0, 1))
-    assert not sender.sends
+    assert not sender.signs
     assert not receiver.waits
     waited = [(c.number, c.parcel) for listed in sender.waits.values() for c in listed]
-    assert waited == [(c.number, c.parcel) for listed in receiver.sends.values() for c in listed]
+    assert waited == [(c.number, c.parcel) for listed in receiver.signs.values() for c in listed]
     assert bool(waited) == (count > AHEAD)
     for number, listed in sender.waits.items():
         (confirmation,) = listed
@@ -41,10 +44,21 @@ def test_who_sends_back_needs_none():
     assert len(Credits.of([*one_way, (40, [parcel(1, 0)])], 0).waits) == len(Credits.of(one_way, 0).waits) == 18
 
 
+def test_in_a_global_order_every_process_walks_every_confirmation():
+    transfers = [(n, [parcel(0, 1), parcel(1, 2)]) for n in range(12)]
+    everyone = [Credits.of(transfers, process, in_global_order=True) for process in (0, 1, 2)]
+    assert everyone[0].signs
+    assert everyone[0].signs == everyone[1].signs == everyone[2].signs
+    assert [len(found.parcels) for found in everyone] == [8, 12, 4]  # process 0 both receives and awaits its four
+    assert not everyone[2].waits
+
+
 @pytest.mark.processes
-def test_a_loop_of_forwards_does_not_run_ahead(tmp_path):
-    first, second = run_processes(2, "run_forwards.py", str(tmp_path))
-    assert second.strip().endswith("good")
+@pytest.mark.parametrize(("count", "transport"), [(2, "transfer"), (3, "device_put")])
+def test_a_loop_of_forwards_does_not_run_ahead(tmp_path: Path, count: int, transport: str):
+    environment = {"JAXPP_FLAX_TRANSPORT": transport}
+    first, *others = run_processes(count, "run_forwards.py", str(tmp_path), environment=environment)
+    assert all(other.strip().endswith("good") for other in others)
     line, end = first.strip().splitlines()[-2:]
     assert end == "good"
     assert int(line.removeprefix("at most ")) <= AHEAD

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,10 +17,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.program.live_memory import AHEAD
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
 from jaxpp_flax.engine.runtime.transport.connection import Connection, DistributedProgram, Settings
-from jaxpp_flax.engine.runtime.transport.credits import AHEAD, Credits
+from jaxpp_flax.engine.runtime.transport.credits import Credits
 from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes.failures import Failure
@@ -213,11 +212,10 @@ def test_a_sender_stays_near_a_receiver_that_sends_nothing_back():
     """The instruction loop gives both ends credits, which NCCL moves like any parcel."""
     value = on(0, jnp.full(4, 7.0))
     sent = parcel([value], [(0, 1)])
-    loop: Any = SimpleNamespace(_routes=[(n, SimpleNamespace(own_parcels=lambda: [sent])) for n in range(20)])
-    backs = Credits.of([(n, [sent]) for n in range(20)], process=1)
+    credits, backs = (Credits.of([(n, [sent]) for n in range(20)], process) for process in (0, 1))
     _, *ends = two_ends(sent, *backs.parcels)
     programs = [DistributedProgram(Connection(end._group, end, Settings()), "program 1", "p") for end in ends]
-    (sender, receiver), credits = programs, Runtime._confirmations(loop, programs[0])  # of process 0
+    sender, receiver = programs
     offered: list[int] = []
 
     def send() -> None:
@@ -232,7 +230,7 @@ def test_a_sender_stays_near_a_receiver_that_sends_nothing_back():
             time.sleep(0.02)  # a sender without a limit is done by then
             assert len(offered) - n <= AHEAD
             (got,) = receiver.connection.recv(sent, receiver.tag(n, 0, ""))
-            backs.send(n, receiver, 0)
+            backs.sign(n, receiver, 0)
             np.testing.assert_array_equal(got, np.asarray(value))
         sending.result(timeout=60.0)
     assert offered == [*range(20)]
