@@ -7,6 +7,7 @@ other numbers. So a sum may pass for a mean, where its divisor happens to fit, b
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ def number_of_literal(value: Any) -> float | None:
 
 
 _SAME_NUMBER = frozenset(
-    "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient slice transpose pvary".split()
+    ["broadcast_in_dim", "convert_element_type", "copy", "reshape", "slice", "squeeze", "stop_gradient", "transpose"]
 )
 _ARITHMETIC = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "lt": operator.lt, "max": max, "min": min,
@@ -94,8 +95,7 @@ def selected(
         stride = 1 if params["strides"] is None else params["strides"][dim]
         taken = [slice(params["start_indices"][dim], params["limit_indices"][dim], stride)]
     elif equation.name == "split" and params["axis"] == dim:
-        ends = np.cumsum([0, *params["sizes"]]).tolist()
-        taken = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        taken = [slice(*pair) for pair in itertools.pairwise(itertools.accumulate(params["sizes"], initial=0))]
     elif equation.name == "unstack" and params["axis"] == dim:
         return [((row,), None) for row in rows] if len(rows) == shape[dim] else [(None, None)] * shape[dim]
     elif equation.name == "dynamic_slice" and params["slice_sizes"][dim] != shape[dim]:
@@ -127,12 +127,10 @@ def _gathered(
 # ------------------------------------------------------------------ how many
 
 
-_ALIKE = frozenset(
-    """
-    abs broadcast_in_dim clamp concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice gather
-    imag max min name neg pad psum psum_invariant real reduce_max reduce_min reduce_precision reshape reshard rev scatter
-    select_n sharding_constraint slice split squeeze stack stop_gradient transpose unstack
-    """.split()
+_ALIKE = frozenset(["abs", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "copy_p"]).union(
+    ["dynamic_slice", "dynamic_update_slice", "gather", "imag", "max", "min", "name", "neg", "pad", "psum", "real"],
+    ["psum_invariant", "reduce_max", "reduce_min", "reduce_precision", "reshape", "reshard", "rev", "scatter"],
+    ["select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "transpose", "unstack"],
 )
 
 
@@ -214,7 +212,8 @@ def _product(
         place = next((one.place for one in (first, second) if one.examples != 1), None)
         return replace(
             base, examples=of(first.examples, second.examples), entries=of(first.entries, second.entries),
-            ahead=of(first.ahead, second.ahead), averaged=name != "div" and (first.averaged or second.averaged), place=place,
+            ahead=of(first.ahead, second.ahead), place=place,
+            averaged=name != "div" and (first.averaged or second.averaged),
         )  # fmt: skip
     if first is None and name == "div":
         return replace(base, examples=1 / second.examples, entries=1 / second.entries)  # type: ignore[union-attr]

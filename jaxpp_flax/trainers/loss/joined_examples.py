@@ -251,21 +251,25 @@ class _Search:
     def _with_statistics(
         self, equation: Equation, count: Count, operands: Sequence[Count | None], at: Mapping[int, int], value: Value
     ) -> Count:
-        """Return the count with the statistics of the batch, and note those that examples are computed with."""
+        """Return the count with the statistics of the batch; note those that examples are computed with.
+
+        What belongs to an example is no statistic, whatever it is computed with.
+        """
         facts = facts_of(equation.primitive)
-        sums = _sums_examples(equation, at) or (facts.is_reduction and at.get(0, 0) in equation.params["axes"])
-        has_body = equation.name in ("while", "shard_map")  # not entered: it may do anything
-        of_examples = value in self.dims or value.aval.ndim > 1
+        of_examples = value in self.dims
         for i, operand in enumerate(operands):
-            if operand is not None and operand.statistics and i not in at and of_examples:
+            if operand is not None and operand.statistics and i not in at:
                 others = [one for k, one in enumerate(operands) if one is not None and k != i]
-                if any(one.statistics != operand.statistics for one in others):
+                is_table = value.aval.ndim > 1 and any(one.statistics != operand.statistics for one in others)
+                if of_examples or is_table:
                     self.normalising |= operand.statistics
-        if not sums and not has_body:
-            return count
-        if has_body:
+                    of_examples = True
+        statistics = frozenset[Value]() if of_examples else count.statistics
+        if equation.name in ("while", "shard_map"):  # not entered: it may do anything
             self.normalising.add(value)
-        return replace(count, statistics=count.statistics | {value})
+        elif not _sums_examples(equation, at) and not (facts.is_reduction and at.get(0, 0) in equation.params["axes"]):
+            return replace(count, statistics=statistics)
+        return replace(count, statistics=statistics | {value})
 
     def _joins(self, equation: Equation, at: Mapping[int, int], value: Value, place: str, *, is_one: bool) -> Joins:
         """Return how a result joins the examples; `is_one`: it is made of a single one."""

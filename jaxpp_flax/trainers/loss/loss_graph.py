@@ -187,14 +187,14 @@ def _text_of_counts(loss: LossGraph) -> str | None:
     expected = 1.0
     if loss.is_pair:
         weight, number = (of[position + 1] for of in (loss.followed.counts, loss.followed.numbers))
-        if weight is None and number is None:
-            return None
-        if weight is not None:
+        if weight is not None and (weight.averaged or weight.examples > 1.5):
             expected = weight.examples
-        elif number != size or not total.averaged:
-            total = divided_by(total, abs(number), size) if number else total  # type: ignore[arg-type]
-        else:
-            expected = size
+        elif weight is not None or number is None:
+            return None  # nothing is known of the weight
+        elif number == size and total.averaged:
+            expected = float(size)
+        elif number:
+            total = divided_by(total, abs(number), size)
     where = f" ({total.place})" if total.place else ""
     if total.examples > 1.5 * expected:
         return (

@@ -187,8 +187,10 @@ def trace_loss(
     )
 
 
-def check_weights(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> None:
-    """Refuse a loss of an evaluation with a weight that is none.
+def evaluated_growth(
+    model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any
+) -> LossGrowth:
+    """Return how the loss of an evaluation grows with the number of examples.
 
     Raises:
       LossError: as `trace_loss`.
@@ -200,6 +202,7 @@ def check_weights(model: ModelAdapter, loss_fn: Callable[..., Any], state: Train
     loss = trace(microbatch)
     growth = LossGrowth.of(*_other_sizes(trace, loss, microbatch), set())
     _check_weights(loss, growth, state.params)
+    return growth
 
 
 def _resized(microbatch: Any, size: int) -> Any:
