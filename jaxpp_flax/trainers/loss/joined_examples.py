@@ -222,12 +222,13 @@ class _Search:
         for k, value in enumerate(equation.outputs):
             self.dependent.add(value)
             rows, dim = chosen[k] if chosen else (count.rows, found.get(value))
+            one = count if rows == count.rows else replace(count, rows=rows)
             if dim is not None:
                 self.dims[value] = dim
             joins = self._joins(equation, at, value, place, is_one=count.rows is not None and len(count.rows) == 1)
             if joins != _NONE:
                 self.joins[value] = joins
-            self.counts[value] = self._with_statistics(equation, replace(count, rows=rows), operands, at, value)
+            self.counts[value] = self._with_statistics(equation, one, operands, at, value)
 
     def _chosen(
         self, equation: Equation, operands: Sequence[Count | None], numbers: Any, held: Mapping[int, tuple[int, int]]
@@ -268,7 +269,7 @@ class _Search:
         if equation.name in ("while", "shard_map"):  # not entered: it may do anything
             self.normalising.add(value)
         elif not _sums_examples(equation, at) and not (facts.is_reduction and at.get(0, 0) in equation.params["axes"]):
-            return replace(count, statistics=statistics)
+            return count if statistics == count.statistics else replace(count, statistics=statistics)
         return replace(count, statistics=statistics | {value})
 
     def _joins(self, equation: Equation, at: Mapping[int, int], value: Value, place: str, *, is_one: bool) -> Joins:
