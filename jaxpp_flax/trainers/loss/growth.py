@@ -231,8 +231,8 @@ def _result(name: str, small: Equation, large: Equation, operands: Sequence[Grow
     if name in ("max", "min"):
         return alike(operands)
     if name == "select_n":
-        chosen = alike(operands[1:])
-        return replace(chosen, reads=chosen.reads | read(operands[0]).reads)
+        made, masks = alike(operands[1:]), any(g.is_zero for g in operands[1:]) and operands[0].chosen
+        return replace(made, reads=made.reads | read(operands[0]).reads, chosen=made.chosen or masks)
     if name in ("scatter-add", "scatter_add"):
         return _scattered(small, large, operands, place)
     if name in _FIRST:
@@ -327,6 +327,8 @@ def _product(operands: Sequence[Growth]) -> Growth:
 
 
 def _power(operand: Growth, exponent: float) -> Growth:
+    if operand.factor == 0 and exponent > 0:
+        return operand
     if not operand.factor:
         return _unknown([operand], operand.factor == 0)
     return replace(operand, factor=operand.factor**exponent, extreme=None, sums=False)

@@ -7,7 +7,7 @@ known of growth; what a value depends on is known all the same.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.analyses.inner_bodies import open_scan
 from jaxpp_flax.engine.tracing.inline import body_of
@@ -19,6 +19,7 @@ from jaxpp_flax.trainers.loss.growth import (
     alike,
     constant_of,
     either,
+    grows,
     read,
     results_of,
     scaled,
@@ -31,25 +32,45 @@ class _TracesDiffer(Exception):  # noqa: N818 (no error of users)
     """Two traces of one function have different equations."""
 
 
-def compare_growth(small: Graph, large: Graph | None, inputs: Sequence[Growth]) -> tuple[list[Growth], bool]:
-    """Return the growth of each output, and whether the two traces could be compared.
+@dataclass(frozen=True)
+class Compared:
+    """What two traces of a function tell.
+
+    Args:
+      outputs: the growth of each output.
+      is_known: whether the traces could be compared; if not, only `reads` and `onto` are known.
+      selects: whether they take as many examples out of more, as `x[:4]` does: the factor is that of these alone.
+    """
+
+    outputs: list[Growth]
+    is_known: bool
+    selects: bool = False
+
+
+def compare_growth(small: Graph, large: Graph | None, inputs: Sequence[Growth]) -> Compared:
+    """Return how the outputs of a function grow.
 
     Args:
       small: the function for a batch.
-      large: the function for twice as many examples; None if there is no such trace: only `reads` and `onto` are known.
+      large: the function for twice as many examples; None if there is no such trace.
       inputs: the growths of the inputs.
     """
     if large is not None:
+        walk = _Walk()
         try:
-            return _Walk().graph(small, large, inputs), True
+            return Compared(walk.graph(small, large, inputs), True, walk.selects)
         except _TracesDiffer:
             pass
-    return _Walk().graph(small, small, inputs), False
+    return Compared(_Walk().graph(small, small, inputs), False)
+
+
+_SELECTING = ("dynamic_slice", "gather", "slice", "split", "unstack")
 
 
 class _Walk:
     def __init__(self) -> None:
         self.known: dict[Value, Growth] = {}
+        self.selects = False
 
     def graph(self, small: Graph, large: Graph, inputs: Sequence[Growth]) -> list[Growth]:
         """Return the growths of the outputs of a graph, from those of its inputs."""
@@ -105,6 +126,8 @@ class _Walk:
             return self._while(small, large, operands)
         if facts.batch is Batch.SHARD_MAP:
             return self.graph(body_of(small), body_of(large), operands)
+        if small.name in _SELECTING and grows(small.inputs[0], large.inputs[0]):
+            self.selects |= not grows(small.outputs[0], large.outputs[0])
         return results_of(small, large, operands)
 
     def _conditions(self, small: Equation, large: Equation, operands: list[Growth]) -> list[Growth]:

@@ -6,6 +6,9 @@ the table of primitives which operations a sum passes. The first other operation
 sqrt of a mean, the product of two means, softmax over the batch. So does an operation that reads two examples at once,
 such as `z @ z.T`.
 
+The same search counts how many examples each value adds up (see `example_counts.py`), and finds the statistics of the
+batch by which examples are normalised, as BatchNorm does.
+
 What the search cannot follow (some gathers, loops, complex sums, comparisons and indices that are made of sums) counts
 as joining nothing. So it names no mean over examples, and it may miss a function that is none.
 """
@@ -14,15 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ways_of
 from jaxpp_flax.engine.analyses.batch_flow import propagate
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, applied, values
+from jaxpp_flax.engine.analyses.inner_bodies import open_scan
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, applied, values
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, Operands, facts_of
+from jaxpp_flax.trainers.loss.example_counts import (
+    ROUND,
+    Count,
+    counts_of,
+    number_of,
+    number_of_literal,
+    selected,
+)
 
-__all__ = ["Joins", "find_joins", "follow_examples"]
+__all__ = ["Followed", "Joins", "find_joins", "follow_examples"]
 
 
 @dataclass(frozen=True)
@@ -37,42 +50,91 @@ class Joins:
 _NONE = Joins()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """What becomes of the examples of a batch: for each output of a function how it joins them, and so on.
+
+    Args:
+      joins: how it joins the examples.
+      dims: its dimension that runs over the examples, as far as known.
+      counts: how many examples it adds up; None if it does not depend on them.
+      numbers: the number that it is, if it is a known one.
+      normalises: whether it is made of statistics of the batch that the examples of this batch are computed with.
+    """
+
+    joins: Sequence[Joins]
+    dims: Sequence[int | None]
+    counts: Sequence[Count | None]
+    numbers: Sequence[float | None]
+    normalises: Sequence[bool]
+
+
 def find_joins(graph: Graph, examples: Iterable[Value], count: int) -> list[Joins]:
-    """Return how each output of a graph joins the examples.
+    """Return how each output of a graph joins the examples; the arguments are those of `follow_examples`."""
+    return list(follow_examples(graph, examples, count).joins)
+
+
+def follow_examples(
+    graph: Graph, examples: Iterable[Value], count: int, constants: Mapping[Value, Any] | None = None
+) -> Followed:
+    """Follow the examples of a batch through a function of it.
 
     Args:
       graph: the function.
       examples: the inputs whose first dimension runs over the examples; all other inputs are constants.
       count: the number of examples. Of a single example, the search knows no dimension that runs over the examples: any
         dimension of size 1 might be the one.
+      constants: the values of the inputs that are known.
     """
-    return follow_examples(graph, examples, count)[0]
-
-
-def follow_examples(graph: Graph, examples: Iterable[Value], count: int) -> tuple[list[Joins], list[int | None]]:
-    """Return what `find_joins` does, and the dimension of each output that runs over the examples, as far as known."""
-    search = _Search(examples, count)
+    search = _Search(count)
+    search.numbers = {value: number_of_literal(known) for value, known in (constants or {}).items()}
+    for value in examples:
+        search.add(value, Count(), (0, str(count)) if count > 1 else None)
     search.walk(graph.equations, "an unknown place")
     outputs = [atom if isinstance(atom, Value) else None for atom in graph.outputs]
-    dims = [search.dims[value][0] if value in search.dims else None for value in outputs]
-    return [_NONE if value is None else search.joins.get(value, _NONE) for value in outputs], dims
+    counts = [search.counts.get(value) for value in outputs]  # type: ignore[arg-type]
+    return Followed(
+        joins=[search.joins.get(value, _NONE) for value in outputs],  # type: ignore[arg-type]
+        dims=[search.dims[value][0] if value in search.dims else None for value in outputs],
+        counts=counts,
+        numbers=search.known(graph.outputs),
+        normalises=[bool(found and found.statistics & search.normalising) for found in counts],
+    )
 
 
 class _Search:
-    def __init__(self, examples: Iterable[Value], count: int) -> None:
-        self.dependent = set(examples)  # the values that depend on the examples
+    def __init__(self, count: int, normalising: set[Value] | None = None) -> None:
+        self.count = count  # the number of examples
+        self.dependent: set[Value] = set()  # the values that depend on the examples
         # The examples are like shards of one example each. The name of the axis that shards them is their number.
-        self.dims: dict[Value, BatchDim] = {value: (0, str(count)) for value in self.dependent if count > 1}
+        self.dims: dict[Value, BatchDim] = {}
         self.joins: dict[Value, Joins] = {}
+        self.counts: dict[Value, Count] = {}  # of each value that depends on the examples
+        self.numbers: dict[Value, float | None] = {}  # the values of which each entry is the same known number
+        self.normalising: set[Value] = set() if normalising is None else normalising  # statistics of the batch
+
+    def add(self, value: Value, count: Count, dim: BatchDim | None = None) -> None:
+        """Note a value that depends on the examples."""
+        self.dependent.add(value)
+        self.counts[value] = count
+        if dim is not None:
+            self.dims[value] = dim
 
     def walk(self, equations: Sequence[Equation], place: str) -> None:
         """Follow the examples through equations; `place` is that of the call around them."""
         for equation in equations:
-            if self.dependent.isdisjoint(values(equation.inputs)):
-                continue
-            where = place if equation.where == "unknown" else equation.where
             facts = facts_of(equation.primitive)
-            if (called := facts.body_in(equation.params)) is not None:
+            called = facts.body_in(equation.params)
+            where = place if equation.where == "unknown" else equation.where
+            if self.dependent.isdisjoint(values(equation.inputs)):
+                numbers = self.known(equation.inputs)
+                if called is None:
+                    number = number_of(equation.name, numbers)
+                    self.numbers.update((value, number) for value in equation.outputs if number is not None)
+                    continue
+                if not numbers or None in numbers:
+                    continue
+            if called is not None:
                 body = applied(called, equation.inputs)
                 self.walk(body.equations, where)
                 self._pass_on(zip(body.outputs, equation.outputs, strict=True))
@@ -82,15 +144,22 @@ class _Search:
                 self._enter_branches(equation, where)
             else:
                 self._compute(equation, f"`{equation.name}` at {where}")
+                if facts.batch is Batch.SCAN:
+                    self._enter_scan(equation, where)
+
+    def known(self, atoms: Iterable[Atom]) -> list[float | None]:
+        """Return the numbers that atoms are, as far as these are known."""
+        return [self.numbers.get(atom) if isinstance(atom, Value) else number_of_literal(atom.value) for atom in atoms]
 
     def _pass_on(self, pairs: Iterable[tuple[object, Value]]) -> None:
         for same, value in pairs:
             if same in self.dependent:
                 self.dependent.add(value)
-            if same in self.dims:
-                self.dims[value] = self.dims[same]  # type: ignore[index]
-            if same in self.joins:
-                self.joins[value] = self.joins[same]  # type: ignore[index]
+            if isinstance(same, Constant):
+                self.numbers[value] = number_of_literal(same.value)
+            for known in (self.dims, self.joins, self.counts, self.numbers):
+                if same in known:
+                    known[value] = known[same]  # type: ignore[index]
 
     def _enter_branches(self, equation: Equation, place: str) -> None:
         """Follow the examples through each branch of a condition: a result joins what it joins in any of them."""
@@ -106,20 +175,107 @@ class _Search:
             joins = _together([self.joins.get(result, _NONE) for result in made])
             if joins != _NONE:
                 self.joins[value] = joins
+            counts = [self.counts[result] for result in made if result in self.counts]
+            statistics = frozenset[Value]().union(*(one.statistics for one in counts))
+            most = max(counts, key=lambda one: one.examples, default=Count())
+            self.counts[value] = replace(most, statistics=statistics)
+
+    def _enter_scan(self, equation: Equation, place: str) -> None:
+        """Count the examples that the results of a loop add up: those of a round, or those of all rounds."""
+        scan = open_scan(equation)
+        first = scan.num_consts + scan.num_carry
+        inner = _Search(self.count, self.normalising)
+        for k, (atom, value) in enumerate(zip(equation.inputs, scan.body.inputs, strict=True)):
+            if isinstance(atom, Value) and atom in self.dependent:
+                count, dim = self.counts[atom], self.dims.get(atom)
+                if dim is not None and k >= first:
+                    count = replace(count, rows=(ROUND,)) if dim[0] == 0 else count
+                    dim = (dim[0] - 1, dim[1]) if dim[0] else None
+                inner.add(value, count, dim)
+            elif k < scan.num_consts:
+                (inner.numbers[value],) = self.known([atom])
+        inner.walk(scan.body.equations, place)
+        rounds = equation.params["length"]
+        for k, (made, value) in enumerate(zip(scan.body.outputs, equation.outputs, strict=True)):
+            count = inner.counts.get(made)  # type: ignore[arg-type]
+            if count is None:
+                continue
+            if count.rows is not None and ROUND in count.rows:  # each round has an example of its own
+                count = replace(count, rows=None)
+                if k >= scan.num_carry and rounds > 1:
+                    self.dims[value] = (0, str(rounds))
+                elif k < scan.num_carry and _adds_to(scan.body, made, scan.carry_in[k]):
+                    examples = count.examples * rounds
+                    text = f"`scan` at {place}"
+                    count = replace(count, examples=examples, place=text, averaged=examples < 1.5)
+            self.counts[value] = count
 
     def _compute(self, equation: Equation, place: str) -> None:
         known = {v: self.dims[v] for v in values(equation.inputs) if v in self.dims}
         at = {i: known[a][0] for i, a in enumerate(equation.inputs) if isinstance(a, Value) and a in known}
         found = _concatenated(equation, known) or propagate([equation], known, int)
-        for value in equation.outputs:
+        numbers = self.known(equation.inputs)
+        operands = [self.counts.get(a) if isinstance(a, Value) else None for a in equation.inputs]
+        held = {i: (dim, int(known[equation.inputs[i]][1])) for i, dim in at.items()}  # type: ignore[index]
+        count = counts_of(equation, operands, numbers, held, self.count, place)
+        chosen = self._chosen(equation, operands, numbers, held)
+        for k, value in enumerate(equation.outputs):
             self.dependent.add(value)
-            if value in found:
-                self.dims[value] = found[value]
-            joins = self._joins(equation, at, value, place)
+            rows, dim = chosen[k] if chosen else (count.rows, found.get(value))
+            one = count if rows == count.rows else replace(count, rows=rows)
+            if dim is not None:
+                self.dims[value] = dim
+            joins = self._joins(equation, at, value, place, is_one=count.rows is not None and len(count.rows) == 1)
             if joins != _NONE:
                 self.joins[value] = joins
+            self.counts[value] = self._with_statistics(equation, one, operands, at, value)
 
-    def _joins(self, equation: Equation, at: Mapping[int, int], value: Value, place: str) -> Joins:
+    def _chosen(
+        self, equation: Equation, operands: Sequence[Count | None], numbers: Any, held: Mapping[int, tuple[int, int]]
+    ) -> list[tuple[tuple[int, ...] | None, BatchDim | None]] | None:
+        """Return for each result which examples it holds, and on which dimension, if it holds other ones."""
+        if (count := operands[0]) is not None and 0 in held and not any(operands[1:]):
+            rows = count.rows or tuple(range(held[0][1]))
+            taken = selected(equation, numbers, held[0][0], rows) or ()
+        elif equation.name in ("concatenate", "stack") and not held and all(one and one.rows for one in operands):
+            rows = tuple(row for one in operands for row in one.rows)  # type: ignore[union-attr]
+            axis = equation.params["dimension" if equation.name == "concatenate" else "axis"]
+            is_one = len(rows) == len({*rows}) == equation.outputs[0].aval.shape[axis]
+            taken = [(rows, axis)] if is_one and len(rows) > 1 else ()
+        else:
+            return None
+        made = []
+        for value, (rows, dim) in zip(equation.outputs, taken, strict=False):
+            made.append((rows, None if dim is None else (dim, str(value.aval.shape[dim]))))
+        return made or None
+
+    def _with_statistics(
+        self, equation: Equation, count: Count, operands: Sequence[Count | None], at: Mapping[int, int], value: Value
+    ) -> Count:
+        """Return the count with the statistics of the batch; note those that examples are computed with.
+
+        What belongs to an example is no statistic, whatever it is computed with.
+        """
+        facts = facts_of(equation.primitive)
+        of_examples = value in self.dims
+        for i, operand in enumerate(operands):
+            if operand is not None and operand.statistics and i not in at:
+                others = [one for k, one in enumerate(operands) if one is not None and k != i]
+                is_table = value.aval.ndim > 1 and any(one.statistics != operand.statistics for one in others)
+                if of_examples or is_table:
+                    self.normalising |= operand.statistics
+                    of_examples = True
+        statistics = frozenset[Value]() if of_examples else count.statistics
+        if equation.name in ("while", "shard_map"):  # not entered: it may do anything
+            self.normalising.add(value)
+        elif not _sums_examples(equation, at) and not (facts.is_reduction and at.get(0, 0) in equation.params["axes"]):
+            return count if statistics == count.statistics else replace(count, statistics=statistics)
+        return replace(count, statistics=statistics | {value})
+
+    def _joins(self, equation: Equation, at: Mapping[int, int], value: Value, place: str, *, is_one: bool) -> Joins:
+        """Return how a result joins the examples; `is_one`: it is made of a single one."""
+        if is_one:
+            return _NONE
         operands = [self.joins.get(a, _NONE) if isinstance(a, Value) else _NONE for a in equation.inputs]
         joins = _together(operands)
         dtype = value.aval.dtype
@@ -173,6 +329,18 @@ def _concatenated(equation: Equation, known: Mapping[Value, BatchDim]) -> dict[V
         return None
     (value,) = equation.outputs
     return {value: (dim, str(value.aval.shape[dim]))}
+
+
+def _adds_to(graph: Graph, atom: Atom, carry: Value) -> bool:
+    """Return whether a value is the carry plus other values."""
+    while isinstance(atom, Value) and atom is not carry:
+        made = graph.producer.get(atom)
+        if made is not None and made.name in ("add", "add_any"):
+            return any(_adds_to(graph, term, carry) for term in made.inputs)
+        if made is None or made.name != "convert_element_type":
+            return False
+        atom = made.inputs[0]
+    return atom is carry
 
 
 def _targets(equation: Equation, at: Mapping[int, int]) -> set[int | None]:

@@ -20,7 +20,6 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.errors import LossError, ModelError
-from jaxpp_flax.trainers.loss.growth import is_same
 from jaxpp_flax.trainers.loss.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
 from jaxpp_flax.trainers.loss.loss_rule import read_loss
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -161,16 +160,17 @@ def trace_loss(
         if num_microbatches > 1 and (found := _states_of_whole_batch(trace, state, microbatch, num_microbatches)):
             raise ModelError(_state_of_examples(found, num_microbatches)) from error
         raise
-    sizes = _other_sizes(trace, loss, microbatch) if num_microbatches > 1 or loss.weighed else None
+    small, large = _other_sizes(trace, loss, microbatch) if num_microbatches > 1 or loss.weighed else (loss, None)
     frozen = model.frozen_in(state.model_state)
     is_frozen = [path in frozen for path in flatten(state.model_state)[0]]
     writes = find_writes(loss.graph, len(loss.constants), is_frozen, loss.num_parameters)
-    growth = LossGrowth.of(loss, sizes, _tagged(model, writes, state))
+    statistics = _normalising(model, small, writes, state)
+    growth = LossGrowth.of(small, large, _tagged(writes, statistics, state))
     _check_weights(loss, growth, state.params)
     if num_microbatches > 1 and growth.of_examples:
         found = _named(state.model_state, growth.of_examples)
         raise ModelError(_state_of_examples(found, num_microbatches))
-    paths, statistics = _paths(state.model_state), model.batch_statistics(state.model_state)
+    paths = _paths(state.model_state)
     overwritten = model.overwritten_by_gradients(state.model_state)
     used = loss.used_parameters(loss.num_states)
     return LossTrace(
@@ -178,7 +178,7 @@ def trace_loss(
         overwritten=tuple(i for i, is_one in enumerate(overwritten) if is_one),
         weighs=loss.is_pair,
         unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
-        batch_statistics=tuple(path for i, path in enumerate(paths) if i in writes.carried and statistics[i]),
+        batch_statistics=tuple(path for i, path in enumerate(paths) if i in statistics),
         divided=growth.divided,
         mixed=growth.mixed,
         growing=growth.text,
@@ -187,8 +187,10 @@ def trace_loss(
     )
 
 
-def check_weights(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> None:
-    """Refuse a loss of an evaluation with a weight that is none.
+def evaluated_growth(
+    model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any
+) -> LossGrowth:
+    """Return how the loss of an evaluation grows with the number of examples.
 
     Raises:
       LossError: as `trace_loss`.
@@ -198,8 +200,9 @@ def check_weights(model: ModelAdapter, loss_fn: Callable[..., Any], state: Train
         return trace_graph(model, loss_fn, state, microbatch, training=False)
 
     loss = trace(microbatch)
-    sizes = _other_sizes(trace, loss, microbatch) if loss.weighed else None
-    _check_weights(loss, LossGrowth.of(loss, sizes, set()), state.params)
+    growth = LossGrowth.of(*_other_sizes(trace, loss, microbatch), set())
+    _check_weights(loss, growth, state.params)
+    return growth
 
 
 def _resized(microbatch: Any, size: int) -> Any:
@@ -209,9 +212,9 @@ def _resized(microbatch: Any, size: int) -> Any:
 
 def _other_sizes(
     trace: Callable[[Any], LossGraph], loss: LossGraph, microbatch: Any
-) -> tuple[LossGraph, LossGraph] | None:
-    """Return the loss of some examples and of twice as many; None if it can be traced for one size alone."""
-    size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
+) -> tuple[LossGraph, LossGraph | None]:
+    """Return the loss of some examples and of twice as many; the second is None if it can be traced for one size."""
+    size = loss.num_examples
     few = max(size, 2)  # a single example is broadcast
     try:
         with warnings.catch_warnings():
@@ -219,20 +222,35 @@ def _other_sizes(
             small = loss if size == few else trace(_resized(microbatch, few))
             return small, trace(_resized(microbatch, 2 * few))
     except Exception:  # the user's function may raise anything for a size that it does not expect
-        return None
+        return loss, None
 
 
-def _tagged(model: ModelAdapter, writes: Writes, state: TrainState) -> set[int]:
-    """Return the states that microbatches pass on, without those that are statistics of batches or metrics."""
-    exempt = model.batch_statistics(state.model_state)
+def _normalising(model: ModelAdapter, loss: LossGraph, writes: Writes, state: TrainState) -> set[int]:
+    """Return the states that microbatches pass on and that are statistics which normalise their own batch."""
+    declared, followed = model.batch_statistics(state.model_state), loss.followed
+    is_known = loss.num_examples > 1  # in a single example, nobody knows which dimension runs over the examples
+    return {i for i in writes.carried if declared[i] and (followed.normalises[i] or not is_known)}
+
+
+def _tagged(writes: Writes, statistics: set[int], state: TrainState) -> set[int]:
+    """Return the states that microbatches pass on, without statistics that normalise their batch, and metrics."""
     kinds = (nnx.Intermediate, nnx.metrics.MetricState)
     variables = jax.tree.leaves(state.model_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     known = [isinstance(variable, kinds) for variable in variables for _ in jax.tree.leaves(variable)]
-    return {i for i in writes.carried if not exempt[i] and not known[i]}
+    return {i for i in writes.carried if i not in statistics and not known[i]}
 
 
 def _check_weights(loss: LossGraph, growth: LossGrowth, params: Any) -> None:
-    """Refuse a weight that depends on parameters. That of a metric may, if it is a count, such as of the hits."""
+    """Refuse a weight that depends on parameters, or is a mean of the data.
+
+    That of a metric may depend on parameters if it is a count, such as of the hits.
+    """
+    if growth.unfit and PARAMETERS not in growth.weights[0].reads:
+        raise LossError(
+            "the loss function returned a pair (loss_sum, weight) whose second value is a mean over the examples: this "
+            "is no weight. A weight is a number of examples or tokens, such as `mask.sum()`, and the loss_sum the sum "
+            'of their losses. Return values to report by name: `(loss, {"mean": mean})`.'
+        )
     names = [*([None] if loss.is_pair else []), *loss.weighed]
     for position, (name, weight) in enumerate(zip(names, growth.weights, strict=True), loss.num_states + 1):
         if PARAMETERS not in weight.reads:
@@ -245,7 +263,7 @@ def _check_weights(loss: LossGraph, growth: LossGrowth, params: Any) -> None:
                 "weight. A weight is a number of examples or tokens, counted in the data. Return values to report, "
                 'which `has_aux=True` takes in plain JAX, by name: `(loss, {"accuracy": accuracy})`.'
             )
-        if growth.compared and is_same(weight.factor, 1):
+        if growth.fixed[position - loss.num_states - 1]:
             raise LossError(
                 f"the loss function returned the metric {name!r} as a pair (sum, weight) whose second value {depends}, "
                 "and is no sum over the examples: this is no weight. Return each value by a name of its own: "

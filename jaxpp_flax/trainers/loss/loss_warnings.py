@@ -14,9 +14,10 @@ from jaxpp_flax.trainers.errors import (
     MicrobatchStateWarning,
     PrecisionWarning,
 )
+from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
 from jaxpp_flax.trainers.loss.loss_trace import LossTrace
 
-__all__ = ["warn_of_microbatches", "warn_of_precision", "warn_of_states"]
+__all__ = ["warn_of_evaluation", "warn_of_microbatches", "warn_of_precision", "warn_of_states"]
 
 
 def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
@@ -26,10 +27,15 @@ def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
     if trace.batch_statistics:
         _warn_of_batch_statistics(trace.batch_statistics, num_microbatches)
     mixed = None if trace.batch_statistics else trace.mixed  # BatchNorm mixes examples: that warning has said so
-    growing = None if trace.divided or mixed else trace.growing
-    if trace.divided or mixed or growing:
-        _warn_of_joins(trace.divided, mixed, growing, num_microbatches)
-    return bool(trace.batch_statistics or trace.divided or mixed or growing)
+    places, verb = (trace.divided, mixed, trace.growing), f"{num_microbatches} microbatches, like its gradients, is"
+    joins = _warn_of_joins("the loss", places, verb)
+    return joins or bool(trace.batch_statistics)
+
+
+def warn_of_evaluation(growth: LossGrowth, num_microbatches: int) -> bool:
+    """Warn of a loss of `evaluate` that is not that of the whole batch; return whether."""
+    name = "the loss of `evaluate` (eval_loss_fn; by default, loss_fn)"
+    return _warn_of_joins(name, (growth.divided, growth.mixed, growth.text), f"{num_microbatches} microbatches is")
 
 
 def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
@@ -75,9 +81,15 @@ def warn_of_states(trace: LossTrace, num_microbatches: int) -> bool:
     return True
 
 
-def _warn_of_joins(divided: str | None, mixed: str | None, growing: str | None, num_microbatches: int) -> None:
-    """Warn that the loss of a microbatch is no mean over its examples, and name the places."""
-    found = [growing] if growing else []
+def _warn_of_joins(name: str, places: tuple[str | None, str | None, str | None], verb: str) -> bool:
+    """Warn that the loss of a microbatch is no mean over its examples, and name the places; return whether.
+
+    The places are those where it divides by a sum, and where it mixes examples; the last one is a text of its growth.
+    """
+    divided, mixed, growing = places
+    if not any(places):
+        return False
+    found = [growing] if growing and not (divided or mixed) else []
     if divided:
         found.append(
             f"It divides by a number that depends on the values in the microbatch, such as its count of unmasked "
@@ -89,8 +101,8 @@ def _warn_of_joins(divided: str | None, mixed: str | None, growing: str | None, 
             "across all examples of the batch, give it in two parts: loss_fn=WholeBatchLoss(embed_fn, loss_fn)."
         )
     warn_user(
-        f"the loss is not a mean over equally weighted examples, so the mean over {num_microbatches} microbatches, and "
-        f"its gradients, are not those of the whole batch. {' '.join(found)} If you intend this, ignore the category "
-        "jaxpp_flax.trainers.MicrobatchLossWarning.",
+        f"{name} is not a mean over equally weighted examples, so the mean over {verb} not that of the whole batch. "
+        f"{' '.join(found)} If you intend this, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
         MicrobatchLossWarning,
     )
+    return True

@@ -16,8 +16,9 @@ from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
 from jaxpp_flax.trainers.data.batch import dtype_of, shape_of
+from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms, not_zero, read_loss, whole_batch
-from jaxpp_flax.trainers.loss.loss_trace import check_weights
+from jaxpp_flax.trainers.loss.loss_trace import evaluated_growth
 from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
     embedding_operations,
@@ -149,6 +150,7 @@ class StepBuilder:
     overwritten: tuple[int, ...] = ()  # the leaves of `model_state` whose gradients are their next values
     weighs: bool = False  # the loss returns a weight
     unused: tuple[str, ...] = ()  # the parameters that the loss does not use
+    judge: Callable[[LossGrowth, int], None] | None = None  # takes the loss of an evaluation of several microbatches
     after_update: AfterUpdate | None = None  # changes variables after the optimizer
     remat: Any = None  # None, "full" or a policy: the values of the loss to recompute in backward
 
@@ -319,9 +321,13 @@ class StepBuilder:
                     loop.schedule,
                     Add,
                 )
-            if terms.weight is not None or any(isinstance(value, tuple) for value in terms.metrics.values()):
+            weighs = terms.weight is not None or any(isinstance(value, tuple) for value in terms.metrics.values())
+            judges = self.judge is not None and loop.num_microbatches > 1 and loss is None
+            if weighs or judges:
                 shapes, one = jax.tree.map(_type_of, (state, jax.eval_shape(partial(_at, index=0), batch)))
-                check_weights(self.model, self.loss_fn, shapes, one)
+                growth = evaluated_growth(self.model, self.loss_fn, shapes, one)
+                if judges:
+                    self.judge(growth, loop.num_microbatches)  # type: ignore[misc]
             return terms
 
         return evaluate

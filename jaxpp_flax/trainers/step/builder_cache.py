@@ -8,8 +8,14 @@ from functools import partial
 from typing import Any
 
 from jaxpp_flax.trainers.data.batch import signature
+from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
 from jaxpp_flax.trainers.loss.loss_trace import LossTrace, check_reads, check_written, trace_loss
-from jaxpp_flax.trainers.loss.loss_warnings import warn_of_microbatches, warn_of_precision, warn_of_states
+from jaxpp_flax.trainers.loss.loss_warnings import (
+    warn_of_evaluation,
+    warn_of_microbatches,
+    warn_of_precision,
+    warn_of_states,
+)
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss, warn_of_mixing
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -30,6 +36,7 @@ class StepBuilderCache:
         self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
         self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
+        self._has_warned_of_evaluation = False
         self._reported: set[str] = set()  # unused parameters
 
     @property
@@ -87,4 +94,12 @@ class StepBuilderCache:
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
         """Return a builder without carried leaves, by default with the training loss; nothing is traced."""
-        return self._untraced if loss_fn is None else replace(self._untraced, loss_fn=loss_fn)
+        if loss_fn is None:
+            return self._untraced
+        told = self._has_warned and loss_fn is self._untraced.loss_fn
+        return replace(self._untraced, loss_fn=loss_fn, judge=None if told else self._judge)
+
+    def _judge(self, growth: LossGrowth, num_microbatches: int) -> None:
+        """Warn once of a loss of evaluations that is not that of the whole batch."""
+        if not self._has_warned_of_evaluation:
+            self._has_warned_of_evaluation = warn_of_evaluation(growth, num_microbatches)

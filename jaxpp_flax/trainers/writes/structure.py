@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -54,6 +55,8 @@ def changes_of(after: Any, before: Any, what: str, contents: Contents | None = N
     if isinstance(after, LinenCall):
         message = _made(_paths_of_collections(after.variables), _paths_of_collections(before.variables), what)
         return None if message is None else Changes(message=message)
+    if _only_values_differ(after, before) and not _changed_in_place(contents, what):
+        return None  # as a rule: the copies of the modules below take longer than all else
     after, before = (_without_sown(module) for module in (after, before))
     new, old = (_leaves(module) for module in (after, before))
     message = _made(new, old, what)
@@ -69,6 +72,29 @@ def changes_of(after: Any, before: Any, what: str, contents: Contents | None = N
         return None
     made = {path: leaf for path, leaf in nnx.to_flat_state(state) if path_text(path) not in old}
     return Changes(message=message, graphdef=graphdef, made=made)
+
+
+def _only_values_differ(after: nnx.Module, before: nnx.Module) -> bool:
+    """Return whether two modules have the same attributes beside the values of variables; False if it is not known."""
+
+    numbers: tuple[dict[int, int], dict[int, int]] = {}, {}  # which variables are shared
+
+    def alike(one: Any, other: Any) -> bool:
+        if isinstance(one, (nnx.Variable, nnx.Module)):
+            first, second = (of.setdefault(id(v), len(of)) for of, v in zip(numbers, (one, other), strict=True))
+            return type(one) is type(other) and first == second
+        return same(one, other) and not any(map(is_state, jax.tree.leaves((one, other), is_leaf=is_state)))
+
+    for one, other in zip_longest(nnx.iter_modules(after), nnx.iter_modules(before)):
+        if one is None or other is None or one[0] != other[0]:
+            return False
+        was, now = (
+            {k: v for k, v in vars(m).items() if not k.startswith(_OWN) and not isinstance(v, nnx.Intermediate)}
+            for m in (other[1], one[1])
+        )
+        if was.keys() != now.keys() or not all(alike(now[name], value) for name, value in was.items()):
+            return False
+    return True
 
 
 def check_structure(after: Any, before: Any, what: str, contents: Contents | None = None) -> None:

@@ -31,7 +31,7 @@ def growth_of(function: Callable[..., Any], sizes: Sequence[int] = (4, 8)) -> Gr
     small, large = (_graph_of(function, size) for size in sizes)
     of_batch = [Growth(reads=frozenset([EXAMPLES]))] * 2
     inputs = [*of_batch, Growth(reads=frozenset(["w"])), Growth(factor=0.0, onto=("state", "add"))]
-    (found,), _ = compare_growth(small, large, inputs)
+    (found,) = compare_growth(small, large, inputs).outputs
     return found
 
 
