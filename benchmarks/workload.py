@@ -68,14 +68,18 @@ def jaxpp() -> Any:
         return None
 
 
-def mesh(ranks: int, library: Any = None) -> Any:
-    """One device for each rank; on a machine with fewer devices, several ranks on one."""
+def devices_of(ranks: int) -> Any:
+    """A `jax.sharding.Mesh` of one device for each rank; on a machine with fewer devices, several ranks on one."""
     import jax
     import numpy as np
 
     devices = jax.devices()
-    chosen = [devices[rank % len(devices)] for rank in range(ranks)]
-    return (library or ours()).MpmdMesh(jax.sharding.Mesh(np.array(chosen), ("stage",)), "stage")
+    return jax.sharding.Mesh(np.array([devices[rank % len(devices)] for rank in range(ranks)]), ("stage",))
+
+
+def mesh(ranks: int, library: Any = None) -> Any:
+    """The devices of the ranks, for a step of this library or of another with its interface."""
+    return (library or ours()).MpmdMesh(devices_of(ranks), "stage")
 
 
 def block(p: Mapping[str, Any], x: Any) -> Any:

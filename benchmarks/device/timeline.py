@@ -85,8 +85,10 @@ def traced(contestant: Contestant) -> dict[str, object]:
     """The figures of one step; none where the trace has no device, as on CPU."""
     import jax
 
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0  # they would slow the dispatch that they watch
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             contestant.run()
         kernels, copies = intervals_of(folder)
     return described(kernels, copies) if kernels else {"device ms": "", "idle": "no device in the trace"}
@@ -116,7 +118,7 @@ def main() -> None:
         contestant = Contestant(step, params, data)
         contestant.run()
         contestant.run()
-        report(f"one step on the device: {name}", [{"contestant": name, **traced(contestant)}], arguments.json)
+        report(f"one step on the device: {name}", [{"contestant": name, **traced(contestant)}], None)
 
 
 if __name__ == "__main__":
