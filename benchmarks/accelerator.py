@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from device.plan import NAMES, Part, parts
-from device.preparation import ROOT, Refused, environment_of, examined, install_wheels
+from device.preparation import ROOT, RefusedError, environment_of, examined, install_wheels
 
 
 def result_in(line: str) -> dict[str, Any] | None:
@@ -125,17 +125,18 @@ def run_part(
     deadline = threading.Timer(seconds, end)
     deadline.start()
     last = ""
-    try:
-        for line in process.stdout or ():
-            log.write(line)
-            log.flush()
-            last = line.strip() or last
-            if (result := result_in(line)) is not None:
-                tell(result)
-        status = process.wait()
-    finally:
-        deadline.cancel()
-        end_session(process.pid)
+    with process:
+        try:
+            for line in process.stdout or ():
+                log.write(line)
+                log.flush()
+                last = line.strip() or last
+                if (result := result_in(line)) is not None:
+                    tell(result)
+            status = process.wait()
+        finally:
+            deadline.cancel()
+            end_session(process.pid)
     if late.is_set():
         return f"cut off after {seconds:.0f} s"
     return "done" if status == 0 else f"failed with status {status}: {last[:200]}"
@@ -179,7 +180,9 @@ def parsed() -> argparse.Namespace:
     flags.add_argument("--minutes", type=float, default=8.0, help="for all parts but the tests (default: 8)")
     flags.add_argument("--json", type=Path, default=Path("figures.json"), help="the file (default: figures.json)")
     flags.add_argument("--platform", default="gpu", choices=["gpu", "tpu", "cpu"])
-    flags.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SECTION", help=", ".join(NAMES))
+    flags.add_argument(
+        "--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SECTION", help=", ".join(NAMES)
+    )
     flags.add_argument("--wheels", type=Path, help="a folder of wheels; those that the machine lacks are used")
     flags.add_argument("--tests", type=float, default=0.0, metavar="MINUTES", help="then run the default tests")
     arguments = flags.parse_args()
@@ -199,8 +202,8 @@ def main() -> int:
             environment = environment_of(arguments.platform, site)
             facts = examined(arguments.platform, environment)
             if arguments.tests and "pytest" not in facts["versions"]:
-                raise Refused("--tests: pytest is missing, with pytest-xdist and hypothesis")
-        except Refused as refused:
+                raise RefusedError("--tests: pytest is missing, with pytest-xdist and hypothesis")
+        except RefusedError as refused:
             print(f"accelerator: {refused}", file=sys.stderr)
             return 2
         environment["JAX_COMPILATION_CACHE_DIR"] = str(Path(scratch, "cache"))

@@ -1,4 +1,4 @@
-"""What only a device can decide: products by shape, the cost of a call, copies to the host, a second way to executables.
+"""What only a device can decide: products by shape, a call, copies to the host, another way to executables.
 
 Each fact is told as soon as it is known.
 """

@@ -17,7 +17,7 @@ from typing import Any
 import workload
 
 # Keeps a device busy for a number of its clock's ticks.
-SPIN = "extern \"C\" __global__ void spin(long long ticks) { long long s = clock64(); while (clock64() - s < ticks); }"
+SPIN = 'extern "C" __global__ void spin(long long ticks) { long long s = clock64(); while (clock64() - s < ticks); }'
 SECOND = 1_500_000_000  # ticks, about
 
 
@@ -114,7 +114,7 @@ class Facts:
         return {"wrong of 5": wrong}
 
     def pressure(self) -> dict[str, object]:
-        """Buffers of CuPy's pool while XLA's allocator is nearly full; then more than is left, which must be refused."""
+        """Buffers of CuPy's pool while XLA's allocator is nearly full; then more than is left: it must be refused."""
         import jax
         import jax.numpy as jnp
 

@@ -46,10 +46,13 @@ LARGE = {
     "nccl": "",
 }
 # One device, as of a machine with one GPU, and sizes that mean nothing.
-SMALL = "--devices 1 --stages 2 --blocks 4 --microbatches 4 --batch 1 --width 8 --length 4 --repeats 1"
+SMALL = "--devices 1 --stages 2 --blocks 2 --microbatches 4 --batch 1 --width 8 --length 4 --repeats 1"
 SMALL_ALSO = {
+    "compile_time": "--blocks 4",  # interleaved: two stages on each rank
     "facts": "--width 64",
+    "first_run": "--repeats 3",
     "linen": "--vocabulary 16 --schedules 1F1B",
+    "memory": "--blocks 4",
     "precision": "--cases 1f1b",
     "step": "--schedules 1f1b",
     "timeline": "--contestants 1f1b",

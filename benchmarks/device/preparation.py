@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Refused", "environment_of", "examined", "install_wheels"]
+__all__ = ["ROOT", "RefusedError", "environment_of", "examined", "install_wheels"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE_SECONDS = 120.0
@@ -22,7 +22,7 @@ DOWNLOAD = (
 )
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The kit cannot run here."""
 
 
@@ -38,13 +38,13 @@ def install_wheels(wheels: Path, site: Path) -> list[str]:
     """Install into `site` those wheels of a folder whose packages are not installed yet; return their names."""
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        raise Refused(f"--wheels {wheels}: there are no wheels in it")
+        raise RefusedError(f"--wheels {wheels}: there are no wheels in it")
     missing = [file for file in files if not _is_installed(file.name.split("-")[0])]
     if missing:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
         done = subprocess.run([*pip, *map(str, missing)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Refused(f"--wheels {wheels}: pip could not install them:\n{done.stderr.strip()}")
+            raise RefusedError(f"--wheels {wheels}: pip could not install them:\n{done.stderr.strip()}")
     return [file.name.split("-")[0] for file in missing]
 
 
@@ -69,7 +69,7 @@ def examined(platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Versions and devices, found by a process of its own.
 
     Raises:
-      Refused: saying all that is missing, and how to carry it here.
+      RefusedError: saying all that is missing, and how to carry it here.
     """
     command = [sys.executable, str(ROOT / "benchmarks" / "device" / "probe.py")]
     try:
@@ -77,18 +77,24 @@ def examined(platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
             command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise Refused(f"JAX did not find the devices of --platform {platform} within {PROBE_SECONDS:g} s") from error
+        raise RefusedError(
+            f"JAX did not find the devices of --platform {platform} within {PROBE_SECONDS:g} s"
+        ) from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise Refused(f"the probe of this machine ended with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")
+        raise RefusedError(
+            f"the probe of this machine ended with status {done.returncode}:\n{done.stderr.strip()[-2000:]}"
+        )
     found = json.loads(lines[-1])
     if found["missing"]:
         python = ".".join(found["python"].split(".")[:2])
         download = DOWNLOAD.format(python=python, packages=" ".join(found["missing"]))
-        raise Refused(
+        raise RefusedError(
             f"packages are missing: {', '.join(found['missing'])}. Where there is a network: pip install them. Else "
             f"elsewhere `{download}`, carry the folder here, and add `--wheels wheels`; what is installed here stays."
         )
     if found["problem"]:
-        raise Refused(f"--platform {platform}: {found['problem']}")
+        raise RefusedError(f"--platform {platform}: {found['problem']}")
+    if found["platform"] != platform:
+        raise RefusedError(f"--platform {platform}: JAX computes on {found['platform']!r} here")
     return found

@@ -1,4 +1,4 @@
-"""What is here, as one line of JSON: versions, devices, and what is missing. Run as a process of its own, by the kit."""
+"""What is here, as one line of JSON: versions, devices, and what is missing. The kit runs it as a process."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ def main() -> None:
         "versions": {name: number for name, number in versions.items() if number},
         "missing": [name for name, module in NEEDED.items() if not is_found(module)],
         "problem": "",
+        "platform": "",
         "devices": [],
     }
     if not found["missing"]:
         try:
             importlib.import_module("jaxpp_flax.trainers")
-            found["devices"] = [device.device_kind for device in importlib.import_module("jax").devices()]
+            devices = importlib.import_module("jax").devices()
+            found["devices"] = [device.device_kind for device in devices]
+            found["platform"] = devices[0].platform
         except Exception as error:
             found["problem"] = f"{type(error).__name__}: {error}"
     print(json.dumps(found), flush=True)

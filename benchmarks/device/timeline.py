@@ -6,6 +6,7 @@ first and the last one of the step. A copy is hidden while a kernel runs beside 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def described(kernels: Sequence[Interval], copies: Sequence[Interval]) -> dict[s
     """The figures of one step from the intervals of its kernels and of its copies to and from the host."""
     computing, copying = union(kernels), union(copies)
     busy = union([*computing, *copying])
-    gaps = [after[0] - before[1] for before, after in zip(busy, busy[1:], strict=False)]
+    gaps = [after[0] - before[1] for before, after in itertools.pairwise(busy)]
     whole = busy[-1][1] - busy[0][0]
     return {
         "device ms": whole / 1e6,

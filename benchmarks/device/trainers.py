@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the trainer of `examples/train_gpt.py`, with all ranks on the devices there are."""
+"""The trainer of `examples/train_gpt.py`, with all ranks on the devices there are."""
 
 from __future__ import annotations
 
