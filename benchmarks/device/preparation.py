@@ -77,14 +77,10 @@ def examined(platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
             command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise RefusedError(
-            f"JAX did not find the devices of --platform {platform} within {PROBE_SECONDS:g} s"
-        ) from error
+        raise RefusedError(f"--platform {platform}: JAX finds no device within {PROBE_SECONDS:g} s") from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise RefusedError(
-            f"the probe of this machine ended with status {done.returncode}:\n{done.stderr.strip()[-2000:]}"
-        )
+        raise RefusedError(f"the probe ended with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")
     found = json.loads(lines[-1])
     if found["missing"]:
         python = ".".join(found["python"].split(".")[:2])

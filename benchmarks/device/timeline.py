@@ -114,8 +114,8 @@ def main() -> None:
         else:
             moved = ResidualPlan([StageResiduals(offload=1.0)] * ranks, offload_within=1)
             schedule = by_name("1f1b" if name == "offload" else name, ranks, ranks)
-            residuals = {"residuals": moved} if name == "offload" else {}
-            step = mpmd_jit_with_loop(train_step(ranks, schedule), mesh(ranks), donate_argnums=0, **residuals)
+            plan = moved if name == "offload" else None
+            step = mpmd_jit_with_loop(train_step(ranks, schedule), mesh(ranks), donate_argnums=0, residuals=plan)
         contestant = Contestant(step, params, data)
         contestant.run()
         contestant.run()

@@ -100,9 +100,8 @@ def test_all_missing_packages_are_named_with_the_command_that_fetches_them(modul
         "util.find_spec = lambda name, *of: None if name in ('optax', 'rich') else find(name, *of)\n"
     )
     preparation = modules["device.preparation"]
-    with pytest.raises(
-        preparation.RefusedError, match=r"missing: optax, rich\..*pip download .* optax rich`.*--wheels"
-    ):
+    told = r"missing: optax, rich\..* download .* optax rich`.*--wheels"
+    with pytest.raises(preparation.RefusedError, match=told):
         preparation.examined("cpu", {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
 
 
