@@ -21,7 +21,7 @@ def start_both(arguments: Any) -> int:
 
     with reserve_port("127.0.0.1") as reserved:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-    more = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2", "JAXPP_FLAX_TRANSPORT": arguments.transport}
+    more = {"XLA_CLIENT_MEM_FRACTION": "0.2", "JAXPP_FLAX_TRANSPORT": arguments.transport}
     command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--address", address]
     both = [subprocess.Popen([*command, "--role", str(role)], env={**os.environ, **more}) for role in (0, 1)]
     return max(abs(process.wait()) for process in both) and 1
