@@ -164,13 +164,18 @@ class Facts:
 
         joined = threading.Event()
 
+        refused: list[str] = []
+
         def join() -> None:
-            self.nccl.NcclCommunicator(2, self.nccl.get_unique_id(), 0)
+            try:
+                self.nccl.NcclCommunicator(2, self.nccl.get_unique_id(), 0)
+            except Exception as error:
+                refused.append(f"{type(error).__name__}: {error}"[:300])
             joined.set()
 
         threading.Thread(target=join, daemon=True).start()
         waits = not joined.wait(3.0)
-        return {"waits": waits, "JAX lives": float(jnp.ones(8).sum()) == 8}
+        return {"waits": waits, "refused": "".join(refused), "JAX lives": float(jnp.ones(8).sum()) == 8}
 
 
 def main() -> None:

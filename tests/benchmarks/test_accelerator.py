@@ -39,7 +39,7 @@ def test_every_part_runs_on_the_cpu(tmp_path: Path):
     assert [part["state"] for part in found["parts"]] == ["done"] * len(found["parts"]), done.stdout
     # In the order of their worth.
     assert [*dict.fromkeys(part["section"][0] for part in found["parts"])] == ["1", "3", "4", "5", "2", "6", "7", "8"]
-    (trained, beside) = [row for part in found["parts"] if part["part"] == "four stages" for row in rows_of(part)]
+    (_, trained, beside) = [row for part in found["parts"] if part["part"] == "four stages" for row in rows_of(part)]
     assert trained["falls"]
     assert beside["largest of all steps"] < 1e-5
     (verified,) = [row for part in found["parts"] if part["part"] == "verify" for row in rows_of(part)]
