@@ -1,7 +1,7 @@
 """The time of a step on a model with real arithmetic, over plain `jax.jit` on one device with all cores.
 
 Beside it, the makespan that the simulator computes from the measured times of the step's tasks, but at least their sum
-over the cores of this machine (on CPU; elsewhere every device is a processor). `--single-threaded` keeps XLA from
+over the cores of this machine (on CPU; elsewhere over the devices). `--single-threaded` keeps XLA from
 spreading one operation over several cores, which the simulator knows nothing of.
 
 python benchmarks/step.py
@@ -15,13 +15,27 @@ import os
 import statistics
 from typing import Any
 
-from workload import Contestant, batch, jaxpp, mesh, parameters, parser, pipelined, prepare, race, report, train_step
+from workload import (
+    Contestant,
+    batch,
+    jaxpp,
+    mesh,
+    operations,
+    parameters,
+    parser,
+    peak_operations,
+    pipelined,
+    prepare,
+    race,
+    report,
+    train_step,
+)
 
 
 class Simulated:
     """The simulator's makespan of a contestant's loop, from the times that its own tasks take, step by step."""
 
-    def __init__(self, contestant: Contestant, schedule: Any, processors: int | None) -> None:
+    def __init__(self, contestant: Contestant, schedule: Any, processors: int) -> None:
         self.contestant, self.schedule, self.processors = contestant, schedule, processors
         self.ratios: list[float] = []
         self.seconds: list[float] = []
@@ -44,7 +58,7 @@ class Simulated:
         costs = task_costs([events], compiled.stages)
         microbatches = len(timed.data)
         step = simulate(self.schedule, costs, num_microbatches=microbatches)
-        makespan = max(step.makespan, sum(step.busy) / (self.processors or len(step.busy)))  # ranks may share cores
+        makespan = max(step.makespan, sum(step.busy) / self.processors)  # ranks may share cores
         self.seconds.append(makespan)
         self.ratios.append(timed.seconds[-1] / makespan)
 
@@ -79,7 +93,7 @@ def main() -> None:
         contestants["JaxPP, 1F1B"] = Contestant(pipelined("Std1F1B", ranks, ranks, peer), params, data)
         interleaved = pipelined("Interleaved1F1B", 2 * ranks, ranks, peer)
         contestants["JaxPP, interleaved"] = Contestant(interleaved, params, data)
-    cores = len(os.sched_getaffinity(0)) if arguments.platform == "cpu" else None
+    cores = len(os.sched_getaffinity(0)) if arguments.platform == "cpu" else min(ranks, len(jax.devices()))
     simulated = {name: Simulated(contestants[name], schedule, cores) for name, schedule in schedules.items()}
     race(contestants, 0)
     for _ in range(arguments.repeats):
@@ -89,6 +103,7 @@ def main() -> None:
                 simulated[name].measure()
     plain = contestants["plain jax.jit, one device"].median
     tokens = arguments.microbatches * arguments.batch * arguments.length
+    needed, peak = operations(arguments), peak_operations()
     rows: list[dict[str, object]] = []
     for name, c in contestants.items():
         row: dict[str, object] = {
@@ -96,6 +111,8 @@ def main() -> None:
             "ms per step": c.median * 1e3,
             "over plain": c.median / plain,
             "tokens per second": tokens / c.median,
+            "model TFLOP/s": needed / c.median / 1e12,
+            "of the peak": needed / c.median / peak if peak else "",
         }
         model = simulated.get(name)
         row["simulated ms"] = statistics.median(model.seconds) * 1e3 if model else ""

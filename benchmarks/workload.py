@@ -21,6 +21,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     """The flags that all benchmarks take."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--platform", default="cpu", choices=["cpu", "gpu", "tpu"])
+    flags.add_argument("--devices", type=int, help="virtual CPU devices; 1 holds all ranks, as one GPU does")
     flags.add_argument("--stages", type=int, default=4)
     flags.add_argument("--microbatches", type=int, default=64)
     flags.add_argument("--blocks", type=int, default=None, help="default: one for each stage")
@@ -38,7 +39,7 @@ def prepare(arguments: argparse.Namespace, devices: int) -> None:
         raise RuntimeError("jax is already imported: call prepare() first")
     os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(arguments.platform, arguments.platform)
     if arguments.platform == "cpu":
-        flag = f"--xla_force_host_platform_device_count={devices}"
+        flag = f"--xla_force_host_platform_device_count={arguments.devices or devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
@@ -67,14 +68,18 @@ def jaxpp() -> Any:
         return None
 
 
-def mesh(ranks: int, library: Any = None) -> Any:
-    """One device for each rank; on a machine with fewer devices, several ranks on one."""
+def devices_of(ranks: int) -> Any:
+    """A `jax.sharding.Mesh` of one device for each rank; on a machine with fewer devices, several ranks on one."""
     import jax
     import numpy as np
 
     devices = jax.devices()
-    chosen = [devices[rank % len(devices)] for rank in range(ranks)]
-    return (library or ours()).MpmdMesh(jax.sharding.Mesh(np.array(chosen), ("stage",)), "stage")
+    return jax.sharding.Mesh(np.array([devices[rank % len(devices)] for rank in range(ranks)]), ("stage",))
+
+
+def mesh(ranks: int, library: Any = None) -> Any:
+    """The devices of the ranks, for a step of this library or of another with its interface."""
+    return (library or ours()).MpmdMesh(devices_of(ranks), "stage")
 
 
 def block(p: Mapping[str, Any], x: Any) -> Any:
@@ -99,7 +104,7 @@ def parameters(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     w = arguments.width
 
     def make(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.float32)
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(shape[0] ** -0.5))
 
     return [
         {
@@ -148,6 +153,23 @@ def train_step(stages: int, schedule: Any, library: Any = None) -> Callable[...,
         return jax.tree.map(lambda p, g: p - 0.01 * g / batch.shape[0], params, grads), losses
 
     return step
+
+
+def operations(arguments: argparse.Namespace) -> float:
+    """Operations of a step that the model needs: two for each multiplication, backward twice forward."""
+    w, tokens = arguments.width, arguments.microbatches * arguments.batch * arguments.length
+    return 3.0 * tokens * (arguments.blocks or arguments.stages) * (24 * w * w + 4 * arguments.length * w)
+
+
+def peak_operations() -> float | None:
+    """The data sheet's operations a second of a float32 product (on NVIDIA: TF32); None if the device is not known."""
+    import jax
+
+    from jaxpp_flax.planning.quoting.devices import device_named
+
+    known = {"H100": "h100-sxm", "H200": "h200", "A100": "a100-80", "B200": "b200"}
+    found = [device_named(name) for part, name in known.items() if part in jax.devices()[0].device_kind]
+    return found[0].peak_of("float32") if found else None
 
 
 def tasks_in(schedule: Any, microbatches: int) -> int:
