@@ -28,6 +28,7 @@ __all__ = [
     "detect_cluster",
     "device_assignment_type",
     "device_list_type",
+    "is_described",
     "needs_devices",
     "poison",
     "private_names_in_use",
@@ -68,6 +69,8 @@ _trace_context = _private("jax._src.config", "trace_context")
 # `jax.experimental.serialize_executable` loads executables for the same devices only: see `_compat_executables.py`.
 device_list_type = _private("jax._src.lib", "xla_client.DeviceList")
 device_assignment_type = _private("jax._src.lib", "xla_client.DeviceAssignment")
+# The client of devices that `jax.experimental.topologies` describes: it compiles, and runs nothing.
+_compile_only_client = _private("jax._src.lib", "_jax.CompileOnlyPyClient")
 
 # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
 _distributed_state = _private("jax._src.distributed", "global_state")
@@ -112,6 +115,22 @@ def trace_context() -> Hashable:
         return _trace_context()
     settings = tuple(getattr(jax.config, name, None) for name in jax.config.values)
     return (*settings, jax.sharding.get_abstract_mesh())
+
+
+def is_described(device: Any) -> bool:
+    """Return whether a device is only described, by a topology: programs compile for it, and nothing can lie on it.
+
+    Example:
+      >>> import jax
+      >>> is_described(jax.devices()[0])
+      False
+    """
+    if _compile_only_client is not None:
+        return isinstance(device.client, _compile_only_client)
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:  # no backend has this platform
+        return True
 
 
 def why_one_process() -> str | None:

@@ -4,6 +4,9 @@ A task is traced and lowered under the submesh's abstract mesh, so that identica
 lowering. XLA compiles it for one rank's devices, in a thread, and the executable is copied for the other ranks'. A task
 is lowered and compiled for each rank if it has a callback to the host, or another operation that JAX lowers only for
 known devices.
+
+For devices that are only described, a task is lowered for the devices of the first rank that has it: JAX would compile
+an abstract mesh for the default backend. The other ranks share what XLA says of it, since nothing runs.
 """
 
 from __future__ import annotations
@@ -76,9 +79,10 @@ class TaskCompiler(Generic[MeshT]):
         `None` in `out_specs` leaves the choice to XLA.
         """
         mesh, options = self._lowering_mesh(task), self.rank_options.get(task.rank, self.options)
+        shared = mesh.abstract_mesh if self.mesh.is_described else mesh
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (
-            mesh, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate, trace_context(),
+            shared, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate, trace_context(),
             tuple(sorted((options or {}).items())),
         )  # fmt: skip
         distinct = self._distinct.get(key)
@@ -92,6 +96,8 @@ class TaskCompiler(Generic[MeshT]):
 
     def _executable(self, distinct: _Distinct, rank: int) -> Any:
         """Return the copy for a rank, which takes a twentieth of the time; or compile what cannot be copied."""
+        if self.mesh.is_described:
+            return distinct.original().compiled
         copy = distinct.original().copy_for(self.mesh.unstack[rank])
         return self._compile_for(distinct.lowered, rank)().compiled if copy is None else copy
 
@@ -117,7 +123,9 @@ class TaskCompiler(Generic[MeshT]):
     def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
         """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
         mesh = self.mesh.unstack[task.rank]
-        return mesh if any(needs_devices(e.primitive) for e in everywhere(task.graph)) else mesh.abstract_mesh
+        if self.mesh.is_described or any(needs_devices(e.primitive) for e in everywhere(task.graph)):
+            return mesh
+        return mesh.abstract_mesh
 
     def _lower(
         self,
@@ -137,7 +145,9 @@ class TaskCompiler(Generic[MeshT]):
             kind = memory_kind_of(atom.aval) or "device" if mixed else None
             return NamedSharding(mesh, spec, memory_kind=kind)
 
-        with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        abstract = isinstance(mesh, AbstractMesh)  # then it is for JAX to be told the platform
+        platforms = (self.mesh.rank_devices(task.rank)[0].platform,) if abstract else None
+        with context_mesh(mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
                 in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
@@ -148,9 +158,7 @@ class TaskCompiler(Generic[MeshT]):
                 donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
                 keep_unused=True,
             )
-            traced = jitted.trace(*avals)
-            platform = self.mesh.rank_devices(task.rank)[0].platform
-            return traced.lower(lowering_platforms=(platform,))
+            return jitted.trace(*avals).lower(lowering_platforms=platforms)
 
 
 def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
