@@ -19,7 +19,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 _NUMBERED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _ON_MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
@@ -143,7 +143,8 @@ def first_group(text: str) -> tuple[int, ...]:
       ((0, 1), ())
     """
     if found := _LISTED.search(text):
-        return tuple(int(number) for number in found[1].split(",") if number)
+        groups = [tuple(map(int, re.findall(r"\d+", group))) for group in found[1].split("},{")]
+        return next((group for group in groups if len(set(group)) > 1), groups[0])  # a pair may be of one device
     if found := _NUMBERED.search(text):
         return tuple(_numbered(found[2], found[3]).reshape(_sizes(found[1]))[0].tolist())
     if found := _ON_MESH.search(text):
