@@ -92,6 +92,7 @@ def private_names_in_use() -> dict[str, bool]:
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
         "copies_of_executables": None not in (device_list_type, device_assignment_type),
+        "described_devices": _compile_only_client is not None,
         "device_primitives": bool(_device_primitives),
         "trace_context": _trace_context is not None,
     }
