@@ -30,6 +30,7 @@ __all__ = [
     "device_list_type",
     "is_described",
     "needs_devices",
+    "platform_of",
     "poison",
     "private_names_in_use",
     "register_array_type",
@@ -91,6 +92,7 @@ def private_names_in_use() -> dict[str, bool]:
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
         "copies_of_executables": None not in (device_list_type, device_assignment_type),
+        "described_devices": _compile_only_client is not None,
         "device_primitives": bool(_device_primitives),
         "trace_context": _trace_context is not None,
     }
@@ -126,11 +128,24 @@ def is_described(device: Any) -> bool:
       False
     """
     if _compile_only_client is not None:
-        return isinstance(device.client, _compile_only_client)
+        return isinstance(getattr(device, "client", None), _compile_only_client)
     try:
         return device not in jax.devices(device.platform)
     except RuntimeError:  # no backend has this platform
         return True
+
+
+def platform_of(device: Any) -> str:
+    """Return the platform that a program is lowered for: `cuda` where a device says only `gpu`.
+
+    JAX finds out which one "gpu" means only with a backend, which a described device has not.
+
+    Example:
+      >>> import jax
+      >>> platform_of(jax.devices("cpu")[0])
+      'cpu'
+    """
+    return str(getattr(device.client, "_raw_platform", device.platform))
 
 
 def why_one_process() -> str | None:

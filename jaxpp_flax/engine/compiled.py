@@ -37,7 +37,7 @@ class Compiled:
         self._plan, self.compiler = plan, compiler
         self._built, self._signature = built, signature
         self._shardings: dict[Any, MpmdSharding] = {}  # of results; those that lie alike share one
-        mesh = self.mpmd_mesh = compiler.mesh
+        self.mpmd_mesh = compiler.mesh
         self._executables = compile_program(built.program, compiler, plan.in_specs, plan.result_specs, plan.avals)
         program = self.program = self._executables.program
         results = [self._result(i) for i in range(len(program.results))]

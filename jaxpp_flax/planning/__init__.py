@@ -8,6 +8,7 @@ from jaxpp_flax.planning.choice import (
     describe,
     why_chosen,
 )
+from jaxpp_flax.planning.compilers.described import described_devices, described_mesh
 from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.planner import PlanningStep, plan
@@ -56,6 +57,8 @@ __all__ = [
     "by_name",
     "choose_residuals",
     "describe",
+    "described_devices",
+    "described_mesh",
     "device_named",
     "even",
     "plan",

@@ -291,7 +291,9 @@ class TrainedModel:
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
             The state in memory does not change then, except as described at `low_memory`.
         """
-        self._running("restore").checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
+        self._running("restore").checkpoints.restore(
+            where, only=only, rename=rename, missing=missing, low_memory=low_memory
+        )
 
     def load_pretrained(
         self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax._compat import needs_devices, trace_context
+from jaxpp_flax._compat import needs_devices, platform_of, trace_context
 from jaxpp_flax._compat_executables import Original, compile_original, compile_settings
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
@@ -158,8 +158,7 @@ class TaskCompiler(Generic[MeshT]):
             kind = memory_kind_of(atom.aval) or "device" if mixed else None
             return NamedSharding(mesh, spec, memory_kind=kind)
 
-        abstract = isinstance(mesh, AbstractMesh)  # then it is for JAX to be told the platform
-        platforms = (self.mesh.rank_devices(task.rank)[0].platform,) if abstract else None
+        platform = platform_of(self.mesh.rank_devices(task.rank)[0])
         with context_mesh(mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
@@ -171,7 +170,7 @@ class TaskCompiler(Generic[MeshT]):
                 donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
                 keep_unused=True,
             )
-            return jitted.trace(*avals).lower(lowering_platforms=platforms)
+            return jitted.trace(*avals).lower(lowering_platforms=(platform,))
 
 
 def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
