@@ -96,12 +96,12 @@ def _operations(count: int) -> str:
 
 
 def _copies(task: CompiledTask) -> Iterator[str]:
-    for what, text in (("argument", "copies of arguments"), ("to host", "to the host"), ("from host", "from the host")):
+    for what, text in (("argument", "copy of an argument"), ("to host", "copy to the host"), ("from host", "copy from the host")):
         found = [copy for copy in task.copies if copy.what == what]
         if found:
             nbytes, beside = sum(of.times * of.nbytes for of in found), sum(of.asynchronous for of in found)
             more = f", {beside} beside {_operations(sum(of.work_beside for of in found))}" if beside else ""
-            yield f"{len(found)} {text}, {amount(nbytes, 'B')}{more}"
+            yield f"{len(found)} x {text}, {amount(nbytes, 'B')}{more}"
 
 
 def answer(ranks: Sequence[RankBytes], memory: float | None, device: str) -> str:
