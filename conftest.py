@@ -91,14 +91,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out soak tests unless `-m` names them or all, and slow process tests if it names one of the two marks."""
+    """Leave out soak and compilers unless `-m` names them or all, and slow process tests if it names one of the two."""
     named = set(re.findall(r"\w+", config.getoption("markexpr")))
     if "all" in named:
         return
 
     def is_left_out(item: pytest.Item) -> bool:
         marks = {mark.name for mark in item.iter_markers()}
-        return ("soak" in marks - named) or ({"slow", "processes"} <= marks and len({"slow", "processes"} & named) == 1)
+        return bool({"soak", "compilers"} & marks - named) or (
+            {"slow", "processes"} <= marks and len({"slow", "processes"} & named) == 1
+        )
 
     left_out = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)

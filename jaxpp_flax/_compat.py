@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -28,7 +29,10 @@ __all__ = [
     "detect_cluster",
     "device_assignment_type",
     "device_list_type",
+    "is_described",
     "needs_devices",
+    "nothing_cached",
+    "platform_of",
     "poison",
     "private_names_in_use",
     "register_array_type",
@@ -62,12 +66,17 @@ _device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during
 # The primitives of this kind that have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
 
+# The setting of one thread; `jax.config.update` changes it for all of them.
+_least_cached_seconds = _private("jax._src.config", "persistent_cache_min_compile_time_secs")
+
 # All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
 _trace_context = _private("jax._src.config", "trace_context")
 
 # `jax.experimental.serialize_executable` loads executables for the same devices only: see `_compat_executables.py`.
 device_list_type = _private("jax._src.lib", "xla_client.DeviceList")
 device_assignment_type = _private("jax._src.lib", "xla_client.DeviceAssignment")
+# The client of devices that `jax.experimental.topologies` describes: it compiles, and runs nothing.
+_compile_only_client = _private("jax._src.lib", "_jax.CompileOnlyPyClient")
 
 # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
 _distributed_state = _private("jax._src.distributed", "global_state")
@@ -88,6 +97,7 @@ def private_names_in_use() -> dict[str, bool]:
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
         "copies_of_executables": None not in (device_list_type, device_assignment_type),
+        "described_devices": _compile_only_client is not None,
         "device_primitives": bool(_device_primitives),
         "trace_context": _trace_context is not None,
     }
@@ -112,6 +122,43 @@ def trace_context() -> Hashable:
         return _trace_context()
     settings = tuple(getattr(jax.config, name, None) for name in jax.config.values)
     return (*settings, jax.sharding.get_abstract_mesh())
+
+
+def is_described(device: Any) -> bool:
+    """Return whether a device is only described, by a topology: programs compile for it, and nothing can lie on it.
+
+    Example:
+      >>> import jax
+      >>> is_described(jax.devices()[0])
+      False
+    """
+    if _compile_only_client is not None:
+        return isinstance(getattr(device, "client", None), _compile_only_client)
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:  # no backend has this platform
+        return True
+
+
+def nothing_cached() -> AbstractContextManager[Any]:
+    """Return the context in which JAX writes nothing that this thread compiles into its cache on disk.
+
+    What it compiles for described devices it writes there, and then it cannot read it, and warns of each program.
+    """
+    return nullcontext() if _least_cached_seconds is None else _least_cached_seconds(float("inf"))
+
+
+def platform_of(device: Any) -> str:
+    """Return the platform that a program is lowered for: `cuda` where a device says only `gpu`.
+
+    JAX finds out which one "gpu" means only with a backend, which a described device has not.
+
+    Example:
+      >>> import jax
+      >>> platform_of(jax.devices("cpu")[0])
+      'cpu'
+    """
+    return str(getattr(device.client, "_raw_platform", device.platform))
 
 
 def why_one_process() -> str | None:

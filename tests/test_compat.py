@@ -31,6 +31,7 @@ def test_the_private_names_exist_in_this_jax():
         "coordination": True,
         "coordination_service": True,
         "copies_of_executables": True,
+        "described_devices": True,
         "device_primitives": True,
         "trace_context": True,
     }
@@ -197,6 +198,19 @@ def test_a_registered_type_is_an_argument_of_jit():
 def test_registering_reports_when_it_cannot(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "_aval_mappings", None)
     assert not _compat.register_array_type(Boxed, lambda box: box, lambda box: box)
+
+
+def test_a_described_device_without_the_private_name(monkeypatch: pytest.MonkeyPatch):
+    attached, unknown = jax.devices()[0], SimpleNamespace(platform="no such platform", client=SimpleNamespace())
+    assert not _compat.is_described(attached)
+    monkeypatch.setattr(_compat, "_compile_only_client", None)
+    assert not _compat.is_described(attached)
+    assert _compat.is_described(unknown)
+
+
+def test_a_program_is_lowered_for_cuda_where_a_device_says_gpu():
+    assert _compat.platform_of(SimpleNamespace(platform="gpu", client=SimpleNamespace(_raw_platform="cuda"))) == "cuda"
+    assert _compat.platform_of(SimpleNamespace(platform="tpu", client=SimpleNamespace())) == "tpu"
 
 
 def test_without_private_names_every_other_feature_says_that_it_is_not_there(monkeypatch: pytest.MonkeyPatch):

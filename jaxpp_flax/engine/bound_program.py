@@ -65,7 +65,7 @@ class BoundProgram:
     that make the results from the environment after a run.
 
     With several processes, all of them make this object at the same point: they connect, wait until each of them has
-    compiled its tasks, and compare the constants.
+    compiled its tasks, and compare the constants. A program for devices that are only described refuses to run.
     """
 
     def __init__(
@@ -76,8 +76,11 @@ class BoundProgram:
         results: Sequence[Callable[[list[Any]], Any]],
     ) -> None:
         program, distributed = executables.program, executables.distributed
+        self._mesh, self._signature = executables.mesh, signature
+        if self._mesh.is_described:  # nothing can be put there
+            return
         self.runtime = Runtime(executables)
-        self._signature, self._num_values, self._distributed = signature, program.num_values, distributed
+        self._num_values, self._distributed = program.num_values, distributed
         self._results = tuple(results)
         self._calls = 0
         count = len(constants)
@@ -105,7 +108,7 @@ class BoundProgram:
         Several processes compare the arguments of the first call.
 
         Raises:
-          RuntimeError: if an argument has been deleted.
+          RuntimeError: if an argument has been deleted, or the devices are only described.
           TypeError: if a shape without a value is passed for an argument that this process reads.
         """
         environment = self._environment(leaves)
@@ -120,6 +123,7 @@ class BoundProgram:
 
     def _environment(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the environment before a run, with constants and arguments in place; give donated arguments away."""
+        self._mesh.check_attached(f"a call of {self._signature.function or 'the step'}")
         if self._distributed is not None and not self._calls:
             compare_values(self._distributed, "the arguments", self._in_several_processes(leaves))
         environment: list[Any] = [None] * self._num_values

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.arrays.placing import are_attached, place
+from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.bound_program import BoundProgram
 from jaxpp_flax.engine.plan import Plan
-from jaxpp_flax.engine.runtime.executables import compile_program
+from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
@@ -37,12 +37,9 @@ class Compiled:
         self._plan, self.compiler = plan, compiler
         self._built, self._signature = built, signature
         self._shardings: dict[Any, MpmdSharding] = {}  # of results; those that lie alike share one
-        mesh = self.mpmd_mesh = compiler.mesh
+        self.mpmd_mesh = compiler.mesh
         self._executables = compile_program(built.program, compiler, plan.in_specs, plan.result_specs, plan.avals)
         program = self.program = self._executables.program
-        self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
-        if not self._can_run:  # nothing can be put on devices that are only described
-            return
         results = [self._result(i) for i in range(len(program.results))]
         self._bound = BoundProgram(self._executables, signature, consts, results)
 
@@ -57,7 +54,6 @@ class Compiled:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
-        self._refuse_described_devices()
         return self._bound.run(leaves)
 
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
@@ -71,17 +67,7 @@ class Compiled:
         Raises:
           FloatingPointError: if `jax.debug_nans` or `jax.debug_infs` is set, and a result has such a value.
         """
-        self._refuse_described_devices()
         return self._bound.profile(self._signature.leaves_of(args, kwargs))
-
-    def _refuse_described_devices(self) -> None:
-        if not self._can_run:
-            device = self.mpmd_mesh.rank_devices(0)[0]
-            raise RuntimeError(
-                f"the step is compiled for devices that this process only has a description of ({device}, of "
-                "`jax.experimental.topologies`), so it cannot run. Read `memory_analysis()`, `stages` or "
-                "`in_shardings`, and run the step where `jax.devices()` lists the mesh's devices."
-            )
 
     def _result_sharding(self, position: int) -> MpmdSharding:
         result, atom = self.program.results[position], self._built.placed.outputs[position]
@@ -148,6 +134,22 @@ class Compiled:
     def stages(self) -> tuple[StageSummary, ...]:
         """A summary of each stage of the first loop."""
         return summarise_stages(self._built, self.mpmd_mesh)
+
+    @property
+    def executables(self) -> Executables:
+        """The executable of each task, and the partition of each value."""
+        return self._executables
+
+    @cached_property
+    def argument_paths(self) -> tuple[str, ...]:
+        """The path of each argument of the program: of captured constants, then of a call's leaves."""
+        return ("",) * len(self._plan.consts) + tuple(leaf.path for leaf in self._signature.leaves)
+
+    @cached_property
+    def result_paths(self) -> tuple[str, ...]:
+        """The path of each result."""
+        results = jax.tree_util.tree_unflatten(self._signature.out_tree, range(len(self.program.results)))
+        return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results))
 
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
         """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""

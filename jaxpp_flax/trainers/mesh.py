@@ -171,9 +171,12 @@ def describe_mesh(mesh: MpmdMesh) -> str:
       '2 ranks x data 2'
     """
     devices = list(mesh.jax_mesh.devices.flat)
-    count, platform = len(jax.devices(devices[0].platform)), devices[0].platform
+    platform = devices[0].platform
     axes = "".join(f" x {name} {size}" for name, size in inner_sizes(mesh).items())
-    if len(devices) == count:
+    count = len(devices) if mesh.is_described else len(jax.devices(platform))
+    if mesh.is_described:
+        used = f"{count} devices that are only described: {devices[0].device_kind}"
+    elif len(devices) == count:
         used = f"all {count} devices"
     else:
         used = f"{len(devices)} of {count} devices: {', '.join(str(device.id) for device in devices)}"

@@ -27,6 +27,16 @@ class TrainedModel:
     _core: Core
     _parts: Parts
 
+    def _running(self, call: str) -> Parts:
+        """Return the parts for a call that needs values on devices; refuse it if the devices are only described.
+
+        Raises:
+          RuntimeError: on a mesh of a described topology, for which a trainer only compiles.
+        """
+        if self._core.scheduling.mesh is not None:
+            self._core.scheduling.mesh.check_attached(f"trainer.{call}")
+        return self._parts
+
     # ------------------------------------------------------------------ weights
 
     @property
@@ -36,6 +46,7 @@ class TrainedModel:
         The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. If no
         step has run yet, this makes the state on the ranks: each rank gets its share.
         """
+        self._running("state")
         return self._core.held.whole()
 
     @property
@@ -58,7 +69,7 @@ class TrainedModel:
             larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
           ValueError: for `ema=True` without an average.
         """
-        return self._parts.weights.model(ema=ema)
+        return self._running("gather_model").weights.model(ema=ema)
 
     def gather_variables(self) -> dict[str, Any]:
         """Return a copy of the variables of a Linen model, as `module.apply` takes them; see also `gather_model`.
@@ -67,7 +78,7 @@ class TrainedModel:
           TypeError: for an NNX model.
           ModelError: as in `gather_model`.
         """
-        return self._parts.weights.variables()
+        return self._running("gather_variables").weights.variables()
 
     def set_weights(self, weights: Any) -> None:
         """Copy weights from a module or a tree into the model. Leaves that are not in `weights` keep their values.
@@ -84,7 +95,7 @@ class TrainedModel:
         Raises:
           ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
         """
-        self._parts.weights.set(weights)
+        self._running("set_weights").weights.set(weights)
 
     # ------------------------------------------------------------------ inference, and the rows of this process
 
@@ -109,7 +120,7 @@ class TrainedModel:
           TypeError: if `data` is one batch, an array or a mapping.
           ValueError: if `data` has no batch, or no example with weight in the loss.
         """
-        return self._parts.evaluation.evaluate(data, global_batch_size=global_batch_size)
+        return self._running("evaluate").evaluation.evaluate(data, global_batch_size=global_batch_size)
 
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
@@ -125,7 +136,7 @@ class TrainedModel:
           TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
           BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
         """
-        return self._parts.evaluation.predict(batch, global_batch_size=global_batch_size)
+        return self._running("predict").evaluation.predict(batch, global_batch_size=global_batch_size)
 
     def generate(
         self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
@@ -166,7 +177,7 @@ class TrainedModel:
           ModelError: if the model has no cache, does not use it, or does not take such lengths.
           ValueError, TypeError: for a prompt or an option that does not fit; nothing has run then.
         """
-        return self._parts.generator.generate(
+        return self._running("generate").generator.generate(
             prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, seed=seed, top_k=top_k,
             top_p=top_p, eos_token_id=eos_token_id, prefill=prefill, groups=groups, cache_length=cache_length,
             cache_dtype=cache_dtype,
@@ -245,7 +256,7 @@ class TrainedModel:
             path.
           ValueError: if `only` chooses no leaf, or `where` is no path.
         """
-        return self._parts.checkpoints.save(where, only=only, wait=wait)
+        return self._running("save").checkpoints.save(where, only=only, wait=wait)
 
     def restore(
         self, where: str | os.PathLike[str] | int = "latest", *, only: PathFilter | None = None,
@@ -280,7 +291,9 @@ class TrainedModel:
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
             The state in memory does not change then, except as described at `low_memory`.
         """
-        self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
+        self._running("restore").checkpoints.restore(
+            where, only=only, rename=rename, missing=missing, low_memory=low_memory
+        )
 
     def load_pretrained(
         self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,
@@ -306,7 +319,7 @@ class TrainedModel:
           ModuleNotFoundError: for safetensors without the extra `huggingface`.
           ValueError: after the first step.
         """
-        self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
+        self._running("load_pretrained").pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
 
     def export_pretrained(
         self,
@@ -341,7 +354,7 @@ class TrainedModel:
           CheckpointSaveError: if the directory exists, or cannot be written.
           ValueError: for `ema=True` without an average; if an adapter cannot be merged.
         """
-        return self._parts.pretrained.export(
+        return self._running("export_pretrained").pretrained.export(
             directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema,
             merge_adapters=merge_adapters,
         )  # fmt: skip

@@ -210,6 +210,8 @@ class PipelineTrainer(TrainedModel):
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compile the training step for batches like this one, and print the table of stages; nothing runs.
 
+        The mesh may be of devices that are only described: `jaxpp_flax.planning.described_devices`.
+
         Args:
           batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
           global_batch_size: as in `fit`.
@@ -240,8 +242,8 @@ class PipelineTrainer(TrainedModel):
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: for other arguments that do not fit, before anything runs.
         """
-        whole = self._core.rows.whole(batch, global_batch_size)
-        return self._parts.train_step.step(batch, whole)
+        parts, whole = self._running("train_step"), self._core.rows.whole(batch, global_batch_size)
+        return parts.train_step.step(batch, whole)
 
     def training_steps(
         self,
@@ -282,7 +284,7 @@ class PipelineTrainer(TrainedModel):
           >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
           [1, 2, 4]
         """
-        return self._parts.loop.steps(
+        return self._running("training_steps").loop.steps(
             self, data,
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, callbacks=callbacks,
         )  # fmt: skip
@@ -339,7 +341,7 @@ class PipelineTrainer(TrainedModel):
             eval_every=eval_every, eval_global_batch_size=eval_global_batch_size, callbacks=callbacks, resume=resume,
             resume_data=resume_data,
         )  # fmt: skip
-        return self._parts.loop.fit(self, data, arguments)
+        return self._running("fit").loop.fit(self, data, arguments)
 
     @property
     def measures(self) -> RunMetrics:
@@ -387,7 +389,7 @@ class PipelineTrainer(TrainedModel):
         Raises:
           ValueError: without a pipeline; also the errors of `train_step`.
         """
-        return self._parts.train_step.profile_step(batch, global_batch_size=global_batch_size)
+        return self._running("profile_step").train_step.profile_step(batch, global_batch_size=global_batch_size)
 
     def planning_step(self, batch: Any) -> PlanningStep:
         """Return a description of the training step for batches like this one, for `jaxpp_flax.planning.plan`.

@@ -231,7 +231,7 @@ def holder_of(array: Any) -> Any:
 def to_host(array: Any, device: Any) -> Any:
     """Return the whole array on the host of a device's process; None in others. All processes call this together."""
     is_here = device.process_index == jax.process_index()
-    if isinstance(array, MpmdArray) and array.sharding.mpmd_mesh.jax_mesh.is_multi_process:
+    if isinstance(array, MpmdArray) and array.sharding.mpmd_mesh.is_multi_process:
         target = SingleDeviceSharding(device)
         array = mpmd_to_spmd_reshard(array.sharding.mpmd_mesh, array, target, donate=False)
     return on_host(array) if is_here else None

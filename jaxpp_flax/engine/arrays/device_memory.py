@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpp_flax._compat import is_described
+
 __all__ = ["Shortage", "free_bytes", "shortage"]
 
 
@@ -20,7 +22,9 @@ class Shortage(NamedTuple):
 
 
 def free_bytes(device: Any) -> int | None:
-    """Return the free bytes of a device's memory; None if the device does not tell. Devices of the CPU share theirs.
+    """Return the free bytes of a device's memory; None if the device does not tell, or is only described.
+
+    Devices of the CPU share theirs.
 
     Example:
       >>> free = free_bytes(jax.devices()[0])
@@ -29,7 +33,7 @@ def free_bytes(device: Any) -> int | None:
     """
     if device.platform == "cpu":
         return _free_host_bytes()
-    statistics = device.memory_stats() or {}
+    statistics = (None if is_described(device) else device.memory_stats()) or {}
     return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0) if "bytes_limit" in statistics else None
 
 

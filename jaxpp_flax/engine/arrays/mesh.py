@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpp_flax._compat import is_described
+
 __all__ = [
     "MpmdMesh",
     "MpmdSharding",
@@ -49,14 +51,39 @@ class RankMeshes(ABC):
         return self._rank_devices[rank]
 
     @cached_property
+    def is_described(self) -> bool:
+        """True if the devices are only described: tasks compile for them, and nothing can lie or run there."""
+        return is_described(self.rank_devices(0)[0])
+
+    def check_attached(self, what: str) -> None:
+        """Refuse `what`, a call in words, if the devices are only described.
+
+        Raises:
+          RuntimeError: the message names a device.
+        """
+        if self.is_described:
+            raise RuntimeError(
+                f"{what} needs the mesh's devices, but this process only has a description of them "
+                f"({self.rank_devices(0)[0]}, ...), for which it compiles. Read what is compiled, and do this where "
+                "`jax.devices()` lists the mesh's devices."
+            )
+
+    @cached_property
     def rank_processes(self) -> tuple[frozenset[int], ...]:
-        """For each rank, the processes that have devices of it."""
+        """For each rank, the processes that have devices of it; described devices belong to each process alone."""
+        if self.is_described:
+            return (frozenset({jax.process_index()}),) * len(self.unstack)
         return tuple(frozenset(device.process_index for device in devices) for devices in self._rank_devices)
 
     @cached_property
     def processes(self) -> frozenset[int]:
         """The processes that have devices of some rank."""
         return frozenset[int]().union(*self.rank_processes)
+
+    @cached_property
+    def is_multi_process(self) -> bool:
+        """True if other processes have devices of some rank."""
+        return self.processes != {jax.process_index()}
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:

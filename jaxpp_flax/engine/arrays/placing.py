@@ -6,7 +6,6 @@ here each process places its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.sharding import Sharding
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
-__all__ = ["are_attached", "key_impl", "place", "place_on_ranks"]
+__all__ = ["key_impl", "place", "place_on_ranks"]
 
 
 def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
@@ -71,19 +70,6 @@ def _own_part(value: jax.Array, sharding: Sharding) -> Any:
         f"this step needs it as {sharding} in process {jax.process_index()}, which has not all of it. Pass it with "
         "the sharding that the step takes (`compiled.in_shardings`), or as a host array that every process has."
     )
-
-
-def are_attached(devices: Iterable[Any]) -> bool:
-    """Return whether arrays can be put on the devices; on those of a topology's description, they cannot.
-
-    Example:
-      >>> are_attached(jax.devices())
-      True
-    """
-    try:
-        return all(device in jax.devices(device.platform) for device in devices)
-    except RuntimeError:  # no backend has this platform
-        return False
 
 
 def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:

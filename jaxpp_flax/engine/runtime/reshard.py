@@ -188,7 +188,7 @@ def _run(
     """
     for path, leaf, shardings in zip(paths, leaves, places, strict=True):
         _check_fits(path, np.shape(leaf), shardings)
-    several = mpmd_mesh.jax_mesh.is_multi_process
+    several = mpmd_mesh.is_multi_process
     call = f"{function}-{next(_calls)}" if several else ""
     results: list[list[jax.Array | None]] = []
     last_use = {id(leaf): index for index, leaf in enumerate(leaves)}

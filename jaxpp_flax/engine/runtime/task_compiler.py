@@ -4,26 +4,31 @@ A task is traced and lowered under the submesh's abstract mesh, so that identica
 lowering. XLA compiles it for one rank's devices, in a thread, and the executable is copied for the other ranks'. A task
 is lowered and compiled for each rank if it has a callback to the host, or another operation that JAX lowers only for
 known devices.
+
+For devices that are only described, a task is lowered for the devices of the first rank that has it: JAX would compile
+an abstract mesh for the default backend. The other ranks share what XLA says of it, since nothing runs.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax._compat import needs_devices, trace_context
+from jaxpp_flax._compat import needs_devices, platform_of, trace_context
 from jaxpp_flax._compat_executables import Original, compile_original, compile_settings
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
+from jaxpp_flax.engine.runtime.refusals import refusals_named
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
@@ -76,33 +81,47 @@ class TaskCompiler(Generic[MeshT]):
         `None` in `out_specs` leaves the choice to XLA.
         """
         mesh, options = self._lowering_mesh(task), self.rank_options.get(task.rank, self.options)
+        shared = mesh.abstract_mesh if self.mesh.is_described else mesh
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (
-            mesh, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate, trace_context(),
+            shared, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate, trace_context(),
             tuple(sorted((options or {}).items())),
         )  # fmt: skip
         distinct = self._distinct.get(key)
         if distinct is None:
             lowered = self._lower(task, mesh, in_specs, out_specs)
-            distinct = self._distinct[key] = _Distinct(lowered, self._compile_for(lowered, task.rank))
+            distinct = self._distinct[key] = _Distinct(lowered, self._compile_for(lowered, task, in_specs))
         devices = self.mesh.rank_devices(task.rank)
         if devices not in distinct.executables:
-            distinct.executables[devices] = cache(partial(self._executable, distinct, task.rank))
+            distinct.executables[devices] = cache(partial(self._executable, distinct, task, in_specs))
         return distinct.executables[devices]
 
-    def _executable(self, distinct: _Distinct, rank: int) -> Any:
-        """Return the copy for a rank, which takes a twentieth of the time; or compile what cannot be copied."""
-        copy = distinct.original().copy_for(self.mesh.unstack[rank])
-        return self._compile_for(distinct.lowered, rank)().compiled if copy is None else copy
+    def original_of(self, executable: Any) -> Original | None:
+        """Return what XLA compiled, of which an executable may be a copy; None for one that is not this compiler's."""
+        for distinct in self._distinct.values():
+            if any(found() is executable for found in distinct.executables.values()):
+                return distinct.original()
+        return None
 
-    def _compile_for(self, lowered: Any, rank: int) -> Callable[[], Original]:
-        """Let a thread compile a lowered task for a rank; a call of the result waits for it."""
+    def _executable(self, distinct: _Distinct, task: ProgramTask, in_specs: Sequence[PartitionSpec]) -> Any:
+        """Return the copy for a rank, which takes a twentieth of the time; or compile what cannot be copied."""
+        if self.mesh.is_described:
+            return distinct.original().compiled
+        copy = distinct.original().copy_for(self.mesh.unstack[task.rank])
+        return self._compile_for(distinct.lowered, task, in_specs)().compiled if copy is None else copy
+
+    def _compile_for(
+        self, lowered: Any, task: ProgramTask, in_specs: Sequence[PartitionSpec]
+    ) -> Callable[[], Original]:
+        """Let a thread compile a lowered task for its rank; a call of the result waits for it."""
         self.compilations += 1
-        devices, options = self.mesh.rank_devices(rank), self.rank_options.get(rank, self.options)
+        devices, options = self.mesh.rank_devices(task.rank), self.rank_options.get(task.rank, self.options)
 
         def here() -> Original:
-            with context_mesh(None):
-                return compile_original(lowered, devices, options)
+            began = time.perf_counter()
+            with context_mesh(None), refusals_named(task, self.mesh.unstack[task.rank], in_specs):
+                original = compile_original(lowered, devices, options)
+            return replace(original, seconds=time.perf_counter() - began)
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         settings = compile_settings()
@@ -117,7 +136,9 @@ class TaskCompiler(Generic[MeshT]):
     def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
         """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
         mesh = self.mesh.unstack[task.rank]
-        return mesh if any(needs_devices(e.primitive) for e in everywhere(task.graph)) else mesh.abstract_mesh
+        if self.mesh.is_described or any(needs_devices(e.primitive) for e in everywhere(task.graph)):
+            return mesh
+        return mesh.abstract_mesh
 
     def _lower(
         self,
@@ -137,7 +158,8 @@ class TaskCompiler(Generic[MeshT]):
             kind = memory_kind_of(atom.aval) or "device" if mixed else None
             return NamedSharding(mesh, spec, memory_kind=kind)
 
-        with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        platform = platform_of(self.mesh.rank_devices(task.rank)[0])
+        with context_mesh(mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
                 in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
@@ -149,8 +171,23 @@ class TaskCompiler(Generic[MeshT]):
                 keep_unused=True,
             )
             traced = jitted.trace(*avals)
-            platform = self.mesh.rank_devices(task.rank)[0].platform
-            return traced.lower(lowering_platforms=(platform,))
+            try:
+                return traced.lower(lowering_platforms=(platform,))
+            except RuntimeError as error:
+                if self.mesh.is_described and "Unknown backend" in str(error):
+                    raise _needs_attached(task, platform) from error
+                raise
+
+
+def _needs_attached(task: ProgramTask, platform: str) -> NotImplementedError:
+    """Return the error for a call of the host, which JAX lowers for attached GPUs alone."""
+    calls = (e for e in everywhere(task.graph) if e.effects or needs_devices(e.primitive))
+    names = dict.fromkeys(equation.primitive.name for equation in calls)
+    return NotImplementedError(
+        f"the task {task.name} on rank {task.rank} calls the host ({', '.join(names)}), which JAX compiles for "
+        f"{platform} only where such a device is attached. Take this call out of the step for devices that are only "
+        "described: `jax.debug.print`, a callback."
+    )
 
 
 def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:

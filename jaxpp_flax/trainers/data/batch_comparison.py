@@ -44,7 +44,7 @@ class BatchComparison:
     """
 
     def __init__(self, mesh: MpmdMesh | None, what: str) -> None:
-        self._several = mesh is not None and mesh.jax_mesh.is_multi_process
+        self._several = mesh is not None and mesh.is_multi_process
         self._what, self._count, self._compared, self._due = what, 0, 0, 2
         self._hashes: dict[str, str | None] = {}
 

@@ -54,7 +54,7 @@ class BatchSharding:
     @property
     def is_across(self) -> bool:
         """True if the ranks belong to several processes."""
-        return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
+        return self.mesh is not None and self.mesh.is_multi_process
 
     @without_ambient_mesh
     def split(self, whole: Any) -> Any:

@@ -144,7 +144,7 @@ class Generator:
 
 def _new_tokens(group: Mapping[str, np.ndarray], known: Any, end_tokens: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the new tokens of each sequence, by its number; every process must call this."""
-    several = isinstance(known, MpmdArray) and known.sharding.mpmd_mesh.jax_mesh.is_multi_process
+    several = isinstance(known, MpmdArray) and known.sharding.mpmd_mesh.is_multi_process
     rows, found = np.asarray(on_every_process(known) if several else known), dict[int, np.ndarray]()
     for number, row, begin, limit in zip(group["sequences"], rows, group["lengths"], group["limits"], strict=True):
         ends = np.flatnonzero(np.isin(row[begin:limit], end_tokens))

@@ -89,7 +89,11 @@ class StateHolder:
     @property
     def is_across(self) -> bool:
         """True if the ranks belong to several processes."""
-        return self._ranks is not None and self._ranks.mesh.jax_mesh.is_multi_process
+        return self._ranks is not None and self._ranks.mesh.is_multi_process
+
+    @property
+    def _is_described(self) -> bool:
+        return self._ranks is not None and self._ranks.mesh.is_described
 
     def meet(self, call: str, detail: str = "") -> None:
         """Wait until every process has made the same call; if a process makes another call, the run fails.
@@ -165,10 +169,12 @@ class StateHolder:
     def place(self, shardings: Callable[[], TrainState]) -> None:
         """Place the state for the compiled training step, once; `shardings` returns an `MpmdSharding` for each leaf.
 
+        On devices that are only described, the state stays shapes.
+
         Raises:
           ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
         """
-        if not self.is_placed:
+        if not self.is_placed and not self._is_described:
             self._place(self._places_without_step() if self._ranks is None else flatten(shardings())[0])
             self.is_placed = True
 
@@ -176,7 +182,7 @@ class StateHolder:
         """Place the leaves of `TrainState.for_inference`, unless a training step has placed the state."""
         if self._ranks is None:
             self.weights()
-        elif not self.is_placed:
+        elif not self.is_placed and not self._is_described:
             self._place(flatten(shardings())[0])
 
     @without_ambient_mesh

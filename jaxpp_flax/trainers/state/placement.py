@@ -137,7 +137,7 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = Tr
     leaves, structure = jax.tree.flatten(tree)
     targets: list[MpmdSharding] = jax.tree.leaves(shardings)
     found: dict[int, Any] = {}
-    several = mesh.jax_mesh.is_multi_process
+    several = mesh.is_multi_process
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if isinstance(leaf, MpmdArray):
             found[i] = _narrowed(leaf, target)
@@ -206,7 +206,7 @@ def to_ordinary(tree: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, MpmdArray):
-            several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
+            several = leaf.sharding.mpmd_mesh.is_multi_process
             leaf = jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), there)
         return jnp.array(leaf, copy=True)
 

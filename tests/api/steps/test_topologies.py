@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpp_flax.api as jaxpp
+from jaxpp_flax.engine.arrays import mesh as meshes
 from jaxpp_flax.engine.arrays import placing
+from tests.compilers.machines import ONE_HOST, mesh_of
 
 SHIFT = np.arange(4.0, dtype=np.float32)  # a constant that the step closes over
 MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -39,30 +41,20 @@ def check(devices: Any) -> None:
     assert len(compiled.memory_analysis()) == len(compiled.stages) == 2
     assert jax.tree.leaves(compiled.read_here) == [True] * 4
     for run in (step, compiled, compiled.profile):
-        with pytest.raises(RuntimeError, match=r"only has a description of .*`jax\.devices\(\)` lists the mesh's"):
+        with pytest.raises(RuntimeError, match=r"only has a description of them .*`jax\.devices\(\)` lists the mesh's"):
             run(0, [jnp.eye(4), jnp.eye(4)], jnp.ones((4, 2, 4)))
 
 
 def test_devices_that_are_not_attached(monkeypatch: pytest.MonkeyPatch):
-    # On CPU, JAX has no descriptions of devices. These are told apart from attached ones by `jax.devices` alone.
+    # On CPU, JAX has no descriptions of devices.
     devices = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda *_: [])
-    assert not placing.are_attached(devices)
+    monkeypatch.setattr(meshes, "is_described", lambda _: True)
     monkeypatch.setattr(placing, "copy_arrays", None)  # nothing is put on them
     monkeypatch.setattr(jax, "device_put", None)
     check(devices)
 
 
-def test_a_platform_without_a_backend():
-    class Device:
-        platform = "no such platform"
-
-    assert not placing.are_attached([Device()])
-
-
-def test_devices_of_a_tpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # else the library asks the cloud for a TPU
-    from jax.experimental import topologies
-
-    check(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices)
+@pytest.mark.compilers
+@pytest.mark.parametrize("machine", ONE_HOST)
+def test_devices_that_are_not_there(machine: str):
+    check(mesh_of(machine, {"stage": 2, "data": 2}).devices)

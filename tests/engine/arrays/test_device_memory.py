@@ -29,6 +29,13 @@ def test_a_device_tells_its_own_memory_or_nothing():
     assert shortage({small: 11}) == (small, 11, 10)
 
 
+def test_a_device_that_is_only_described_has_none(monkeypatch: pytest.MonkeyPatch):
+    described = Device({"bytes_limit": 10})
+    monkeypatch.setattr(device_memory, "is_described", lambda device: device is described)
+    assert free_bytes(described) is None
+    assert shortage({described: 11}) is None
+
+
 def test_devices_of_the_cpu_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch):
     one, two = jax.devices()[:2]
     assert (free_bytes(one) or 1) > 0

@@ -1,0 +1,1 @@
+"""The compilers of TPUs and NVIDIA GPUs, for devices that are not here."""
