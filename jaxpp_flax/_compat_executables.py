@@ -104,11 +104,13 @@ class Original:
     Attributes:
       compiled: a `jax.stages.Compiled` for `devices`.
       origin: where its executable comes from; None if that is not known: then nothing is copied.
+      seconds: how long its compilation took.
     """
 
     compiled: Any
     devices: tuple[Any, ...]
     origin: Origin | None
+    seconds: float = 0.0
 
     def copy_for(self, mesh: Mesh) -> Any:
         """Return a `jax.stages.Compiled` for the devices of `mesh`, a mesh of the same shape and axes.

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.bound_program import BoundProgram
 from jaxpp_flax.engine.plan import Plan
-from jaxpp_flax.engine.runtime.executables import compile_program
+from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
@@ -134,6 +134,22 @@ class Compiled:
     def stages(self) -> tuple[StageSummary, ...]:
         """A summary of each stage of the first loop."""
         return summarise_stages(self._built, self.mpmd_mesh)
+
+    @property
+    def executables(self) -> Executables:
+        """The executable of each task, and the partition of each value."""
+        return self._executables
+
+    @cached_property
+    def argument_paths(self) -> tuple[str, ...]:
+        """The path of each argument of the program: of captured constants, then of a call's leaves."""
+        return ("",) * len(self._plan.consts) + tuple(leaf.path for leaf in self._signature.leaves)
+
+    @cached_property
+    def result_paths(self) -> tuple[str, ...]:
+        """The path of each result."""
+        results = jax.tree_util.tree_unflatten(self._signature.out_tree, range(len(self.program.results)))
+        return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results))
 
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
         """Return the bytes that each rank holds: its arguments, and the peak above them in one step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "analyse_memory",
     "sum_costs",
     "summarise_stages",
+    "walk_memory",
 ]
 
 
@@ -164,25 +165,15 @@ def _bytes_in(stage: int, held: Mapping[Value, Collection[int]]) -> int:
 
 def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
     """Walk a program and count what is live on each rank."""
-    program, mesh = executables.program, executables.mesh
-    memory = LiveMemory(program, _inside(executables))
-    argument = [0] * program.num_ranks
-    for ranks, spec, aval in zip(program.arguments, executables.in_specs, executables.in_avals, strict=True):
-        on_device = memory_kind_of(aval) is None
-        for rank, value in ranks.items():
-            shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
-            size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
-            argument[rank] += size if on_device else 0
-            memory.hold(value, rank, size, on_host=not on_device)
-    for instruction in program.instructions:
-        memory.step(instruction, [executables.nbytes[value] for value in instruction.writes()])
-    temporary = [[0] for _ in argument]
+    program = executables.program
+    memory, arguments = walk_memory(executables, _inside(executables))
+    temporary = [[0] for _ in arguments]
     for task, executable in zip(program.tasks, executables.tasks, strict=True):
         temporary[task.rank].append(_temp(executable))
     return tuple(
         MemoryAnalysis(
             rank=rank,
-            argument_bytes=argument[rank],
+            argument_bytes=sum(arguments[rank].values()),
             peak_bytes=int(memory.devices[rank].peak),
             host_peak_bytes=int(memory.hosts[rank].peak),
             temp_bytes=max(temporary[rank]),
@@ -190,6 +181,36 @@ def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
         )
         for rank in range(program.num_ranks)
     )
+
+
+def walk_memory(
+    executables: Executables,
+    inside: Sequence[float],
+    kinds: Mapping[int, str] | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> tuple[LiveMemory, list[dict[str, int]]]:
+    """Walk a program; return what is live on each rank, and the bytes of its arguments on each device by kind.
+
+    Args:
+      executables: the program, and the partition of its values.
+      inside: the bytes that each task makes for itself.
+      kinds: the kind of each value.
+      sizes: the bytes of values on each device that take other bytes than their elements.
+    """
+    program, mesh, sizes = executables.program, executables.mesh, sizes or {}
+    memory, arguments = LiveMemory(program, inside, kinds), [dict[str, int]() for _ in range(program.num_ranks)]
+    for ranks, spec, aval in zip(program.arguments, executables.in_specs, executables.in_avals, strict=True):
+        on_device = memory_kind_of(aval) is None
+        for rank, value in ranks.items():
+            shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
+            size = sizes.get(value, math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0)))
+            if on_device:
+                kind = (kinds or {}).get(value, "")
+                arguments[rank][kind] = arguments[rank].get(kind, 0) + size
+            memory.hold(value, rank, size, on_host=not on_device)
+    for instruction in program.instructions:
+        memory.step(instruction, [sizes.get(value, executables.nbytes[value]) for value in instruction.writes()])
+    return memory, arguments
 
 
 def _inside(executables: Executables) -> list[float]:

@@ -37,6 +37,7 @@ class Memory:
 
     Attributes:
       live: the bytes now.
+      kinds: the bytes now, by kind.
       peak: the most at one time.
       at_peak: the bytes of the peak, by kind.
 
@@ -48,23 +49,23 @@ class Memory:
       (10, 12, {'weights': 8, 'activations': 4})
     """
 
-    __slots__ = ("_kinds", "at_peak", "live", "peak")
+    __slots__ = ("at_peak", "kinds", "live", "peak")
 
     def __init__(self) -> None:
         self.live: float = 0
         self.peak: float = 0
         self.at_peak: dict[str, float] = {}
-        self._kinds: dict[str, float] = {}
+        self.kinds: dict[str, float] = {}
 
     def change(self, nbytes: float, kind: str = "") -> None:
         """Add bytes of a kind, or take them away."""
         if not nbytes:
             return
         self.live += nbytes
-        self._kinds[kind] = self._kinds.get(kind, 0) + nbytes
+        self.kinds[kind] = self.kinds.get(kind, 0) + nbytes
         if self.live > self.peak:
             self.peak = self.live
-            self.at_peak = self._kinds.copy()
+            self.at_peak = self.kinds.copy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Wait
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.memory import Memory
 
-__all__ = ["LiveMemory"]
+__all__ = ["LiveMemory", "Moment"]
 
 _NOTHING = 0, 0, False  # of a small value that nobody counts: the index of a microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The run at which a rank's devices hold most.
+
+    Attributes:
+      task: the number of the task that runs; None before any does.
+      inside: the bytes that it makes for itself.
+      kinds: the bytes that are live beside these, by the kind of the values; a donated argument counts below 0.
+    """
+
+    task: int | None = None
+    inside: float = 0.0
+    kinds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class LiveMemory:
@@ -19,17 +35,21 @@ class LiveMemory:
     Call `hold` for the arguments, then `step` for each instruction in order.
 
     Args:
-      program: the program; inside: the bytes that each of its tasks makes for itself, see `held_inside`.
+      program: the program.
+      inside: the bytes that each of its tasks makes for itself while it runs.
+      kinds: the kind of each value, for `fullest`; by default they have none.
 
     Attributes:
       devices: each rank's device memory, above the arguments. A donated argument frees memory.
       running: the most on each rank's devices, above the arguments, with what a task makes for itself while it runs.
+      fullest: the run of each rank at which this is so.
       hosts: each rank's host memory: offloaded residuals, and results of tasks that lie there.
     """
 
-    def __init__(self, program: Program, inside: Sequence[float] = ()) -> None:
-        self._program, self._inside = program, inside
+    def __init__(self, program: Program, inside: Sequence[float] = (), kinds: Mapping[int, str] | None = None) -> None:
+        self._program, self._inside, self._kinds = program, inside, kinds or {}
         self.running = [0.0] * program.num_ranks
+        self.fullest = [Moment()] * program.num_ranks
         self.devices = [Memory() for _ in range(program.num_ranks)]
         self.hosts = [Memory() for _ in range(program.num_ranks)]
         self._held: dict[int, tuple[int, int, bool]] = {}  # by value: the rank, the bytes, and True for host memory
@@ -46,8 +66,7 @@ class LiveMemory:
             self._drop(instruction.values)
         elif isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
             if self._inside:
-                rank, more = instruction.rank, self._inside[instruction.task]
-                self.running[rank] = max(self.running[rank], self.devices[rank].live + more)
+                self._run(instruction.rank, instruction.task)
             self._drop(self._program.taken_over(instruction))
             self._make(instruction.rank, instruction.outputs, written, self._results_on_host[instruction.task])
         elif not isinstance(instruction, Wait):
@@ -58,12 +77,19 @@ class LiveMemory:
             ]
             self._make(instruction.target, instruction.received, written, on_host)
 
+    def _run(self, rank: int, task: int) -> None:
+        """Note what is live while a task runs."""
+        memory, inside = self.devices[rank], self._inside[task]
+        if memory.live + inside > self.running[rank]:
+            self.running[rank] = memory.live + inside
+            self.fullest[rank] = Moment(task=task, inside=inside, kinds=memory.kinds.copy())
+
     def _make(self, rank: int, values: Sequence[int], sizes: Sequence[int], on_host: Sequence[bool]) -> None:
         for value, size, is_on_host in zip(values, sizes, on_host, strict=True):
             self._held[value] = rank, size, is_on_host
-            (self.hosts if is_on_host else self.devices)[rank].change(size)
+            (self.hosts if is_on_host else self.devices)[rank].change(size, self._kinds.get(value, ""))
 
     def _drop(self, values: Iterable[int]) -> None:
         for value in values:
             rank, size, is_on_host = self._held.pop(value, _NOTHING)
-            (self.hosts if is_on_host else self.devices)[rank].change(-size)
+            (self.hosts if is_on_host else self.devices)[rank].change(-size, self._kinds.get(value, ""))

@@ -22,7 +22,17 @@ from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.schedules.task import FusedTask, Task
 
-__all__ = ["TaskTiming", "Times", "collect", "collect_task_times_ms", "gathered", "is_collecting", "timed", "timeline"]
+__all__ = [
+    "TaskTiming",
+    "Times",
+    "arranged",
+    "collect",
+    "collect_task_times_ms",
+    "gathered",
+    "is_collecting",
+    "timed",
+    "timeline",
+]
 
 Step = Callable[[list[Any]], None]
 # By the number of an instruction: when it began in this process and when it ended, in seconds of the host's clock.
@@ -79,27 +89,38 @@ def gathered(times: Times, group: ProcessGroup) -> Times:
 
 def timeline(program: Program, times: Mapping[int, tuple[float, float]]) -> list[TaskTiming]:
     """Put the times of a measured step together: return when each task of the loop runs if work overlaps as it may."""
+    seconds = {number: max(end - begin, 0.0) for number, (begin, end) in times.items()}
+    timings: list[TaskTiming] = []
+    for number, (started, ended) in arranged(program, seconds).items():
+        run = program.instructions[number]
+        if isinstance(run, Run) and (scheduled := program.tasks[run.task].scheduled(run.microbatch)) is not None:
+            timings.append(TaskTiming(rank=run.rank, task=scheduled, start=started, end=ended))
+    return timings
+
+
+def arranged(program: Program, seconds: Mapping[int, float]) -> Times:
+    """Return when each run and each transfer begins and ends, if it takes its seconds and overlaps as it may.
+
+    A task starts when its rank is free and its inputs have arrived, and a transfer when its values are there.
+    """
     free = [0.0] * program.num_ranks
     ready: dict[int, float] = {}
-    timings: list[TaskTiming] = []
+    found: Times = {}
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Wait):
             copied = max(ready.get(value, 0.0) for value in instruction.copies)
             free[instruction.rank] = max(free[instruction.rank], copied)
         if not isinstance(instruction, (Run, Transfer)):
             continue
-        begin, end = times.get(number, (0.0, 0.0))
         started = max((ready.get(value, 0.0) for value in instruction.reads()), default=0.0)
         if isinstance(instruction, Run):
             started = max(started, free[instruction.rank])
-        ended = started + max(end - begin, 0.0)
+        ended = started + seconds.get(number, 0.0)
         ready.update(dict.fromkeys(instruction.writes(), ended))
         if isinstance(instruction, Run):
             free[instruction.rank] = ended
-            scheduled = program.tasks[instruction.task].scheduled(instruction.microbatch)
-            if scheduled is not None:
-                timings.append(TaskTiming(rank=instruction.rank, task=scheduled, start=started, end=ended))
-    return timings
+        found[number] = started, ended
+    return found
 
 
 TaskTimes = dict[str, list[float]]

@@ -12,9 +12,10 @@ an abstract mesh for the default backend. The other ranks share what XLA says of
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
+from jaxpp_flax.engine.runtime.refusals import refusals_named
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
@@ -88,27 +90,38 @@ class TaskCompiler(Generic[MeshT]):
         distinct = self._distinct.get(key)
         if distinct is None:
             lowered = self._lower(task, mesh, in_specs, out_specs)
-            distinct = self._distinct[key] = _Distinct(lowered, self._compile_for(lowered, task.rank))
+            distinct = self._distinct[key] = _Distinct(lowered, self._compile_for(lowered, task, in_specs))
         devices = self.mesh.rank_devices(task.rank)
         if devices not in distinct.executables:
-            distinct.executables[devices] = cache(partial(self._executable, distinct, task.rank))
+            distinct.executables[devices] = cache(partial(self._executable, distinct, task, in_specs))
         return distinct.executables[devices]
 
-    def _executable(self, distinct: _Distinct, rank: int) -> Any:
+    def original_of(self, executable: Any) -> Original | None:
+        """Return what XLA compiled, of which an executable may be a copy; None for one that is not this compiler's."""
+        for distinct in self._distinct.values():
+            if any(found() is executable for found in distinct.executables.values()):
+                return distinct.original()
+        return None
+
+    def _executable(self, distinct: _Distinct, task: ProgramTask, in_specs: Sequence[PartitionSpec]) -> Any:
         """Return the copy for a rank, which takes a twentieth of the time; or compile what cannot be copied."""
         if self.mesh.is_described:
             return distinct.original().compiled
-        copy = distinct.original().copy_for(self.mesh.unstack[rank])
-        return self._compile_for(distinct.lowered, rank)().compiled if copy is None else copy
+        copy = distinct.original().copy_for(self.mesh.unstack[task.rank])
+        return self._compile_for(distinct.lowered, task, in_specs)().compiled if copy is None else copy
 
-    def _compile_for(self, lowered: Any, rank: int) -> Callable[[], Original]:
-        """Let a thread compile a lowered task for a rank; a call of the result waits for it."""
+    def _compile_for(
+        self, lowered: Any, task: ProgramTask, in_specs: Sequence[PartitionSpec]
+    ) -> Callable[[], Original]:
+        """Let a thread compile a lowered task for its rank; a call of the result waits for it."""
         self.compilations += 1
-        devices, options = self.mesh.rank_devices(rank), self.rank_options.get(rank, self.options)
+        devices, options = self.mesh.rank_devices(task.rank), self.rank_options.get(task.rank, self.options)
 
         def here() -> Original:
-            with context_mesh(None):
-                return compile_original(lowered, devices, options)
+            began = time.perf_counter()
+            with context_mesh(None), refusals_named(task, self.mesh.unstack[task.rank], in_specs):
+                original = compile_original(lowered, devices, options)
+            return replace(original, seconds=time.perf_counter() - began)
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         settings = compile_settings()

@@ -1,4 +1,7 @@
-"""A quote from a terminal: ``python -m jaxpp_flax.plan train.py:make --hardware h100-sxm --devices 64``."""
+"""A quote from a terminal: ``python -m jaxpp_flax.plan train.py:make --hardware h100-sxm --devices 64``.
+
+With ``--compile`` the same command asks the compiler of the devices: see `planning/compilers/command.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import jax
 
 from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.cli import bytes_of, function_of
+from jaxpp_flax.planning.compilers import command
 from jaxpp_flax.planning.quoting.curves import MeasuredCurves
 from jaxpp_flax.planning.quoting.devices import device_named
 from jaxpp_flax.planning.quoting.layouts import explained
@@ -29,8 +33,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxpp_flax.plan", description="Rank the layouts of a training on devices that you do not have."
     )
     parser.add_argument("factory", help="file.py:function; it takes a trainer's options, returns a trainer and a batch")
-    parser.add_argument("--hardware", required=True, help="a name of the table of devices, such as h100-sxm")
-    parser.add_argument("--devices", required=True, type=int, help="the number of devices")
+    parser.add_argument("--hardware", help="a name of the table of devices, such as h100-sxm")
+    parser.add_argument("--devices", type=int, help="the number of devices")
     parser.add_argument(
         "--memory", type=bytes_of, help="bytes that each device may hold, such as 72GB (default: 90 %% of its memory)"
     )
@@ -43,11 +47,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
     parser.add_argument("--explain", help="sizes such as PP=8,DP=8: explain the seconds and bytes of the best of these")
     parser.add_argument("--save", help="write the plan of the best layout to this file, as JSON")
+    command.add_options(parser)
     parser.set_defaults(run=_quote)
     return parser
 
 
 def _quote(options: argparse.Namespace) -> int:
+    if options.compile is not None:
+        return command.run(options)
+    if options.hardware is None or options.devices is None:
+        raise ValueError(
+            "a quote needs --hardware and --devices, such as --hardware h100-sxm --devices 64. Or ask a compiler: "
+            "--compile h100-sxm:8x8 --best 3."
+        )
     device = device_named(options.hardware, options.table)
     if options.price is not None:
         device = replace(device, price=options.price)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from jaxpp_flax.messages import known_names
 
-__all__ = ["Device", "device_named"]
+__all__ = ["Device", "device_named", "device_of_kind"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class Device:
       host_bandwidth: bytes per second between device and host.
       source: where the numbers come from.
       price: the price of one device for an hour, in any currency; 0: not known.
+      kinds: the names that JAX gives such a device, `device.device_kind`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Device:
     host_bandwidth: float
     source: str
     price: float = 0.0
+    kinds: Sequence[str] = ()
 
     def peak_of(self, dtype: str) -> float:
         """Return the peak of products of this dtype; if it is not in the table, return the smallest peak."""
@@ -72,6 +74,17 @@ def device_named(name: str, table: str | os.PathLike[str] | None = None) -> Devi
     return _device(name, *rows[name])
 
 
+def device_of_kind(kind: str) -> Device | None:
+    """Return the device of the package's table that JAX calls so, as `device.device_kind`; None if it has none.
+
+    Example:
+      >>> device_of_kind("TPU v5").name, device_of_kind("cpu")
+      ('tpu-v5p', None)
+    """
+    rows = _read(Path(__file__).with_name("devices.toml"))
+    return next((_device(name, row, "") for name, row in rows.items() if kind in row.get("kinds", ())), None)
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"the table of devices {os.fspath(path)!r}: there is no such file.")
@@ -92,7 +105,7 @@ def _device(name: str, row: Any, where: str) -> Device:
     if missing:
         raise ValueError(f"{where}: {name!r} has no field {missing[0]!r}. Add it. All fields: {', '.join(known)}.")
     peaks = row["peak"] if isinstance(row["peak"], dict) else {"peak": row["peak"]}
-    numbers = {key: value for key, value in row.items() if key not in ("peak", "source", "price")}
+    numbers = {key: value for key, value in row.items() if key not in ("peak", "source", "price", "kinds")}
     for key, value in (numbers | peaks).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{where}: {name!r} has {key} = {value!r}; it must be a number above 0.")

@@ -174,15 +174,25 @@ def _added(one: TaskFacts, other: TaskFacts) -> TaskFacts:
     )
 
 
-def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches: int) -> tuple[Any, Any]:
+def made_with(make: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    """Return the trainer and the batch of a factory, for these options of a trainer.
+
+    Raises:
+      ValueError: if it does not take them, or returns something else.
+    """
     try:
-        made = make(**options, num_stages=1, num_microbatches=num_microbatches, mesh=dict.fromkeys(_AXES, 1))
+        made = make(**options)
     except TypeError as error:
         raise ValueError(
             f"the factory does not take the options of a trainer alone: {error}. Write it as `def make(**options)`, "
             "give other parameters defaults, and pass the options on: `PipelineTrainer(model, tx, loss_fn, **options)`."
         ) from error
     return check_made(made, "the factory")
+
+
+def _made(make: Callable[..., Any], options: Mapping[str, Any], num_microbatches: int) -> tuple[Any, Any]:
+    mesh = dict.fromkeys(_AXES, 1)
+    return made_with(make, **options, num_stages=1, num_microbatches=num_microbatches, mesh=mesh)
 
 
 def examples_of(make: Callable[..., Any], options: Mapping[str, Any]) -> int:

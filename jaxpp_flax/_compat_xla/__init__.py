@@ -1,0 +1,1 @@
+"""What XLA's compilers say as text; only these files read it."""
