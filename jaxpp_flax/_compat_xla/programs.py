@@ -273,7 +273,8 @@ def read_program(text: str) -> ProgramText:
       ((0,), 1)
     """
     found, entry = computations(text)
-    aliased = tuple(int(number) for number in _ALIAS.findall(text.partition("\n")[0]))
+    head = re.search(r"^HloModule .*$", text, re.MULTILINE)
+    aliased = tuple(int(number) for number in _ALIAS.findall(head[0] if head else ""))
     return ProgramText(found, entry, aliased)
 
 

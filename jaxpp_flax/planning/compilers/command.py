@@ -22,6 +22,7 @@ __all__ = ["add_options", "axes_of", "run"]
 
 STAGE = "stage"
 _BATCH_AXES = ("data", "fsdp")
+_INSIDE = (*_BATCH_AXES, "expert", "tensor")  # the axes that a layout of a quote has; annotations may name all of them
 _MICROBATCHES_OF_A_STAGE = 4  # at most, by default
 
 
@@ -64,14 +65,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def axes_of(text: str) -> dict[str, int]:
-    """Return the axes of a mesh from a text, in its order.
+    """Return the axes of a mesh from a text, in its order; axes of a layout that it leaves out have size 1.
 
     Raises:
       ValueError: for another text, and without the axis of the ranks.
 
     Example:
       >>> axes_of("stage=8,data=2")
-      {'stage': 8, 'data': 2}
+      {'stage': 8, 'data': 2, 'fsdp': 1, 'expert': 1, 'tensor': 1}
       >>> axes_of("data=2")
       Traceback (most recent call last):
       ValueError: --axes data=2: the axis of the ranks is missing. Write stage=1 for one without a pipeline.
@@ -84,7 +85,7 @@ def axes_of(text: str) -> dict[str, int]:
         found[name] = int(size)
     if STAGE not in found:
         raise ValueError(f"--axes {text}: the axis of the ranks is missing. Write stage=1 for one without a pipeline.")
-    return found
+    return found | {name: 1 for name in _INSIDE if name not in found}
 
 
 def _quoted(options: argparse.Namespace, make: Callable[..., Any], kind: str) -> Quote:

@@ -80,7 +80,7 @@ class CompilerReport:
         return sum(task.compile_seconds or 0.0 for task in self.tasks)
 
     def __str__(self) -> str:
-        axes = ", ".join(f"{axis} {size}" for axis, size in self.layout.items())
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.layout.items() if size > 1)
         step = ""
         if self.seconds is not None and self.idle is not None:
             taken = amount(self.seconds, "s")
