@@ -21,6 +21,7 @@ from tests.trainers.models import Chain, squared_error
 
 WIDTH, MICROBATCHES = 512, 4
 KERNEL_BYTES = WIDTH * 4 * WIDTH * 4  # of one of a block's two, in float32
+PARAMETER_BYTES = 2 * KERNEL_BYTES + (4 * WIDTH + WIDTH) * 4  # of a block, with its biases
 NUMBERS = 64  # bytes: collectives below are those of a loss or a norm
 
 

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.planning.compilers.tasks import exchanges, read_task
 from tests.compilers.machines import TWO_HOSTS, mesh_of
-from tests.compilers.small import KERNEL_BYTES, Block, around_loop, compiled_for, moved, of_loop, told
+from tests.compilers.small import KERNEL_BYTES, PARAMETER_BYTES, Block, around_loop, compiled_for, moved, of_loop, told
 
 pytestmark = pytest.mark.compilers
 
 KERNELS = 4 * KERNEL_BYTES  # of two blocks
-BIASES = 2 * 5 * 512 * 4  # whole on every device
+BIASES = 2 * PARAMETER_BYTES - KERNELS  # whole on every device
 
 
 @pytest.mark.parametrize("machine", TWO_HOSTS)
