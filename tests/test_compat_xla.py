@@ -17,7 +17,7 @@ HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias)
 %begins (p.1: bf16[4,8]) -> (bf16[4,8], bf16[8,8], u32[]) {
   %p.1 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %all-gather.1 = bf16[8,8]{1,0:T(8,128)(2,1)} all-gather(%p.1), channel_id=3, replica_groups=[2,2]<=[2,2]T(1,0)
-  ROOT %custom-call.1 = (bf16[4,8]{1,0}, bf16[8,8]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+  ROOT %begun = (bf16[4,8]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
 }
 
 %goes_on (p.2: bf16[4,8], p.3: bf16[8,8]) -> bf16[8,8] {
@@ -70,9 +70,9 @@ ENTRY %main (x: f32[16,4], m: f32[16,4]) -> f32[32,4] {
   %x = f32[16,4]{1,0} parameter(0)
   %m = f32[16,4]{1,0} parameter(1)
   %wrapped_copy = f32[16,4]{0,1} fusion(%m), kind=kLoop, calls=%wrapped_copy_computation
-  %all-gather-start = (f32[16,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%x), channel_id=1, replica_groups={{0,2},{1,3}}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}
+  %all-gather-start = (f32[16,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%x), replica_groups={{0,2}}, x={"is_sync":true}
   %all-gather-done = f32[32,4]{1,0} all-gather-done(%all-gather-start)
-  %all-reduce-start = f32[32,4]{1,0} all-reduce-start(%all-gather-done), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":false}}
+  %all-reduce-start = f32[32,4]{1,0} all-reduce-start(%all-gather-done), replica_groups={{0,1}}, x={"is_sync":false}
   %gemm = f32[16,16]{1,0} custom-call(%x, %wrapped_copy), custom_call_target="__cublas$gemm"
   ROOT %all-reduce-done = f32[32,4]{1,0} all-reduce-done(%all-reduce-start)
 }
@@ -83,7 +83,7 @@ HloModule jit_f, is_scheduled=true
 %body (arg: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
   %arg = (s32[], f32[8,8]{1,0}) parameter(0)
   %h = f32[8,8]{1,0} get-tuple-element(%arg), index=1
-  %all-reduce = f32[8,8]{1,0} all-reduce(%h), channel_id=1, replica_groups=mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_1'}, to_apply=%add
+  %all-reduce = f32[8,8]{1,0} all-reduce(%h), replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}
   %permuted = f32[8,8]{1,0} collective-permute(%all-reduce), channel_id=2, source_target_pairs={{0,0},{2,1}}
   ROOT %tuple = (s32[], f32[8,8]{1,0}) tuple(%arg, %permuted)
 }
@@ -96,7 +96,7 @@ HloModule jit_f, is_scheduled=true
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
   %start = (s32[], f32[8,8]{1,0}) tuple(%x, %x)
-  %while = (s32[], f32[8,8]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %while = (s32[], f32[8,8]{1,0}) while(%start), condition=%condition, body=%body, x={"known_trip_count":{"n":"5"}}
   ROOT %out = f32[8,8]{1,0} get-tuple-element(%while), index=1
 }
 """
@@ -175,7 +175,7 @@ def test_types(text: str, nbytes: int):
 
 
 def test_a_refusal_with_its_buffers():
-    message = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.
+    message = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Over by 1.75G.
 
   Largest program allocations in hbm:
 

@@ -9,6 +9,7 @@ from jaxpp_flax.planning.choice import (
     why_chosen,
 )
 from jaxpp_flax.planning.compilers.described import described_devices, described_mesh
+from jaxpp_flax.planning.compilers.report import CompilerReport, compiler_report
 from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.planning.plan import Plan, PlannedBlock
 from jaxpp_flax.planning.planner import PlanningStep, plan
@@ -33,6 +34,7 @@ from jaxpp_flax.planning.stages.policies import (
 __all__ = [
     "AssignmentError",
     "Choice",
+    "CompilerReport",
     "Curves",
     "CutPolicy",
     "Device",
@@ -56,6 +58,7 @@ __all__ = [
     "block_names",
     "by_name",
     "choose_residuals",
+    "compiler_report",
     "describe",
     "described_devices",
     "described_mesh",

@@ -48,9 +48,8 @@ def refusals_named(task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionSp
             raise
         largest = found.largest[:_SHOWN] or _largest_inputs(task, mesh, in_specs)
         over = None if found.needed is None or found.available is None else found.needed - found.available
-        raise TaskMemoryError(
-            _message(task, mesh.devices.flat[0], found, over, largest), task.rank, task.name, over
-        ) from error
+        message = _message(task, mesh.devices.flat[0].device_kind, found, over, largest)
+        raise TaskMemoryError(message, task.rank, task.name, over) from error
 
 
 def _message(
@@ -58,7 +57,7 @@ def _message(
 ) -> str:
     needed, available, missing = (amount(nbytes, "B") for nbytes in (found.needed, found.available, over))
     size = "" if over is None else f": it needs {needed} of {available}, {missing} too much"
-    listed = "; ".join(f"{amount(nbytes, 'B')} {what}".rstrip() for nbytes, what in largest)
+    listed = "; ".join(f"{amount(nbytes, 'B')} {what}".rstrip() for nbytes, what in largest) or "not known"
     return (
         f"rank {task.rank}: the compiler refuses task {task.name}, which does not fit on one {device}{size}. Its "
         f"largest buffers: {listed}. Use more stages, a larger `tensor` or `fsdp` axis, smaller microbatches (more of "

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.runtime.refusals import TaskMemoryError
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning.cli import function_of
@@ -55,12 +56,13 @@ def run(options: argparse.Namespace) -> int:
             "best of the quote."
         )
     axes = None if options.axes is None else axes_of(options.axes)
+    count = 0 if options.best is None else check_count("--best", options.best)
     kind = described_devices(options.compile)[0].device_kind  # before JAX runs for anything else
     make = function_of(options.factory)
     if axes is not None:
         return 0 if _compile(options, make, axes) else NO
     found = _quoted(options, make, kind)
-    fitting = [_compile(options, make, step.layout.axes, found, step) for step in found.best_of(options.best)]
+    fitting = [_compile(options, make, step.layout.axes, found, step) for step in found.best_of(count)]
     return 0 if any(fitting) else NO
 
 
