@@ -108,7 +108,7 @@ def test_what_a_sender_in_another_process_holds(forward_only: bool):
 
     arguments = [np.zeros((4, 16), np.float32), np.zeros((16, 3), np.float32)], np.zeros((12, 2, 4), np.float32)
     compiled = mpmd_jit_with_loop(step, mesh_of(2)).compile(*arguments)
-    walks = [LiveMemory(compiled.program, (), processes) for processes in ((), [frozenset({0}), frozenset({1})])]
+    walks = [LiveMemory(compiled.program, processes=processes) for processes in ((), [frozenset({0}), frozenset({1})])]
     for instruction in compiled.program.instructions:
         for memory in walks:
             memory.step(instruction, [compiled._executables.nbytes[value] for value in instruction.writes()])
