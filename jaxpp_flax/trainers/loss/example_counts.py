@@ -79,7 +79,7 @@ def number_of(name: str, numbers: Sequence[float | None]) -> float | None:
 
 def selected(
     equation: Equation, numbers: Sequence[float | None], dim: int, rows: Rows
-) -> list[tuple[Rows | None, int | None]] | None:
+) -> Sequence[tuple[Rows | None, int | None]] | None:
     """Return for each result which examples it holds, and on which dimension; None if nothing is chosen among them.
 
     Args:

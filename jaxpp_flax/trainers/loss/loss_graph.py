@@ -186,7 +186,7 @@ def _text_of_counts(loss: LossGraph) -> str | None:
         return None
     expected = 1.0
     if loss.is_pair:
-        weight, number = (of[position + 1] for of in (loss.followed.counts, loss.followed.numbers))
+        weight, number = loss.followed.counts[position + 1], loss.followed.numbers[position + 1]
         if weight is not None and (weight.averaged or weight.examples > 1.5):
             expected = weight.examples
         elif weight is not None or number is None:
