@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax._compat_xla.programs import ProgramText
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.planning.compilers.report import CompilerReport, compiler_report
 from jaxpp_flax.planning.compilers.tasks import CompiledTask
@@ -78,3 +79,12 @@ def moved(tasks: Iterable[CompiledTask]) -> dict[tuple[str, tuple[str, ...]], in
                 key = exchange.kind, exchange.axes
                 found[key] = found.get(key, 0) + exchange.nbytes * task.runs
     return found
+
+
+def operands_of_products(text: ProgramText) -> Iterator[list[str]]:
+    """Yield the types of what each product reads; a library's product has a target that names it."""
+    for operations in text.computations.values():
+        types = {op.name: op.type for op in operations}
+        for op in operations:
+            if op.opcode in ("dot", "convolution") or "$matmul" in op.rest or "$gemm" in op.rest:
+                yield [types[name] for name in op.operands[:2]]

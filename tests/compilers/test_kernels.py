@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compilers
 LENGTH, WIDTH, HEADS = 256, 512, 4
 
 
-def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     causal = splash_attention_mask.CausalMask((LENGTH, LENGTH))
     mask = splash_attention_mask.MultiHeadMask([causal] * q.shape[1])
     return jax.vmap(splash_attention_kernel.make_splash_mha_single_device(mask))(q, k, v)
@@ -37,7 +37,7 @@ def triton(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     blocks = attention.BlockSizes(
         block_q=32, block_k=32, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32
     )
-    found = attention.mha(swapped(q), swapped(k), swapped(v), None, causal=True, block_sizes=blocks)
+    found: Any = attention.mha(swapped(q), swapped(k), swapped(v), None, causal=True, block_sizes=blocks)
     return jnp.swapaxes(found, 1, 2).astype(q.dtype)
 
 

@@ -13,6 +13,8 @@ from tests.compilers.small import PARAMETER_BYTES, around_loop, compiled_for, mo
 
 pytestmark = pytest.mark.compilers
 
+LOSS = 4  # bytes
+
 
 @cache
 def trained(machine: str) -> Compiled:
@@ -22,9 +24,11 @@ def trained(machine: str) -> Compiled:
 
 @pytest.mark.parametrize("machine", ONE_HOST)
 def test_gradients_are_reduced_over_data_once_in_a_step(machine: str):
+    """The loss goes with them: beside a collective, NVIDIA's compiler lets a backward hold every activation."""
     report = told(trained(machine))
-    assert moved(of_loop(report)) == {}
-    assert moved(around_loop(report)) == {("all-reduce", ("data",)): 2 * PARAMETER_BYTES}
+    assert not any(task.exchanges for task in of_loop(report))
+    assert [len(task.exchanges) for task in around_loop(report) if task.exchanges] == [1, 1]
+    assert moved(around_loop(report)) == {("all-reduce", ("data",)): 2 * PARAMETER_BYTES + LOSS}
 
 
 @pytest.mark.parametrize("machine", ONE_HOST)

@@ -181,7 +181,7 @@ def test_data_parallel_zero_bubble():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_metrics_summed_over_the_sharded_batch(training: bool):
-    """They wait for the end of the loop as gradients do, and are work of the forward all the same."""
+    """They wait for the end of the loop as gradients do, numbers too, and are work of the forward all the same."""
     schedule = Std1F1B(2)
 
     def step(params: Any, batch: Any, schedule: Schedule | None) -> Any:
@@ -195,8 +195,9 @@ def test_metrics_summed_over_the_sharded_batch(training: bool):
     params, batch = parameters(2), BATCH
     specs = (P(), P(None, "data"))
     pipelined = mpmd_jit_with_loop(step, mesh_of(2, data=2), in_specs=specs, static_argnums=2)
-    actual = pipelined(params, batch, schedule if training else ForwardOnly(schedule))
-    tree_allclose(actual, jax.jit(step, static_argnums=2)(params, batch, None), rtol=1e-5)
+    schedule = schedule if training else ForwardOnly(schedule)
+    tree_allclose(pipelined(params, batch, schedule), jax.jit(step, static_argnums=2)(params, batch, None), rtol=1e-5)
+    assert in_loop(pipelined.compile(params, batch, schedule)) == {}
 
 
 def test_tensor_parallel():

@@ -112,7 +112,7 @@ def defer_reductions(
     def may_wait(position: int, value: Value, axes: Any) -> bool:
         k = position - len(body.carry)
         adds = k >= 0 and type(body.operations[k]) is AddOp and accumulates(value.aval.dtype)
-        return adds and value.aval.ndim > 0 and may_defer(value, axes)
+        return adds and may_defer(value, axes)
 
     flow.keep_in_parts(body.graph, may_wait)
     axes = tuple(map(flow.parts_over, body.results))
