@@ -91,12 +91,19 @@ def _exchange(exchange: Exchange) -> str:
     return f"{exchange.count} x {exchange.kind}{over}, {amount(exchange.nbytes, 'B')}{beside}"
 
 
+_COPIES = {"argument": "copy of an argument", "to host": "copy to the host", "from host": "copy from the host"}
+
+
 def _operations(count: int) -> str:
     return "1 other operation" if count == 1 else f"{count} other operations"
 
 
 def _copies(task: CompiledTask) -> Iterator[str]:
-    for what, text in (("argument", "copy of an argument"), ("to host", "copy to the host"), ("from host", "copy from the host")):
+    for what, text in (
+        ("argument", "copy of an argument"),
+        ("to host", "copy to the host"),
+        ("from host", "copy from the host"),
+    ):
         found = [copy for copy in task.copies if copy.what == what]
         if found:
             nbytes, beside = sum(of.times * of.nbytes for of in found), sum(of.asynchronous for of in found)
