@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -30,6 +31,7 @@ __all__ = [
     "device_list_type",
     "is_described",
     "needs_devices",
+    "nothing_cached",
     "platform_of",
     "poison",
     "private_names_in_use",
@@ -63,6 +65,9 @@ _canonicalize_handlers = _private("jax._src.dtypes", "canonicalize_value_handler
 _device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during_lowering")
 # The primitives of this kind that have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
+
+# The setting of one thread; `jax.config.update` changes it for all of them.
+_least_cached_seconds = _private("jax._src.config", "persistent_cache_min_compile_time_secs")
 
 # All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
 _trace_context = _private("jax._src.config", "trace_context")
@@ -133,6 +138,14 @@ def is_described(device: Any) -> bool:
         return device not in jax.devices(device.platform)
     except RuntimeError:  # no backend has this platform
         return True
+
+
+def nothing_cached() -> AbstractContextManager[Any]:
+    """Return the context in which JAX writes nothing that this thread compiles into its cache on disk.
+
+    What it compiles for described devices it writes there, and then it cannot read it, and warns of each program.
+    """
+    return nullcontext() if _least_cached_seconds is None else _least_cached_seconds(float("inf"))
 
 
 def platform_of(device: Any) -> str:

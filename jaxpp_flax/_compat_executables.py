@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpp_flax._compat import device_assignment_type, device_list_type, is_described
+from jaxpp_flax._compat import device_assignment_type, device_list_type, is_described, nothing_cached
 
 # What XLA and JAX's cache on disk are told after a program is lowered. A thread can have values of its own.
 _COMPILE_SETTINGS = (
@@ -158,8 +158,10 @@ def compile_original(lowered: Any, devices: Sequence[Any], options: Mapping[str,
     def compiled_from(lowered: Any) -> Any:
         return lowered.compile(compiler_options=options, device_assignment=tuple(devices))
 
-    # JAX takes the client of described devices by its class alone.
-    watched = None if is_described(devices[0]) else _watched(lowered)
+    if is_described(devices[0]):  # JAX knows their client by its class, and nothing is copied
+        with nothing_cached():
+            return Original(compiled_from(lowered), tuple(devices), None)
+    watched = _watched(lowered)
     if watched is not None:
         try:
             compiled = compiled_from(watched)

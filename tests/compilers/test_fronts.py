@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 from jaxpp_flax import PipelineTrainer, mpmd, tasks
@@ -36,7 +39,7 @@ def loss_fn(model: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean()
 
 
-def trainer(mesh: Mesh, model: Any, stages: int = 4) -> PipelineTrainer:
+def trainer(mesh: Mesh, model: Any, stages: int, loss_fn: Any = loss_fn) -> PipelineTrainer:
     return PipelineTrainer(
         model, optax.adam(1e-3), loss_fn, num_stages=stages, num_microbatches=4, mesh=mesh, assignment="even",
         logging=False,
@@ -83,6 +86,35 @@ def test_a_trainer_with_stages_across_hosts(machine: str):
     mesh = mesh_of(machine, {"data": 2, "stage": 2, "tensor": 2})
     assert {device.process_index for device in mesh.devices[:, 0].flat} == {0, 1}
     check_trainer(mesh, m.Model(4, rngs=nnx.Rngs(0)))
+
+
+def loss_that_prints(model: Any, batch: Any) -> jax.Array:
+    jax.debug.print("{}", batch["targets"].sum())
+    return loss_fn(model, batch)
+
+
+def test_calls_of_the_host():
+    mesh = mesh_of("tpu-v5e:2x2", {"stage": 2, "data": 2})
+    assert trainer(mesh, blocks, 2, loss_that_prints).compile(BATCH).memory_analysis()
+    mesh = mesh_of("h100-sxm:1x4", {"stage": 2, "data": 2})
+    with pytest.raises(NotImplementedError, match=r"^the task fwd_0 on rank 0 calls the host \(debug_\w+\), which"):
+        trainer(mesh, blocks, 2, loss_that_prints).compile(BATCH)
+
+
+@pytest.fixture
+def cache_on_disk(tmp_path: Path) -> Iterator[Path]:
+    before = jax.config.jax_compilation_cache_dir
+    compilation_cache.set_cache_dir(str(tmp_path))
+    compilation_cache.reset_cache()
+    yield tmp_path
+    compilation_cache.set_cache_dir(before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("machine", ONE_HOST)
+def test_the_cache_on_disk_gets_nothing_that_jax_could_not_read(machine: str, cache_on_disk: Path):
+    trainer(mesh_of(machine, {"stage": 2, "data": 2}), blocks, 2).compile(BATCH)
+    assert not list(cache_on_disk.glob("*fwd*"))
 
 
 @pytest.mark.parametrize("machine", ONE_HOST)

@@ -41,6 +41,8 @@ def test_it_compiles_and_places_nothing(trainer: PipelineTrainer):
     assert trainer.rows_read(BATCH, "evaluate")["tokens"].shape == (8,)
     assert trainer.planning_step(BATCH).num_microbatches == 4
     assert isinstance(trainer.abstract_model, m.Model)
+    with pytest.raises(RuntimeError, match="a value of the trainer's state needs the mesh's devices"):
+        trainer._core.held.whole()
     assert trainer.mesh is not None
     assert "2 devices that are only described" in describe_mesh(trainer.mesh)
 

@@ -83,7 +83,7 @@ class RankMeshes(ABC):
     @cached_property
     def is_multi_process(self) -> bool:
         """True if other processes have devices of some rank."""
-        return self.processes != {jax.process_index()}
+        return self.processes != frozenset({jax.process_index()})
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:

@@ -170,7 +170,24 @@ class TaskCompiler(Generic[MeshT]):
                 donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
                 keep_unused=True,
             )
-            return jitted.trace(*avals).lower(lowering_platforms=(platform,))
+            traced = jitted.trace(*avals)
+            try:
+                return traced.lower(lowering_platforms=(platform,))
+            except RuntimeError as error:
+                if self.mesh.is_described and "Unknown backend" in str(error):
+                    raise _needs_attached(task, platform) from error
+                raise
+
+
+def _needs_attached(task: ProgramTask, platform: str) -> NotImplementedError:
+    """Return the error for a call of the host, which JAX lowers for attached GPUs alone."""
+    calls = (e for e in everywhere(task.graph) if e.effects or needs_devices(e.primitive))
+    names = dict.fromkeys(equation.primitive.name for equation in calls)
+    return NotImplementedError(
+        f"the task {task.name} on rank {task.rank} calls the host ({', '.join(names)}), which JAX compiles for "
+        f"{platform} only where such a device is attached. Take this call out of the step for devices that are only "
+        "described: `jax.debug.print`, a callback."
+    )
 
 
 def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:

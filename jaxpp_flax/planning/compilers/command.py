@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.runtime.refusals import TaskMemoryError
 from jaxpp_flax.messages import amount
@@ -23,7 +25,7 @@ __all__ = ["add_options", "axes_of", "run"]
 
 STAGE = "stage"
 _BATCH_AXES = ("data", "fsdp")
-_INSIDE = (*_BATCH_AXES, "expert", "tensor")  # the axes that a layout of a quote has; annotations may name all of them
+_INSIDE = (*_BATCH_AXES, "expert", "tensor")  # the axes of a quote's layouts: annotations may name all of them
 _MICROBATCHES_OF_A_STAGE = 4  # at most, by default
 
 
@@ -67,14 +69,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def axes_of(text: str) -> dict[str, int]:
-    """Return the axes of a mesh from a text, in its order; axes of a layout that it leaves out have size 1.
+    """Return the axes of a mesh from a text, in its order.
 
     Raises:
       ValueError: for another text, and without the axis of the ranks.
 
     Example:
       >>> axes_of("stage=8,data=2")
-      {'stage': 8, 'data': 2, 'fsdp': 1, 'expert': 1, 'tensor': 1}
+      {'stage': 8, 'data': 2}
       >>> axes_of("data=2")
       Traceback (most recent call last):
       ValueError: --axes data=2: the axis of the ranks is missing. Write stage=1 for one without a pipeline.
@@ -87,7 +89,7 @@ def axes_of(text: str) -> dict[str, int]:
         found[name] = int(size)
     if STAGE not in found:
         raise ValueError(f"--axes {text}: the axis of the ranks is missing. Write stage=1 for one without a pipeline.")
-    return found | {name: 1 for name in _INSIDE if name not in found}
+    return found
 
 
 def _quoted(options: argparse.Namespace, make: Callable[..., Any], kind: str) -> Quote:
@@ -105,7 +107,7 @@ def _compile(
     found: Quote | None = None, step: QuotedStep | None = None,
 ) -> bool:  # fmt: skip
     """Compile one layout, and print the report; return whether it fits."""
-    mesh = described_mesh(options.compile, axes)
+    mesh = _with_all_axes(described_mesh(options.compile, axes))
     if found is None:
         given = _given(options, make, axes)
     else:
@@ -121,6 +123,13 @@ def _compile(
     if options.json:
         print(f"wrote {report.save(options.json)}")
     return report.fits is not False
+
+
+def _with_all_axes(mesh: Mesh) -> Mesh:
+    """Add the axes that a layout leaves out, with size 1."""
+    missing = tuple(name for name in _INSIDE if name not in mesh.axis_names)
+    shape = (*mesh.devices.shape, *(1 for _ in missing))
+    return Mesh(mesh.devices.reshape(shape), (*mesh.axis_names, *missing))
 
 
 def _row(options: argparse.Namespace) -> Device | None:

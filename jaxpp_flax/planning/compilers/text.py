@@ -91,17 +91,24 @@ def _exchange(exchange: Exchange) -> str:
     return f"{exchange.count} x {exchange.kind}{over}, {amount(exchange.nbytes, 'B')}{beside}"
 
 
+_COPIES = {"argument": "copy of an argument", "to host": "copy to the host", "from host": "copy from the host"}
+
+
 def _operations(count: int) -> str:
     return "1 other operation" if count == 1 else f"{count} other operations"
 
 
 def _copies(task: CompiledTask) -> Iterator[str]:
-    for what, text in (("argument", "copies of arguments"), ("to host", "to the host"), ("from host", "from the host")):
+    for what, text in (
+        ("argument", "copy of an argument"),
+        ("to host", "copy to the host"),
+        ("from host", "copy from the host"),
+    ):
         found = [copy for copy in task.copies if copy.what == what]
         if found:
             nbytes, beside = sum(of.times * of.nbytes for of in found), sum(of.asynchronous for of in found)
             more = f", {beside} beside {_operations(sum(of.work_beside for of in found))}" if beside else ""
-            yield f"{len(found)} {text}, {amount(nbytes, 'B')}{more}"
+            yield f"{len(found)} x {text}, {amount(nbytes, 'B')}{more}"
 
 
 def answer(ranks: Sequence[RankBytes], memory: float | None, device: str) -> str:

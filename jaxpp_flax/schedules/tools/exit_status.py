@@ -68,7 +68,7 @@ def _show(error: Exception, script: str | None) -> None:
                 return
             break
         cause = cause.__cause__
-    if isinstance(error, (ValueError, OSError, TypeError, RuntimeError)):
+    if isinstance(error, (ValueError, OSError, TypeError, RuntimeError, ModuleNotFoundError)):
         print(f"error: {error}", file=sys.stderr)
     else:  # no error of the user's
         traceback.print_exception(error)

@@ -60,14 +60,14 @@ def stage_table(
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """Return numbers, those that follow one another as a range.
+    """Return numbers in order, those that follow one another as a range.
 
     Example:
-      >>> _ranges([0, 1]), _ranges([0, 1, 2, 3, 8]), _ranges(range(128, 256))
+      >>> _ranges([0, 1]), _ranges([2, 3, 0, 1, 8]), _ranges(range(128, 256))
       ('0, 1', '0-3, 8', '128-255')
     """
     runs: list[list[int]] = []
-    for number in ids:
+    for number in sorted(ids):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:

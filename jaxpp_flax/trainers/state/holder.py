@@ -237,6 +237,8 @@ class StateHolder:
         """Bring leaves to their places: move them, read them from their sources, or make them from the parameters."""
         if not places:
             return
+        if self._ranks is not None:
+            self._ranks.mesh.check_attached("a value of the trainer's state")
         leaves, structure = flatten(self.memory)
         there = {path: leaves[path] for path in places if not is_abstract(leaves[path])}
         to_read = {path: to for path, to in places.items() if path not in there and path in self._sources}

@@ -1,4 +1,4 @@
-"""Named machines: what is refused, with what to install, and what the compilers are told; `tests/compilers` compiles."""
+"""Named machines: what is refused, with what to install, and what compilers are told; `tests/compilers` compiles."""
 
 from __future__ import annotations
 

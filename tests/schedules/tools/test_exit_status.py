@@ -93,3 +93,11 @@ def test_the_command_of_the_module_ends_with_the_status(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["planning", "plan", "missing.py:make"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("jaxpp_flax.planning", run_name="__main__")
+
+
+def test_a_missing_package_is_one_line(capsys: pytest.CaptureFixture[str]):
+    def command() -> int:
+        raise ModuleNotFoundError("libtpu is missing: pip install it.")
+
+    assert exit_status(command) == 2
+    assert capsys.readouterr().err == "error: libtpu is missing: pip install it.\n"
