@@ -154,8 +154,8 @@ def counts_of(
     """
     given, name = [one for one in operands if one is not None], equation.name
     base = Count(rows=_union(given), statistics=frozenset[Value]().union(*(one.statistics for one in given)))
-    if not jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.number):
-        return base
+    if not equation.outputs or not jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.number):
+        return base  # of a call of the host, too, which has no result
     if name in ("add", "add_any", "sub"):
         return _added(given, base, in_place=bool(dims))
     if name in ("mul", "div"):
