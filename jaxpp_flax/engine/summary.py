@@ -27,6 +27,7 @@ __all__ = [
     "MemoryAnalysis",
     "StageSummary",
     "analyse_memory",
+    "inside_of",
     "sum_costs",
     "summarise_stages",
     "walk_memory",
@@ -169,7 +170,7 @@ def _bytes_in(stage: int, held: Mapping[Value, Collection[int]]) -> int:
 def analyse_memory(executables: Executables) -> tuple[MemoryAnalysis, ...]:
     """Walk a program and count what is live on each rank."""
     program = executables.program
-    memory, arguments = walk_memory(executables, _inside(executables))
+    memory, arguments = walk_memory(executables, inside_of(executables))
     temporary = [[0] for _ in arguments]
     for task, executable in zip(program.tasks, executables.tasks, strict=True):
         temporary[task.rank].append(_temp(executable))
@@ -217,7 +218,7 @@ def walk_memory(
     return memory, arguments
 
 
-def _inside(executables: Executables) -> list[float]:
+def inside_of(executables: Executables) -> list[float]:
     """Return the bytes that each task makes for itself."""
     program, found = executables.program, dict[int, float]()
     for run in program.instructions:
