@@ -27,6 +27,8 @@ Rows = tuple[int, ...]
 ROUND = -1
 """The example that a round of a loop takes."""
 _TOLERANCE = 1e-3  # of divisors: `n + 1e-6`
+# No loss adds up so many: a deep model multiplies the widths of its layers, and a mask may be as large as its type allows.
+_LARGEST = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,17 @@ class Count:
     averaged: bool = False  # it was divided by the number of examples that it adds
     statistics: frozenset[Value] = frozenset()  # the values over all examples, such as sums, that it is made of
     place: str | None = None  # the last place where it was summed over the examples
+
+    def bounded(self) -> Count:
+        """Return the count without numbers that are no counts any more."""
+        kept = {name: getattr(self, name) for name in ("examples", "entries", "ahead")}
+        lost = {name: 1.0 for name, number in kept.items() if not is_countable(number)}
+        return replace(self, **lost) if lost else self
+
+
+def is_countable(number: float) -> bool:
+    """Return whether a number may be how many, or its reciprocal."""
+    return 1 / _LARGEST <= number <= _LARGEST
 
 
 def number_of_literal(value: Any) -> float | None:
@@ -66,7 +79,8 @@ _ARITHMETIC = {
 def number_of(name: str, numbers: Sequence[float | None]) -> float | None:
     """Return what an operation makes of numbers, such as the reciprocal of a size; None if it is not known."""
     if name == "select_n" and numbers[0] is not None:
-        return numbers[1 + int(numbers[0])]
+        chosen = 1 + int(numbers[0])
+        return numbers[chosen] if 0 < chosen < len(numbers) else None
     if not numbers or any(number is None for number in numbers):
         return None
     if name in _SAME_NUMBER:
@@ -152,6 +166,17 @@ def counts_of(
       size: the number of examples in the batch.
       place: where the equation stands.
     """
+    return _counted(equation, operands, numbers, dims, size, place).bounded()
+
+
+def _counted(
+    equation: Equation,
+    operands: Sequence[Count | None],
+    numbers: Sequence[float | None],
+    dims: Mapping[int, tuple[int, int]],
+    size: int,
+    place: str,
+) -> Count:
     given, name = [one for one in operands if one is not None], equation.name
     base = Count(rows=_union(given), statistics=frozenset[Value]().union(*(one.statistics for one in given)))
     if not equation.outputs or not jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.number):
@@ -226,6 +251,8 @@ def _product(
 
 def divided_by(count: Count, by: float, size: int) -> Count:
     """Return the count of a value that is divided by a number."""
+    if not is_countable(by):
+        return count
     if by < 1:
         times = round(1 / by)
         return replace(count, averaged=count.averaged and bool(times % size))  # the size times a mean is a count

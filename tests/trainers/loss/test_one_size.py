@@ -44,6 +44,20 @@ def told_to_host(value):
     return value
 
 
+def deep(model, batch):
+    """Layers whose widths multiply to more than a float holds."""
+    x = outputs_of(model, batch)
+    for _ in range(120):
+        x = x + x @ np.zeros((4, 256), np.float32) @ np.zeros((256, 4), np.float32)
+    return x
+
+
+def masked(model, batch):
+    """Factors that are no counts."""
+    x = outputs_of(model, batch) / np.finfo(np.float32).max + outputs_of(model, batch) * 1e-38
+    return jnp.where(batch["mask"][:, None] < 0, x * np.inf, x * np.finfo(np.float32).max)
+
+
 def by_scan(values):
     return jax.lax.scan(lambda total, one: (total + one, None), 0.0, values)[0]
 
@@ -94,6 +108,8 @@ MEANS: dict[str, Callable[..., Any]] = {
         *jnp.split(model(jnp.concatenate([batch["x"].reshape(4, 4), batch["y"]])), 2)
     ).mean(),
     "sum and size": lambda model, batch: (fixed(model, batch).sum(), 4),
+    "deep": lambda model, batch: jnp.square(deep(model, batch)).mean(),
+    "masked by infinity": lambda model, batch: jnp.square(masked(model, batch)).mean(),
     "call of the host": lambda model, batch: told_to_host(fixed(model, batch)).mean(),
     "masked loop": lambda model, batch: (
         sum(of_one(model, batch, i) * batch["mask"][i] for i in range(4)), sum(batch["mask"][i] for i in range(4))
