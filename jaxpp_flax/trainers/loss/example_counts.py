@@ -27,7 +27,7 @@ Rows = tuple[int, ...]
 ROUND = -1
 """The example that a round of a loop takes."""
 _TOLERANCE = 1e-3  # of divisors: `n + 1e-6`
-# No loss adds up so many: a deep model multiplies the widths of its layers, and a mask may be as large as its type allows.
+# No loss adds up so many. A deep model multiplies the widths of its layers, a mask may be as large as its type allows.
 _LARGEST = 2.0**40
 
 
