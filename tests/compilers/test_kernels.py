@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.pallas.ops.gpu import attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +31,10 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
 
 
 def triton(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.12 points to another package
+        from jax.experimental.pallas.ops.gpu import attention
+
     def swapped(x: jax.Array) -> jax.Array:  # heads and positions
         return jnp.swapaxes(x, 1, 2).astype(jnp.bfloat16)
 
