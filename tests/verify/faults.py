@@ -92,7 +92,8 @@ def sums(stage: int, change: Callable[[Any, Any, int], Any], only: Callable[[Any
             for (o, _), old in zip(task.pins, before, strict=True):
                 value = instruction.outputs[o]
                 new = environment[value]
-                if new.ndim == 0 or new.shape[0] == MICROBATCHES or not only(new):
+                is_loss = new.size <= len(new.sharding.device_set)  # a number, or one for each shard of the batch
+                if is_loss or new.shape[0] == MICROBATCHES or not only(new):
                     continue  # the loss, and what is stacked to be watched
                 changed = change(old, new, instruction.microbatch)
                 environment[value] = jax.device_put(jnp.asarray(changed, new.dtype), new.sharding)
