@@ -1,8 +1,8 @@
 """How many examples a value adds up, from a single trace: some losses can be traced for one size of a batch alone.
 
 A value of one example, and a mean, count one example; a sum counts all that it adds. A division by a number that is a
-multiple of the examples of a sum makes it a mean: whoever divides by the size of the microbatch may do it at once with
-other numbers. So a sum may pass for a mean, where its divisor happens to fit, but no mean passes for a sum.
+multiple of the examples of a sum makes it a mean: a loss may divide by the size of the microbatch and by other numbers
+at once. So a sum may pass for a mean, where its divisor happens to fit, but no mean passes for a sum.
 """
 
 from __future__ import annotations
@@ -166,17 +166,6 @@ def counts_of(
       size: the number of examples in the batch.
       place: where the equation stands.
     """
-    return _counted(equation, operands, numbers, dims, size, place).bounded()
-
-
-def _counted(
-    equation: Equation,
-    operands: Sequence[Count | None],
-    numbers: Sequence[float | None],
-    dims: Mapping[int, tuple[int, int]],
-    size: int,
-    place: str,
-) -> Count:
     given, name = [one for one in operands if one is not None], equation.name
     base = Count(rows=_union(given), statistics=frozenset[Value]().union(*(one.statistics for one in given)))
     if not equation.outputs or not jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.number):

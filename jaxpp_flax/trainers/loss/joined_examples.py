@@ -217,7 +217,7 @@ class _Search:
         numbers = self.known(equation.inputs)
         operands = [self.counts.get(a) if isinstance(a, Value) else None for a in equation.inputs]
         held = {i: (dim, int(known[equation.inputs[i]][1])) for i, dim in at.items()}  # type: ignore[index]
-        count = counts_of(equation, operands, numbers, held, self.count, place)
+        count = counts_of(equation, operands, numbers, held, self.count, place).bounded()
         chosen = self._chosen(equation, operands, numbers, held)
         for k, value in enumerate(equation.outputs):
             self.dependent.add(value)
