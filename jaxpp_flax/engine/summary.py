@@ -27,6 +27,7 @@ __all__ = [
     "MemoryAnalysis",
     "StageSummary",
     "analyse_memory",
+    "costs_of",
     "inside_of",
     "sum_costs",
     "summarise_stages",
@@ -126,7 +127,8 @@ def _parameters(part: Partition, stage: int) -> list[Value]:
     return [v for v in read if v not in part.data and v.aval.ndim > 0]
 
 
-def _costs(executable: Any) -> dict[str, float]:
+def costs_of(executable: Any) -> dict[str, float]:
+    """Return XLA's costs of one run of an executable, by name; none where the backend has no such model."""
     if executable is None:
         return {}
     try:
@@ -142,10 +144,10 @@ def sum_costs(executables: Executables) -> tuple[dict[str, float], ...]:
     """Return, for each rank, XLA's costs of all runs in one step, added up by name ("flops", "bytes accessed", ...)."""
     program = executables.program
     found: list[dict[str, float]] = [{} for _ in range(program.num_ranks)]
-    costs = [_costs(executable) for executable in executables.tasks]
+    costs = [costs_of(executable) for executable in executables.tasks]
     for number, run in enumerate(program.instructions):
         if isinstance(run, Run):
-            own = _costs(executables.variants[number]) if number in executables.variants else costs[run.task]
+            own = costs_of(executables.variants[number]) if number in executables.variants else costs[run.task]
             for name, cost in own.items():
                 found[run.rank][name] = found[run.rank].get(name, 0.0) + cost
     return tuple(found)

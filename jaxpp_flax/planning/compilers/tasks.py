@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpp_flax._compat_xla.programs import Collective, Copy, ProgramText, read_program
 from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.summary import costs_of
 
 __all__ = ["CompiledTask", "Exchange", "TaskText", "exchanges", "read_task"]
 
@@ -98,14 +99,10 @@ def _seconds(executable: Any) -> float | None:
     It counts -1 second for each operation that it does not know (the ends of collectives that run beside others), so a
     sum below 0 has a whole number too little: a task takes less than a second.
     """
-    try:
-        costs = executable.cost_analysis() or {}
-    except Exception:  # not every backend has costs
-        return None
-    found = (costs[0] if isinstance(costs, list) and costs else costs or {}).get("optimal_seconds")  # pyright: ignore
+    found = costs_of(executable).get("optimal_seconds")
     if found is None or not math.isfinite(found) or found == 0:
         return None
-    return found - math.floor(found) if found < 0 else float(found)
+    return found - math.floor(found) if found < 0 else found
 
 
 def exchanges(collectives: Iterable[Collective], mesh: Mapping[str, int]) -> tuple[Exchange, ...]:

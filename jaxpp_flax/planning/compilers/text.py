@@ -99,11 +99,7 @@ def _operations(count: int) -> str:
 
 
 def _copies(task: CompiledTask) -> Iterator[str]:
-    for what, text in (
-        ("argument", "copy of an argument"),
-        ("to host", "copy to the host"),
-        ("from host", "copy from the host"),
-    ):
+    for what, text in _COPIES.items():
         found = [copy for copy in task.copies if copy.what == what]
         if found:
             nbytes, beside = sum(of.times * of.nbytes for of in found), sum(of.asynchronous for of in found)
