@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Run
+from jaxpp_flax.engine.program.specs import shard_bytes
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
@@ -209,8 +209,7 @@ def walk_memory(
     for ranks, spec, aval in zip(program.arguments, executables.in_specs, executables.in_avals, strict=True):
         on_device = memory_kind_of(aval) is None
         for rank, value in ranks.items():
-            shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
-            size = sizes.get(value, math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0)))
+            size = sizes.get(value, shard_bytes(aval, NamedSharding(mesh.unstack[rank], spec)))
             if on_device:
                 kind = (kinds or {}).get(value, "")
                 arguments[rank][kind] = arguments[rank].get(kind, 0) + size

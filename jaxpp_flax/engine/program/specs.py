@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +18,18 @@ from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 __all__ = [
     "accumulator_spec",
     "followed_spec",
+    "shard_bytes",
     "specs_wanted",
     "usable_donations",
     "uses_host_memory",
     "with_own_results",
 ]
+
+
+def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
+    """Return the bytes of each device's part of an array; 0 for types without a size."""
+    shape = sharding.shard_shape(tuple(aval.shape))
+    return math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
 
 
 def accumulator_spec(

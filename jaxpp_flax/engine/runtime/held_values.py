@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical
 from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.program.specs import shard_bytes
 from jaxpp_flax.engine.tracing.ir import struct_of
 
 __all__ = ["AllHeld", "Held", "explicit_spec", "held_after", "spec_in_type", "spec_of"]
@@ -46,8 +46,7 @@ class Held:
         """Return the bytes of each device's part; 0 for an argument that is passed on."""
         if self.rank is None:
             return 0
-        shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
-        return math.prod(shape) * int(getattr(self.aval.dtype, "itemsize", 0))
+        return shard_bytes(self.aval, NamedSharding(mesh.unstack[self.rank], self.spec))
 
 
 AllHeld: TypeAlias = "tuple[Held, ...]"

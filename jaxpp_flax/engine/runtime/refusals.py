@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat_xla.refusals import TooLarge, read_refusal
 from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.program.specs import shard_bytes
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
 
@@ -69,7 +69,7 @@ def _largest_inputs(task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionS
     """Return the largest values that a task reads on a device, for a compiler that does not tell."""
     found = list[tuple[float, str]]()
     for value, spec in zip(task.graph.inputs, in_specs, strict=True):
-        shape = NamedSharding(mesh, spec).shard_shape(tuple(value.aval.shape))
-        nbytes = math.prod(shape) * int(getattr(value.aval.dtype, "itemsize", 0))
-        found.append((nbytes, f"{value.aval.dtype}{list(shape)}, an input"))
+        sharding = NamedSharding(mesh, spec)
+        shape = sharding.shard_shape(tuple(value.aval.shape))
+        found.append((shard_bytes(value.aval, sharding), f"{value.aval.dtype}{list(shape)}, an input"))
     return sorted(found, key=lambda pair: -pair[0])[:_SHOWN]
