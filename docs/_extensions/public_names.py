@@ -38,7 +38,6 @@ MODULES = (
     "jaxpp_flax.processes",
     "jaxpp_flax.launch",
     "jaxpp_flax.launch.ray",
-    "jaxpp_flax.compat",
 )
 
 

@@ -22,7 +22,6 @@ from jaxpp_flax.api.loop import treduce, treduce_i
 from jaxpp_flax.api.marks import mark_stage_end, pipeline_enter_stage, place_with
 from jaxpp_flax.api.mesh import MpmdMesh
 from jaxpp_flax.api.missing import explain
-from jaxpp_flax.api.remote import ArrayRef, RemoteMpmdMesh
 from jaxpp_flax.api.reverse import mpmd_jit_rev
 from jaxpp_flax.api.schedules import (
     BaseSchedule,
@@ -49,7 +48,6 @@ from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op
 
 __all__ = [
     "Add",
-    "ArrayRef",
     "BaseSchedule",
     "Concat",
     "DistributedSharding",
@@ -67,7 +65,6 @@ __all__ = [
     "MpmdMesh",
     "MpmdSharding",
     "Op",
-    "RemoteMpmdMesh",
     "ScheduleTasks",
     "Std1F1B",
     "Task",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxpp_flax.api.steps.environment import warn_of_variables
 from jaxpp_flax.api.steps.step import StepFunction
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import one_pass
@@ -61,7 +60,6 @@ def mpmd_jit_with_loop(
     """
     _refuse_abstracted_axes("mpmd_jit_with_loop", abstracted_axes)
     say_about_pgle("mpmd_jit_with_loop", use_pgle)
-    warn_of_variables()
     return StepFunction(
         fun,
         mpmd_mesh,
@@ -115,7 +113,6 @@ def mpmd_jit_by_yield(
     """
     _refuse_abstracted_axes("mpmd_jit_by_yield", abstracted_axes)
     say_about_pgle("mpmd_jit_by_yield", use_pgle)
-    warn_of_variables()
     return StepFunction(
         one_pass(fun, mpmd_mesh, target_num_stages),
         mpmd_mesh,

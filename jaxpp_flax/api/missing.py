@@ -20,6 +20,9 @@ REMEDIES: Mapping[str, str] = {
     "add_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_all_reduce(*arrays)`",
     "gather_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_stack(arrays, axis)`",
     "place_with_p": "it is a primitive of that package's internals. Call `place_with(val, with_val)`",
+    "RemoteMpmdMesh": "it starts workers through Ray from one controller. One process drives all of its own devices: "
+    "build an `MpmdMesh`; with several hosts, run the same program on each under `jax.distributed.initialize()`",
+    "ArrayRef": "it names an array of a Ray worker. A step returns `MpmdArray`s, which can be read in this process",
     "_to_global_jax_array": "call `array.as_jax_array()`",
 }
 

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.jit import say_about_pgle
 from jaxpp_flax.api.steps.array import MpmdArray
-from jaxpp_flax.api.steps.environment import warn_of_variables
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import broadcast_layouts, broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
@@ -78,7 +77,6 @@ def mpmd_jit_rev(
                 "Leave it out; close over static values, as in `lambda key: init(key, config)`."
             )
     say_about_pgle("mpmd_jit_rev", use_pgle)
-    warn_of_variables()
 
     @functools.cache
     def compiled(mine: tuple[int, ...], shardings: tuple[NamedSharding, ...]) -> Callable[..., list[jax.Array]]:

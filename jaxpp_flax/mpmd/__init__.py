@@ -26,10 +26,8 @@ from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions
 from jaxpp_flax.mpmd.types import (
     FunctionIOMeshAssignment,
     FunctionNamedShardings,
-    MpmdJitShardingInfo,
     NameToMeshAssignment,
     Topology,
-    mesh_names,
 )
 
 # Each of these has two names in programs.
@@ -46,7 +44,6 @@ __all__ = [
     "Lowered",
     "MpmdCompiled",
     "MpmdConfig",
-    "MpmdJitShardingInfo",
     "MpmdLowered",
     "MpmdTraced",
     "MpmdWrapped",
@@ -58,7 +55,6 @@ __all__ = [
     "fori_loop",
     "jit",
     "make_config",
-    "mesh_names",
     "named_computation",
     "named_tensor",
 ]
@@ -76,6 +72,9 @@ _REMEDIES = {
     "the names",
     "reduce": "sums over meshes are inferred. Pass its argument itself",
     "broadcast": "an array is sent to each mesh that reads it. Pass its argument itself",
+    "MpmdJitShardingInfo": "a lowered program has its fields: `function_named_shardings`, `function_mesh_assignment`, "
+    "`topology`",
+    "mesh_names": "`function_mesh_assignment` of a lowered program has the names of the meshes",
     "Executable": "what `compile` returns runs by itself, and has the analyses of all meshes",
     "make_partitioning_options": "`PartitioningOptions` checks the options, and so does `make_config`",
 }

@@ -123,15 +123,6 @@ class MpmdConfig:
         return topology_of(self.topology)
 
     @property
-    def mesh_and_stage_assignment(self) -> dict[str, str | tuple[str, int]]:
-        """Both assignments in one, as in Shardy:MPMD."""
-        stages = self.name_to_stage_assignment
-        return {
-            name: (mesh, stages[name]) if name in stages else mesh
-            for name, mesh in self.name_to_mesh_assignment.items()
-        }
-
-    @property
     def schedule(self) -> str | Schedule | None:
         """The schedule: `pipeline_schedule`, or, if this is None, the schedule that the options name."""
         return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule

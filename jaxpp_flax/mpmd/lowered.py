@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import Device
 from jaxpp_flax.engine.bound_program import BoundProgram, array_result
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
@@ -21,8 +20,7 @@ from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.options import options_of_ranks
 from jaxpp_flax.mpmd.partitioning.build import Built
 from jaxpp_flax.mpmd.shardings import check_home, check_within
-from jaxpp_flax.mpmd.text import as_text
-from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, FunctionNamedShardings, MpmdJitShardingInfo
+from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, FunctionNamedShardings
 
 __all__ = ["MpmdCompiled", "MpmdLowered"]
 
@@ -55,14 +53,6 @@ class MpmdLowered:
     def topology(self) -> dict[str, Mesh]:
         """The named meshes."""
         return dict(self.config.topology)
-
-    @property
-    def sharding_info(self) -> MpmdJitShardingInfo:
-        """The shardings and meshes of arguments and results, with the topology and the assignment."""
-        assigned = self.config.mesh_and_stage_assignment
-        return MpmdJitShardingInfo(
-            self.function_named_shardings, self.function_mesh_assignment, self.topology, assigned
-        )
 
     @property
     def args_info(self) -> Any:
@@ -128,13 +118,7 @@ class MpmdLowered:
             for rank, spec, atom in zip(placed.results, self.executables.out_specs, placed.outputs, strict=True)
         ]
 
-    def compile(
-        self,
-        compiler_options: Mapping[str, Any] | None = None,
-        *,
-        ifrt_ir_compile_options: Mapping[str, Any] | None = None,
-        device_assignment: Sequence[Device] | None = None,
-    ) -> MpmdCompiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> MpmdCompiled:
         """Compile each distinct fragment once for each mesh that runs it; a second call returns the same program.
 
         With several processes, each compiles the fragments of its own meshes, and all of them call this.
@@ -142,27 +126,14 @@ class MpmdLowered:
         Args:
           compiler_options: XLA's options, as in `jax.jit`: one mapping for all meshes, or a mapping from names of
             meshes to options. Meshes that are not named get the default options.
-          ifrt_ir_compile_options: not supported, because this package makes no IFRT program; must be None.
-          device_assignment: not supported; must be None. Give the devices in the topology of `make_config`.
 
         Raises:
           TypeError: if some values of `compiler_options` are mappings and others are not.
           ValueError: if `compiler_options` names a mesh that the topology lacks; with several processes, if no mesh has
             a device of this process.
-          NotImplementedError: for `ifrt_ir_compile_options` and `device_assignment`.
           ProgramMismatchError: if the processes have different programs, meshes or settings.
           ValuesMismatchError: if the arrays that the function closes over differ between the processes.
         """
-        if ifrt_ir_compile_options:
-            raise NotImplementedError(
-                f"ifrt_ir_compile_options ({', '.join(ifrt_ir_compile_options)}) are options of the IFRT compiler, but "
-                "this package compiles each fragment with XLA. Pass XLA's options as `compiler_options`."
-            )
-        if device_assignment is not None:
-            raise NotImplementedError(
-                "device_assignment is not taken: a program runs on the meshes for which it is lowered. Build the "
-                "topology of `make_config` from these devices."
-            )
         if not compiler_options:
             return self._compiled
         options = options_of_ranks(compiler_options, self.config.meshes.names)
@@ -185,17 +156,15 @@ class MpmdLowered:
         return compile_program(self.built.program, self.compiler, self._specs, self.out_specs, avals)
 
     def as_text(self, dialect: str | None = None) -> str:
-        """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"`.
+        """Return the program as text: a line for each run of a fragment, transfer and deletion, and each fragment.
 
         Raises:
-          ValueError: for any other dialect.
+          ValueError: for a dialect other than "mpmd".
         """
         if dialect in (None, "mpmd"):
-            return as_text(self.built, self.config.meshes.names, self.name, self._specs)
-        if dialect == "program":
-            return self.executables.program.as_text()
+            return self.built.program.as_text()
         raise ValueError(
-            f"as_text knows no dialect {dialect!r}; use 'mpmd' or 'program'. The partitioner works on jaxprs and its "
+            f"as_text knows no dialect {dialect!r}; use 'mpmd'. The partitioner works on jaxprs and its "
             "fragments run as XLA programs of their own, so there is no MLIR module of the whole program."
         )
 

@@ -10,14 +10,11 @@ from jaxpp_flax.schedules import Schedule, by_name
 
 __all__ = [
     "PIPELINE_SCHEDULES",
-    "WRAP_AROUND",
     "PartitioningOptions",
     "by_stages",
     "options_of_ranks",
     "schedule_name",
 ]
-
-WRAP_AROUND = "PARALLEL_PIPELINES_WITH_WRAP_AROUND"  # of no training, and so of no `jaxpp_flax.schedules`
 
 # For each name of a schedule: its spelling in newer programs, its order's name in `jaxpp_flax.schedules`, and whether
 # that takes several stages on a mesh.
@@ -31,7 +28,6 @@ _SCHEDULES = {
     "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": ("ZeroBubbleH2ZeroTxLatency", "zero_bubble_h2", False),
     "ZERO_BUBBLE_H2_HALF_TX_LATENCY": ("ZeroBubbleH2HalfTxLatency", "zero_bubble_h2_half_latency", False),
     "ZERO_BUBBLE_H2_FULL_TX_LATENCY": ("ZeroBubbleH2FullTxLatency", "zero_bubble_h2_full_latency", False),
-    WRAP_AROUND: ("ParallelPipelinesWithWrapAround", None, True),
 }
 
 # The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
@@ -97,7 +93,7 @@ def by_stages(name: str, num_stages: int, num_meshes: int) -> Schedule:
       (ZeroBubble(num_stages=4, num_ranks=4), Circular(num_stages=4, num_ranks=2))
     """
     _, order, takes_several = _SCHEDULES[name]
-    return by_name(str(order), num_stages, num_meshes if takes_several else None)
+    return by_name(order, num_stages, num_meshes if takes_several else None)
 
 
 def options_of_ranks(options: Mapping[str, Any], names: Sequence[str]) -> dict[int, Mapping[str, Any]]:

@@ -55,7 +55,6 @@ MAY_IMPORT = {
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},
     "tasks": {"engine", "messages"},
-    "compat": {"api", "engine", "tasks", "__init__"},
     "__init__": {"trainers", "layers", "schedules", "engine"},
 }
 # The folders of the engine, from the lowest up: each may import those before it.

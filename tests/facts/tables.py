@@ -22,7 +22,6 @@ ROOT = HERE.parents[1]
 VERDICTS = {
     "same": "same",
     "differs": "differs",
-    "type": "a type alone",  # `isinstance` is always false, and making one is refused
     "refused": "refused",  # asking for it raises an error that says what to use
     "missing": "not here",
     "ours": "ours alone",
@@ -40,14 +39,13 @@ class Fact:
     older: Mapping[str, str] = field(default_factory=dict)  # parameters of other versions
     note: str = ""  # how it differs; for "same", what is more here
     says: str = ""  # a part of the message of a refusal
-    holds: str = ""  # of a module: its names, with a space between
     ours: str = ""  # the path of ours, if it is not the module's name of the same spelling; "{name}", "{attribute}"
     test: str = ""  # the test that proves it: "tests/api/test_api.py::test_x"
 
     @property
     def owner(self) -> str:
         """The class of a method or attribute; empty for a name of the module."""
-        return "" if self.holds else self.name.rpartition(".")[0]
+        return self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +120,7 @@ def tables(facts: Facts) -> dict[str, list[str]]:
     own = [fact for fact in facts.names if fact.verdict == "ours"]
     rest = [fact for fact in facts.names if fact not in gone and fact not in own]
     methods = [replace(fact, versions="") for fact in rest if fact.owner]
-    modules = [fact for fact in rest if fact.holds]
-    here = sorted((fact for fact in rest if not fact.owner and not fact.holds), key=lambda fact: fact.verdict != "same")
+    here = sorted((fact for fact in rest if not fact.owner), key=lambda fact: fact.verdict != "same")
     made = {
         "names": _of_names(facts, here, "how"),
         "absent": _of_names(facts, gone, "use, or why not"),
@@ -133,10 +130,6 @@ def tables(facts: Facts) -> dict[str, list[str]]:
                 [f"`{group[0].owner}`", ", ".join(map(_code, group)), VERDICTS[group[0].verdict], group[0].note]
                 for group in _merged(methods)
             ),
-        ),
-        "modules": _table(
-            ["module", "its names here"],
-            ([f"`{fact.name}`", ", ".join(f"`{name}`" for name in fact.holds.split())] for fact in modules),
         ),
         "own": _table(["name", "meaning"], ([f"`{fact.name}`", fact.note] for fact in own)),
     }

@@ -48,15 +48,11 @@ def test_a_traced_function(meshes):
     tree_allclose(lowered.compile()(*args), jax.jit(model)(*args))
 
 
-def test_sharding_info_is_enough_to_place_the_arguments(meshes, lowered, compiled):
-    info = lowered.sharding_info
-    assert isinstance(info, mpmd.MpmdJitShardingInfo)
-    assert info.topology == lowered.topology == meshes
-    assert info.name_to_mesh_map == in_runs(BLOCKS, 2)
-    assert info.io_mesh_assignment == lowered.function_mesh_assignment
-    assert isinstance(info.io_mesh_assignment, mpmd.FunctionIOMeshAssignment)
-    specs = info.named_shardings.input_specs
-    assert mpmd.mesh_names(specs, meshes) == info.io_mesh_assignment.input_meshes == (["m0", "m1"], "m0")
+def test_shardings_are_enough_to_place_the_arguments(meshes, lowered, compiled):
+    assert lowered.topology == meshes
+    assert isinstance(lowered.function_mesh_assignment, mpmd.FunctionIOMeshAssignment)
+    assert lowered.function_mesh_assignment.input_meshes == (["m0", "m1"], "m0")
+    specs = lowered.function_named_shardings.input_specs
     assert jax.tree.map(lambda struct: struct.sharding, lowered.args_info) == specs
     args = weights(BLOCKS), batches(1)[0]
     tree_allclose(compiled(*jax.device_put(args, specs)), jax.jit(model)(*args))
@@ -92,10 +88,6 @@ def test_compiler_options(lowered, compiled):
         lowered.compile({"m9": {}})
     with pytest.raises(TypeError, match=r"options of meshes \(m0\) beside single options \(xla_x\)"):
         lowered.compile({"m0": {}, "xla_x": True})
-    with pytest.raises(NotImplementedError, match=r"ifrt_ir_compile_options \(a\) are options of the IFRT compiler"):
-        lowered.compile(ifrt_ir_compile_options={"a": 1})
-    with pytest.raises(NotImplementedError, match=r"device_assignment is not taken: .* Build the topology"):
-        lowered.compile(device_assignment=jax.devices()[4:8])
 
 
 def test_arrays_on_another_mesh_are_refused(meshes, lowered, compiled):
@@ -129,7 +121,6 @@ def test_arguments_that_are_not_read_stay_where_they_are(meshes):
     dropped, kept = (mpmd.jit(reads_one, cfg, keep_unused=keep).lower(x, elsewhere) for keep in (False, True))
     assert dropped.function_mesh_assignment == kept.function_mesh_assignment
     assert dropped.function_mesh_assignment.input_meshes == ("m1", "m0")
-    assert ["%arg1" in lowered.as_text() for lowered in (dropped, kept)] == [False, True]
     tree_allclose(dropped.compile()(x, elsewhere), jnp.sin(x))
     with pytest.raises(ValueError, match=r"argument\[1\] of reads_one is on devices \[7\].* on mesh 'm0'"):
         kept.compile()(x, elsewhere)
@@ -152,7 +143,7 @@ def test_results_made_from_several_meshes(meshes):
         cfg = mpmd.make_config(meshes, {"one": "m0", "two": "m1"}, output_mesh_assignment=asked)
         lowered = mpmd.jit(fun, cfg).lower(x)
         assert lowered.function_mesh_assignment.output_meshes == mesh
-        assert lowered.as_text().count("mpmd.transfer") == (2 if asked else 1)
+        assert lowered.as_text().count(" send ") == (2 if asked else 1)
         tree_allclose(lowered.compile()(x), jax.jit(fun)(x))
 
 
@@ -162,7 +153,7 @@ def test_a_result_that_reads_no_argument_is_made_as_it_is_asked_for(meshes):
     compiled = function.lower().compile()
     made = compiled()
     assert made.sharding.spec == P("data")
-    assert compiled.as_text().count("mpmd.fragment") == 1
+    assert compiled.as_text().count(" = inferred(") == 1
     np.testing.assert_array_equal(made, np.ones((8, 4)))
 
 
@@ -196,32 +187,15 @@ def test_fragments_are_listed_in_program_order(meshes):
     """Microbatch by microbatch, as far as each mesh's own order allows; work without a name stands in place."""
     ws, xs = weights(BLOCKS), batches(3)
     lowered = mpmd.jit(train_step, config(meshes, in_runs(BLOCKS, 2), "GPIPE")).lower(ws, xs)
-    lines = lowered.as_text("mpmd").splitlines()
-    calls = [line.split("@")[0] for line in lines if "mpmd.fragment_call<" in line]
-    found = [line.split("origin=[")[1].split("]")[0].replace('"block_', "").replace('"', "") for line in calls]
-    forwards, backwards = ["0", "1"] * 3, ["1(1)", "0(1)"] * 3
-    assert found == forwards + backwards
-    assert any('mpmd.fragment<mesh="m0", origin=[]>' in line for line in lines)  # the update of the weights
-    defined = set(re.findall(r"(%\w+): ", lines[1]))
-    for line in lines[2:]:
-        if " = mpmd." in line:
-            made, right = line.split(" = mpmd.")
-            assert set(re.findall(r"%\w+", right)) <= defined, line
-            defined.update(re.findall(r"%\w+", made))
+    runs = re.findall(r"= (\w+)\(", lowered.as_text("mpmd"))
+    named = [name for name in runs if name != "inferred"]
+    assert named == [f"{kind}__{m}" for m in range(3) for kind in ("fwd_0", "fwd_1")] + [
+        f"{kind}__{m}" for m in range(3) for kind in ("bwd_1", "bwd_0")
+    ]
+    assert runs[-2:] == ["inferred", "inferred"]  # the update of the weights
 
 
 @pytest.mark.parametrize("dialect", ["ifrt", "stablehlo", "text"])
 def test_other_dialects(lowered, dialect):
-    with pytest.raises(ValueError, match=f"no dialect '{dialect}'; use 'mpmd' or 'program'. .* no MLIR module of the"):
+    with pytest.raises(ValueError, match=f"no dialect '{dialect}'; use 'mpmd'. .* no MLIR module of the"):
         lowered.as_text(dialect)
-
-
-def test_names_of_meshes(meshes):
-    where = NamedSharding(meshes["m1"], P())
-    tree = {"a": jax.device_put(jnp.ones(2), where), "b": (where, meshes["m0"]), "c": None, "d": np.float32}
-    assert mpmd.mesh_names({k: tree[k] for k in "abc"}, meshes) == {"a": "m1", "b": ("m1", "m0"), "c": None}
-    assert mpmd.mesh_names((meshes["m0"].abstract_mesh, jnp.ones(2)), meshes) == (None, None)
-    with pytest.raises(ValueError, match=r"Unexpected type: type. The leaves must be arrays"):
-        mpmd.mesh_names(tree, meshes)
-    with pytest.raises(ValueError, match=r"Mesh {'data': 2} with devices \[.* is not in the topology"):
-        mpmd.mesh_names(where, {"m0": meshes["m0"]})

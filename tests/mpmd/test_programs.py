@@ -62,20 +62,19 @@ def test_hello_world_says_where_everything_is():
     assert lowered.function_mesh_assignment.input_meshes == ("m0", "m1", "m0")
     assert lowered.function_mesh_assignment.output_meshes == "m1"
     text = lowered.as_text("mpmd")
-    assert text.count("mpmd.fragment_call") == 2
-    assert text.count("mpmd.transfer") == 1
+    assert text.count(" = fwd_") == 2
+    assert text.count(" send ") == 1
     assert lowered.transferred_bytes == 10 * 5 * 4
 
 
-def test_names_in_text():
+def test_another_name():
     lowered = mpmd.jit(
         lambda x: mpmd.named_computation(jnp.sin, name="a/b (c)")(x),
         mpmd.make_config(topology(1), {"a/b (c)": "m0"}),
         override_func_name="renamed",
     ).lower(jnp.ones(3))
-    assert 'origin=["a/b (c)"]' in lowered.as_text()
-    assert "module @renamed" in lowered.as_text()
-    assert "run" not in lowered.as_text("program").split("=")[0]
+    assert lowered.name == "renamed"
+    assert [str(node.origin) for node in lowered.built.placed.nodes] == ['"a/b (c)"']
 
 
 def test_a_program_without_names_runs_on_the_first_mesh():
@@ -274,7 +273,7 @@ def test_batched_and_jitted_named_computations():
 
     ws, xs = weights(3), jnp.stack(batches(2))
     lowered = mpmd.jit(fun, config(topology(1, 1, 1), in_runs(3, 3))).lower(ws, xs)
-    assert lowered.as_text().count('"block_1"(1)') >= 1
+    assert '"block_1"(1)' in {str(node.origin) for node in lowered.built.placed.nodes}
     tree_allclose(lowered.compile()(ws, xs), jax.jit(fun)(ws, xs))
 
 
@@ -361,7 +360,7 @@ def test_a_backward_pass_written_by_hand_is_counted():
     double.defvjp(lambda x: (double(x), None), lambda _, g: (backward(g),))
     grad = jax.grad(lambda x: jnp.sum(double(x) ** 2))
     lowered = mpmd.jit(grad, mpmd.make_config(topology(1), {"block_0": "m0"})).lower(jnp.ones(3))
-    assert '"block_0"(1)' in lowered.as_text() or '"block_0"(2)' in lowered.as_text()
+    assert {'"block_0"(1)', '"block_0"(2)'} & {str(node.origin) for node in lowered.built.placed.nodes}
     np.testing.assert_allclose(lowered.compile()(jnp.ones(3)), 8 * np.ones(3))
 
 

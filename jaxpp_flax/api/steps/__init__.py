@@ -1,1 +1,1 @@
-"""The steps of this front: their arrays, their text, and what they say of the environment."""
+"""The steps of this front: their arrays and their text."""

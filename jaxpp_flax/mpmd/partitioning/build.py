@@ -15,7 +15,7 @@ from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig
-from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
+from jaxpp_flax.mpmd.partitioning.fragments import fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placed, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Node, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
@@ -26,11 +26,10 @@ __all__ = ["Built", "build"]
 
 @dataclass(frozen=True)
 class Built:
-    """The program, with the placed step and the fragments from which it was made, and the specs of its arguments."""
+    """The program, with the placed step from which it was made, and the specs of its arguments."""
 
     program: Program
     placed: Placed
-    fragments: tuple[Fragment, ...]
     in_specs: tuple[PartitionSpec, ...]
 
 
@@ -77,7 +76,7 @@ def build(
     if wants_verification():
         unrolled.verify()
         program.verify()
-    return Built(program, placed, tuple(fragments), in_specs)
+    return Built(program, placed, in_specs)
 
 
 def _check_names(nodes: Sequence[Node], config: MpmdConfig) -> None:
@@ -120,4 +119,4 @@ def _order(nodes: Sequence[Node], stages: Stages, config: MpmdConfig) -> Order |
     if config.schedule is None or not named:
         return None
     microbatches = 1 + max(n.call for n in nodes if n.call is not None)
-    return order_of(config.schedule, stages, microbatches, forward_only=not any(n.backward for n in named))
+    return order_of(config.schedule, stages, microbatches)

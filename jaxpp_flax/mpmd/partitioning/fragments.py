@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin
+from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import Task, TaskKind
@@ -32,11 +32,6 @@ class Fragment:
 
     key: Key
     nodes: list[Node] = field(default_factory=list)
-
-    @property
-    def origins(self) -> tuple[Origin, ...]:
-        """The named computations in the fragment."""
-        return tuple(dict.fromkeys(n.origin for n in self.nodes if n.origin is not None and n.computation is not None))
 
     @property
     def label(self) -> str:

@@ -10,7 +10,7 @@ from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.config import MpmdConfig
-from jaxpp_flax.mpmd.options import WRAP_AROUND, by_stages
+from jaxpp_flax.mpmd.options import by_stages
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.schedules import ScheduleError, merge_order
 from jaxpp_flax.schedules.schedule import Schedule
@@ -81,28 +81,12 @@ class Order:
         return frozenset(task.stage for task in tasks if task.kind is TaskKind.BACKWARD_INPUT)
 
 
-def _wraps_around(stages: Stages, num_microbatches: int) -> Order:
-    """Make the order in which microbatch i enters at stage i; each stage first takes the nearest one before it."""
-    tasks: dict[int, tuple[Task, ...]] = {}
-    for stage, rank in enumerate(stages.ranks):
-        calls = [*range(min(stage, num_microbatches - 1), -1, -1), *range(num_microbatches - 1, stage, -1)]
-        tasks[rank] = (*tasks.get(rank, ()), *(Task(TaskKind.FORWARD, stage, m) for m in calls))
-    return Order(tasks, frozenset(), WRAP_AROUND)
-
-
-def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *, forward_only: bool) -> Order:
+def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int) -> Order:
     """Return the order of a schedule's tasks; `schedule` may be a name of `PIPELINE_SCHEDULES`.
 
     Raises:
       ScheduleError: if the stages do not fit the schedule, or the schedule deadlocks.
     """
-    if schedule == WRAP_AROUND:
-        if not forward_only:
-            raise ScheduleError(
-                f"{WRAP_AROUND} runs forward passes alone, but the program differentiates its named computations. "
-                "Use ONE_FWD_ONE_BWD or another schedule for training."
-            )
-        return _wraps_around(stages, num_microbatches)
     made = by_stages(schedule, len(stages.ranks), len(stages.used_ranks)) if isinstance(schedule, str) else schedule
     name = schedule if isinstance(schedule, str) else type(made).__name__
     used = stages.used_ranks
