@@ -6,8 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -21,14 +20,13 @@ from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSave
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
-from jaxpp_flax.checkpoint.format.orbax_io import is_complete, multiprocessing_options, under_way
-from jaxpp_flax.checkpoint.owner import Ownership
+from jaxpp_flax.checkpoint.format.orbax_io import TMP_MARK, is_complete, multiprocessing_options, under_way
+from jaxpp_flax.checkpoint.one_writer import WRITER, own_writer, refuse_another_writer, try_to_write
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.processes.waits import print_notice
 
 SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
 """An interval in steps, or an Orbax save decision policy."""
@@ -76,36 +74,57 @@ class CheckpointStore:
         self._noted: weakref.ref[Any] | None = None
         self.branch: int | None = None
         """The step that a loop has gone back to; checkpoints of later steps are not of this run any more."""
-        self._ownership, self._is_owned = Ownership(self.directory), False
+        self._present: set[int] | None = None  # the steps that were there before the run, or that it has saved
+        self._remains: list[Path] = []  # what saves that were cut off left
 
-    @contextmanager
-    def owned(self) -> Generator[None]:
-        """Keep other jobs from writing here; all processes call this before the first read of the directory."""
-        self._claim(self.directory)
-        self._is_owned = True
-        try:
-            yield
-        finally:
-            self._is_owned = False
-            self._give_back()
+    def begin(self) -> None:
+        """Note what is in the directory before a run, and that it can be written; all processes call this.
 
-    def _claim(self, place: Path) -> None:
-        def take() -> None:
+        Raises:
+          CheckpointSaveError: if the directory cannot be written.
+        """
+        group = process_group()
+
+        def look() -> None:
             try:
-                self._ownership.take(print_notice)
-            except DirectoryInUseError:
-                raise
+                try_to_write(self.directory)
+                self._remains = self._unfinished()
             except OSError as error:
-                raise save_failed(place, error) from error
+                raise save_failed(self.directory, error) from error
 
-        do_in_process_0(
-            process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
-        )
+        do_in_process_0(group, "the look into the checkpoint directory", look, CheckpointSaveError)
+        present = self.steps() if group.process_index == 0 else ()
+        self._present = {*exchange_values(group, "the checkpoints before the run", present)[0]}
 
-    def _give_back(self) -> None:
-        """Release the directory, unless `owned` or a save under way needs it."""
-        if not self._is_owned and self._writing is None:
-            self._ownership.release()
+    def refuse_another_writer(self, step: int | None = None) -> None:
+        """Refuse checkpoints that have appeared since `begin`, of another job; before a save, later ones of this run.
+
+        All processes call this.
+
+        Raises:
+          DirectoryInUseError: naming the step and its writer.
+          CheckpointSaveError: if there are later checkpoints than the step to save.
+        """
+        if self._present is None:
+            self.begin()
+        known, group, appeared = self._present or set(), process_group(), list[int]()
+
+        def look() -> None:
+            try:
+                steps = self._list()
+            except OSError as error:
+                raise save_failed(self.directory, error) from error
+            appeared.extend({*steps} - known)
+            refuse_another_writer(self.directory, appeared)
+            if step is not None and (latest := max(steps, default=-1)) >= step:
+                what = "is a checkpoint of it" if latest == step else f"are later ones, up to step {latest}"
+                raise CheckpointSaveError(
+                    f"cannot save step {step} to {self.directory}: there {what}, and nothing there is touched. Choose "
+                    "another checkpoint directory, save to a path of its own, or delete what is there."
+                )
+
+        do_in_process_0(group, "the look for another writer", look, DirectoryInUseError, CheckpointSaveError)
+        known.update(exchange_values(group, "the checkpoints that have appeared", appeared)[0])
 
     def describe(self) -> str:
         """Describe the steps to save and to keep, such as "every=2, keep=3", with the same text in every process."""
@@ -132,6 +151,12 @@ class CheckpointStore:
     def _directories(self) -> list[Path]:
         return [path for path in self.directory.iterdir() if path.name.isdigit() and path.is_dir()]
 
+    def _unfinished(self) -> list[Path]:
+        """Return what saves that were cut off left; it may be of a save that another job has under way."""
+        if is_on_disk(self.directory):
+            return list(self.directory.glob(f"*{TMP_MARK}*"))
+        return [path for path in self._directories() if not is_complete(path)]
+
     def latest(self) -> int | None:
         """Return the last step with a complete checkpoint; None without one."""
         return max(self.steps(), default=None)
@@ -151,16 +176,19 @@ class CheckpointStore:
         return self.directory / str(step)
 
     def holds(self, step: int) -> bool:
-        """Return True if there is a checkpoint of this step, or a save of it is under way."""
-        return step in self.steps() or self._writing == step
+        """Return True if there is a checkpoint of this step of the run, or a save of it is under way."""
+        return self._writing == step or (self._is_present(step) and step in self.steps())
+
+    def _is_present(self, step: int) -> bool:
+        """Return True for a step that was there before the run, or that it has saved: the same in every process."""
+        return step in (self.steps() if self._present is None else self._present)
 
     def wants(self, step: int) -> bool:
-        """Return True if `every` asks for a checkpoint of this step, and there is none yet."""
+        """Return True if `every` asks for a checkpoint of this step, and this run has none yet."""
         if self._every is None:
             return False
-        # The directory comes last: to list one on a distant disk takes long.
         due = step % self._every == 0 if isinstance(self._every, int) else self._open().should_save(step)
-        return due and not self.holds(step)
+        return due and not self._is_present(step)
 
     def best(self) -> int | None:
         """Return the step with the best metric, of the complete checkpoints; None if no checkpoint has the metric."""
@@ -195,19 +223,11 @@ class CheckpointStore:
         if metrics is None and (self._keep is None or isinstance(self._keep, int)):
             metrics = {}  # else Orbax prints a warning; a policy of the user's may look into metrics that exist
         self.wait()
-        try:
-            latest = max((of for of in self._list() if of >= step), default=None)
-        except OSError as error:
-            raise self._failed(step, error) from error
-        if latest is not None:
-            what = "is a checkpoint of it" if latest == step else f"are later ones, up to step {latest}"
-            raise CheckpointSaveError(
-                f"cannot save step {step} to {self.directory}: there {what}, and nothing there is touched. Choose "
-                "another checkpoint directory, save to a path of its own, or delete what is there."
-            )
+        self.refuse_another_writer(step)
         content = to_tree(tree)
         self._saving = step
-        self._claim(self.directory / str(step))
+        if self._present is not None:
+            self._present.add(step)
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
             # Orbax would count checkpoints that somebody has deleted among those to keep.
@@ -216,7 +236,8 @@ class CheckpointStore:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = step
-            manager.save(step, args=step_arguments(content, beside), metrics=metrics, force=True)
+            items = step_arguments(content, {**beside, WRITER: own_writer()})
+            manager.save(step, args=items, metrics=metrics, force=True)
         if wait or not self._asynchronous:
             self.wait()
         elif not self._finishes_at_exit:
@@ -233,7 +254,6 @@ class CheckpointStore:
 
     def check(self) -> None:
         """Raise the error of a save in the background since the last call, if any; never wait. Call it at each step."""
-        self._ownership.renew()
         if self._writing is not None and not self.is_writing():
             self.wait()
 
@@ -285,6 +305,8 @@ class CheckpointStore:
             lambda: (self.directory / str(step)).rename(path),
             OSError,
         )
+        if self._present is not None:
+            self._present.discard(step)
         return path
 
     def close(self) -> None:
@@ -299,11 +321,11 @@ class CheckpointStore:
 
     def _written(self) -> None:
         self._writing = None
-        self._give_back()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         # The next save opens the directory again, which removes the remains of this save.
         self._manager = None
+        self._remains.append(under_way(self.directory / str(step)))
         self._written()
         return save_failed(self.directory / str(step), error)
 
@@ -323,7 +345,6 @@ class CheckpointStore:
                         preservation_policy=keep,
                         best_fn=lambda _: 0.0,  # so that Orbax writes metrics; the policy alone decides what is kept
                         create=False,
-                        cleanup_tmp_directories=is_on_disk(self.directory),
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.
                         enable_async_checkpointing=True,
                         async_options=ocp.options.AsyncOptions(
@@ -339,12 +360,15 @@ class CheckpointStore:
         return self._manager
 
     def _make_directory(self) -> None:
+        """Make the directory, and remove what is left of saves that were cut off before the run, or failed in it.
+
+        A save of another job that is under way is not among them, unless it began before this run and is not over yet.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
-        if not is_on_disk(self.directory):
-            # What cut-off saves left. Orbax would remove every folder without its mark, such as one of logs.
-            for path in self._directories():
-                if not is_complete(path):
-                    epath.Path(path).rmtree(missing_ok=True)
+        for path in self._remains:
+            if path.exists() and not (path.name.isdigit() and is_complete(path)):
+                epath.Path(path).rmtree(missing_ok=True)
+        self._remains = []
 
     def _finish(self) -> None:
         """List the files of the save in the background, before Orbax renames the directory."""

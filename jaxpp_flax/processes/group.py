@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -76,7 +77,8 @@ class ProcessGroup:
       failed: an event that is set once a failure is known.
       service: the coordination service in words, for errors.
       serves: True if the coordination service runs inside this process, and ends with it.
-      identity: a text that names this process, and no other.
+      identity: a text that names this process, and no other that runs at the same time.
+      life: random letters; a process that is started again has other ones.
       runs: the number of runs of programs across processes that this process has begun.
       begun: a function that names what this process began last, such as a task; None if it has begun nothing.
       begun_step: the step in which it began that.
@@ -101,6 +103,7 @@ class ProcessGroup:
         self.process_count = process_count
         self.service = "the coordination service"
         self.serves = False
+        self.life = secrets.token_hex(4)
         self.identity = f"process id {os.getpid()} of host {socket.gethostname()}"
         self.failed = threading.Event()
         self.runs = 0

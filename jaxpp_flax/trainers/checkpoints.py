@@ -263,6 +263,7 @@ class Checkpointing:
             return
         self.store.branch = None
         self.store.wait()  # a later checkpoint may still be written
+        self.store.refuse_another_writer()
         steps = [step for step in self.store.steps() if step > begin]
         for step in exchange_values(process_group(), "the checkpoints after a restore", steps)[0]:
             left = self.store.set_aside(step, "abandoned")
@@ -313,7 +314,7 @@ class Checkpointing:
     def is_saved(self) -> bool:
         """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""
         return exchange_values(
-            process_group(), "whether the last step is saved", self.held.step in self.need_store("fit").steps()
+            process_group(), "whether the last step is saved", self.need_store("fit").holds(self.held.step)
         )[0]
 
     def metrics(self) -> dict[str, float]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -20,14 +18,13 @@ from jaxpp_flax.checkpoint import (
     DirectoryInUseError,
     UnfinishedCheckpointError,
     leaves_of,
-    owner,
     restore,
     save,
 )
 from jaxpp_flax.checkpoint.best import Best
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
-from jaxpp_flax.checkpoint.owner import Owner
 from jaxpp_flax.pretrained import export_pretrained, load_pretrained
+from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.trackers import JsonlTracker
 from tests.checkpoint.program import batches, make_trainer
@@ -153,25 +150,15 @@ def test_weights_of_a_bucket_are_orbaxs(folder: str):
 
 
 def test_two_jobs_in_one_place(folder: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(owner, "STALE_SECONDS", 2.0)
-    other = replace(Owner.of(7), host="elsewhere", started="12")
-    file = epath.Path(folder) / owner.FILE_NAME
-    first = CheckpointStore(folder)
-    with first.owned():
-        assert json.loads(file.read_text())["process"] == os.getpid()
-        file.write_text(json.dumps(asdict(other)))  # while this job did no step
-        with pytest.raises(DirectoryInUseError, match="process 7 on elsewhere"):
-            first.save(1, tree(1), {})
-    assert first.steps() == ()
-    renewed = json.dumps(asdict(replace(other, renewed=time.time())))
-    monkeypatch.setattr(owner.time, "sleep", lambda _: file.write_text(renewed))
-    with pytest.raises(DirectoryInUseError, match="another job that is running: process 7"):
-        CheckpointStore(folder).save(1, tree(1), {})
-    monkeypatch.undo()
-    file.write_text(json.dumps(asdict(replace(other, renewed=0.0))))
-    first.save(1, tree(1), {}, wait=True)
-    assert (first.steps(), file.exists()) == ((1,), False)
-    first.close()
+    first, second = CheckpointStore(folder), CheckpointStore(folder)
+    first.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(process_group(), "life", "another")
+        second.save(1, tree(1), {}, wait=True)
+    with pytest.raises(DirectoryInUseError, match=r"step 1 has appeared there .* life another"):
+        first.save(2, tree(1), {})
+    assert first.steps() == (1,)
+    second.close()
 
 
 def log_and_read(path: str) -> None:

@@ -17,7 +17,8 @@ from jaxpp_flax.checkpoint.format.locations import is_on_disk
 TREE_ITEM = "state"
 """The folder of arrays in a step's directory; a `CheckpointManager` with one item names this folder `default`."""
 
-_TMP_MARK = ".orbax-checkpoint-tmp"
+TMP_MARK = ".orbax-checkpoint-tmp"
+"""The mark in the name of a directory whose save is under way, or was cut off."""
 # The bytes that a restore may hold on the host in addition to one leaf.
 _READ_AHEAD_BYTES = 256 << 20
 
@@ -58,7 +59,7 @@ def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandl
 
 def under_way(path: Path) -> Path:
     """Return the path where Orbax writes a checkpoint before it moves the checkpoint to `path`; in a bucket, `path`."""
-    return next(iter(path.parent.glob(f"{path.name}{_TMP_MARK}*")), path)
+    return next(iter(path.parent.glob(f"{path.name}{TMP_MARK}*")), path)
 
 
 def is_complete(path: Path) -> bool:
@@ -72,7 +73,7 @@ def is_complete(path: Path) -> bool:
 def find_tree(path: Path) -> Path:
     """Find the directory of arrays: `path` itself, or one item in it."""
     if not path.exists():
-        parts = list(path.parent.glob(f"{path.name}{_TMP_MARK}*")) if path.parent.is_dir() else []
+        parts = list(path.parent.glob(f"{path.name}{TMP_MARK}*")) if path.parent.is_dir() else []
         if parts:
             raise UnfinishedCheckpointError(
                 f"no checkpoint at {path}: a save there was cut off and left {parts[0].name}, which cannot be "
@@ -80,7 +81,7 @@ def find_tree(path: Path) -> Path:
             )
         raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such directory. Check the path.")
     begun = [place for place in (path, path.parent) if (place / "_CHECKPOINT_METADATA").exists()]
-    if any(_TMP_MARK in part for part in path.parts) or not all(map(is_complete, begun)):
+    if any(TMP_MARK in part for part in path.parts) or not all(map(is_complete, begun)):
         raise _cut_off(path)
     if _is_tree(path):
         return path

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError
 from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.processes.waits import print_notice
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
@@ -59,22 +59,23 @@ class Save(Callback):
         return self._checkpoints.held.step
 
     @contextmanager
-    def owned(self) -> Generator[None]:
-        """Keep other jobs from writing to the directory."""
-        with ExitStack() as claim:
-            if self._store is not None:
-                try:
-                    claim.enter_context(self._store.owned())
-                except CheckpointSaveError as error:
-                    # If the directory cannot be written, its checkpoints can still be read.
-                    if (self._by_itself and not self._tells) or isinstance(error, DirectoryInUseError):
-                        raise
-                    if self._by_itself:
-                        print_notice(f"{error} The last step of this run is not saved")
-                    self._by_itself = False
-            self._checkpoints.measured.on_save = self._ranking.saved
-            claim.callback(setattr, self._checkpoints.measured, "on_save", None)
+    def begun(self) -> Generator[None]:
+        """Look into the directory before the run; inside, the ranking hears of saves."""
+        if self._store is not None:
+            try:
+                self._store.begin()
+            except CheckpointSaveError as error:
+                # If the directory cannot be written, its checkpoints can still be read.
+                if self._by_itself and not self._tells:
+                    raise
+                if self._by_itself:
+                    print_notice(f"{error} The last step of this run is not saved")
+                self._by_itself = False
+        self._checkpoints.measured.on_save = self._ranking.saved
+        try:
             yield
+        finally:
+            self._checkpoints.measured.on_save = None
 
     def refuse_later_checkpoints(self) -> None:
         """Before the first step of a run that does not resume, refuse checkpoints of later steps.

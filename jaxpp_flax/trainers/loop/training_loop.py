@@ -144,7 +144,7 @@ class TrainingLoop:
         preemption = Preemption(self.deadline, self._what_is_left)
         stop = Stop(self.stopping_group(), Interruption(raises=False), preemption)  # Ctrl-C is the user's
         save = Save(self.checkpoints, by_itself=self.saves, again=again, stop=stop, saves_interrupted=False)
-        with save.owned():
+        with save.begun():
             if self.saves:
                 save.refuse_later_checkpoints()
             source = self._source(data, remainder, global_batch_size, steps=steps, epochs=epochs)
@@ -152,7 +152,7 @@ class TrainingLoop:
             records = self.run(
                 trainer, source, users=callbacks, stop=stop, save=save, global_batch_size=global_batch_size
             )
-            with closing(_preemptible(records, stop, save)) as preemptible:  # before the directory is given up
+            with closing(_preemptible(records, stop, save)) as preemptible:
                 for record in preemptible:
                     yield record.step, dict(record.metrics)
 
@@ -172,7 +172,7 @@ class TrainingLoop:
             self.checkpoints, by_itself=self.checkpoints.store is not None, again="fit(..., resume=True)", stop=stop,
             saves_interrupted=True, tells=not self.saves, evaluation=evaluation,
         )  # fmt: skip
-        with save.owned():
+        with save.begun():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
             if not arguments.resume:
                 save.refuse_later_checkpoints()

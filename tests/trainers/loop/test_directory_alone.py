@@ -109,7 +109,7 @@ def test_a_directory_that_cannot_be_written_is_told(
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("jaxpp_flax.checkpoint.owner.Ownership.take", refuse)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.try_to_write", refuse)
     trainer = make_trainer(tmp_path)
     trainer.fit(DATA, steps=2, resume=True)
     assert trainer.step == 2
