@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+import jaxpp_flax.api as jaxpp
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.planning.compilers.tasks import read_task
-from tests.compilers.machines import ONE_HOST
-from tests.compilers.small import PARAMETER_BYTES, around_loop, compiled_for, moved, of_loop, told
+from tests.compilers.machines import ONE_HOST, mesh_of
+from tests.compilers.small import MICROBATCHES, PARAMETER_BYTES, WIDTH, around_loop, compiled_for, moved, of_loop, told
 
 pytestmark = pytest.mark.compilers
 
@@ -29,6 +35,35 @@ def test_gradients_are_reduced_over_data_once_in_a_step(machine: str):
     assert not any(task.exchanges for task in of_loop(report))
     assert [len(task.exchanges) for task in around_loop(report) if task.exchanges] == [1, 1]
     assert moved(around_loop(report)) == {("all-reduce", ("data",)): 2 * PARAMETER_BYTES + LOSS}
+
+
+def of_jaxpp(machine: str) -> Compiled:
+    """The step of a program of JaxPP's, whose `treduce` stacks the losses: two stages, two shards of the batch."""
+    mesh = jaxpp.MpmdMesh(mesh_of(machine, {"stage": 2, "data": 2}), "stage")
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any, x: jax.Array) -> jax.Array:
+            for k, weight in enumerate(weights):
+                x = jnp.tanh((jaxpp.pipeline_enter_stage(x) if k else x) @ weight)
+            return (x**2).mean()
+
+        losses, grads = jaxpp.treduce(partial(jax.value_and_grad(loss), weights), batch, jaxpp.Std1F1B(2))
+        return jax.tree.map(lambda weight, grad: weight - 0.1 * grad, weights, grads), losses
+
+    specs = PartitionSpec(), PartitionSpec(None, "data")
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32)] * 2
+    batch = jax.ShapeDtypeStruct((MICROBATCHES, 32, WIDTH), np.float32)
+    return jaxpp.mpmd_jit_with_loop(step, mpmd_mesh=mesh, in_specs=specs).compile(weights, batch)
+
+
+@pytest.mark.parametrize("machine", ONE_HOST)
+def test_stacked_losses_are_reduced_once_in_a_step(machine: str):
+    report = told(of_jaxpp(machine))
+    assert len(of_loop(report)) == 3
+    assert not any(task.exchanges for task in of_loop(report))
+    after = [exchange for task in around_loop(report) for exchange in task.exchanges]
+    assert {(exchange.kind, exchange.axes) for exchange in after} == {("all-reduce", ("data",))}
+    assert sum(exchange.nbytes for exchange in after) == 4 * (2 * WIDTH**2 + MICROBATCHES)
 
 
 @pytest.mark.parametrize("machine", ONE_HOST)

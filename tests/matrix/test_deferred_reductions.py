@@ -25,7 +25,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.engine.tracing.treduce import Add, treduce
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from tests.engine.toys import indexless
@@ -263,6 +263,39 @@ def test_gradients_and_carries():
     deferred = {path for path, axes in zip(paths, loop.batch_dims, strict=True) if axes is not None}
     gradients = {f"[1]['{name}']" for name in ("bfloat16", "float32", "last")}
     assert deferred == gradients | {"[0]", "[2]['float32'][0]", "[2]['float32'][1]"}
+
+
+# How the loop reduces a sum over examples; what is stacked may get its new axis at any place.
+REDUCED = {"add": Add, "last": Last, "max": Max, **{f"stack at {axis}": Concat(axis) for axis in range(-3, 3)}}
+
+
+def reduced(weight: Any, batch: Any, schedule: Schedule | None) -> Any:
+    """A matrix and a number for each operation."""
+
+    def body(x: Any) -> Any:
+        y = mark_stage_end(x @ weight) @ weight
+        pairs = (y[:, :, None] * x[:, None, :], (y * y).sum(1))
+        return [{name: (factor * pair).sum(0) for factor, name in enumerate(REDUCED, 1)} for pair in pairs]
+
+    numbers_too = {
+        name: Concat(max(-1, min(op.axis, 0))) if isinstance(op, Concat) else op for name, op in REDUCED.items()
+    }
+    return treduce(body, batch, schedule, operation=[REDUCED, numbers_too])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_stacked_sums_and_the_last_wait_as_added_ones_do(axis_type: AxisType):
+    """The sum of maxima is no maximum of sums: that one is reduced in every microbatch."""
+    rng = np.random.default_rng(0)  # small integers: every sum is exact
+    weight = rng.integers(-2, 3, (SIDE, SIDE)).astype(np.float32)
+    batch = rng.integers(-2, 3, (MICROBATCHES, EXAMPLES, SIDE)).astype(np.float32)
+    expected = jax.jit(reduced, static_argnums=2)(weight, batch, None)
+    step = mpmd_jit_with_loop(reduced, mesh_of(axis_type), in_specs=(P(), P(None, "data")), static_argnums=2)
+    arguments = weight, batch, ForwardOnly(Std1F1B(STAGES))
+    tree_allclose(step(*arguments), jax.tree.map(np.asarray, expected), rtol=0, atol=0)
+    (loop,) = step.compile(*arguments)._built.loops
+    waiting = {name for name, dim in zip(sorted(REDUCED) * 2, loop.batch_dims, strict=True) if dim is not None}
+    assert waiting == {*REDUCED} - {"max"}
 
 
 @pytest.mark.soak

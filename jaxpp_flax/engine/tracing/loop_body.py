@@ -19,7 +19,8 @@ class LoopBody:
     """The work of one microbatch, as a graph of `(constants, index, carry) -> (next_carry, results)`.
 
     `operations` are the reductions of the results over the `length` microbatches, one for each result. `carry_names`
-    are the paths of the carry's leaves, for messages.
+    are the paths of the carry's leaves, for messages. `numbers` are the values that hold the parts of a single number,
+    one for each shard of the batch.
     """
 
     graph: Graph
@@ -28,11 +29,13 @@ class LoopBody:
     operations: tuple[Op, ...]
     length: int
     carry_names: tuple[str, ...] = ()
+    numbers: frozenset[Value] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph, params: Mapping[str, Any]) -> LoopBody:
         """Make the body of a `treduce` equation from its graph and the equation's parameters."""
-        return cls(graph=graph, **{field.name: params[field.name] for field in fields(cls) if field.name != "graph"})
+        names = [field.name for field in fields(cls) if field.name not in ("graph", "numbers")]
+        return cls(graph=graph, **{name: params[name] for name in names})
 
     @property
     def constants(self) -> tuple[Value, ...]:

@@ -64,6 +64,7 @@ def _defer_in_loop(
     sharded = {
         (v.aval.shape, name)
         for v, a in operands.items()
+        if v in body.graph.reads  # not what a narrower copy in front of the loop has replaced
         for name in axes_in(spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
     }
 
@@ -111,8 +112,8 @@ def defer_reductions(
 
     def may_wait(position: int, value: Value, axes: Any) -> bool:
         k = position - len(body.carry)
-        adds = k >= 0 and type(body.operations[k]) is AddOp and accumulates(value.aval.dtype)
-        return adds and may_defer(value, axes)
+        linear = k >= 0 and type(body.operations[k]) in (AddOp, Concat, LastOp)
+        return linear and accumulates(value.aval.dtype) and may_defer(value, axes)
 
     flow.keep_in_parts(body.graph, may_wait)
     axes = tuple(map(flow.parts_over, body.results))
@@ -120,7 +121,15 @@ def defer_reductions(
     dims = tuple(dim if over is None else (0, over) for dim, over in zip(kept, axes, strict=True))
     if not any(axes):
         return Deferred(body, axes, dims)
-    return Deferred(body.rewritten(_InParts(flow).rewritten(body.graph)), axes, dims)
+    results = zip(body.operations, body.results, axes, strict=True)
+    operations = tuple(op if over is None else _of_parts(op, atom) for op, atom, over in results)
+    graph, numbers = _InParts(flow).rewritten(body.graph)
+    return Deferred(replace(body, graph=graph, operations=operations, numbers=numbers), axes, dims)
+
+
+def _of_parts(op: Op, value: Atom) -> Op:
+    """Return the operation for the parts of a value, whose first dimension is new: axes are counted from the end."""
+    return Concat(op.position(value.aval.ndim) - value.aval.ndim - 1) if isinstance(op, Concat) else op
 
 
 def _kept_by(op: Op, value: Atom, batch_dim: BatchDim | None) -> BatchDim | None:
@@ -138,8 +147,8 @@ class _InParts:
     def __init__(self, flow: BatchFlow) -> None:
         self.flow = flow
 
-    def rewritten(self, graph: Graph) -> Graph:
-        """Return the graph with parts in place of these sums, also as its outputs."""
+    def rewritten(self, graph: Graph) -> tuple[Graph, frozenset[Value]]:
+        """Return the graph with parts in place of these sums, also as its outputs; and the parts of single numbers."""
         parts: dict[Atom, Atom] = {}
         equations: list[Equation] = []
         for equation in graph.equations:
@@ -155,7 +164,8 @@ class _InParts:
             made, results = emit(applied, [parts.get(v, v) for v in inputs], kept, like=equation)
             equations += made
             parts.update(zip(equation.outputs, results, strict=True))
-        return Graph(graph.inputs, tuple(parts.get(a, a) for a in graph.outputs), tuple(equations))
+        numbers = frozenset(values(new for old, new in parts.items() if old.aval.size == 1 and new is not old))
+        return Graph(graph.inputs, tuple(parts.get(a, a) for a in graph.outputs), tuple(equations)), numbers
 
     def _apply(self, equation: Equation, held: Mapping[Atom, Any]) -> Sequence[Any]:
         """Apply an equation to arrays; `held` has the parts of the sums that are in parts, and so have the results."""

@@ -201,12 +201,29 @@ class _Labeller:
                 base = _UNANCHORED
             else:
                 if equation.transposed and base != _UNANCHORED:
-                    if all(v in scaled or v.aval.size == 1 or at.get(v, _UNANCHORED) == _UNANCHORED for v in operands):
+                    if all(
+                        v in scaled or self._is_number(v) or at.get(v, _UNANCHORED) == _UNANCHORED for v in operands
+                    ):
                         scaled.update(equation.outputs)
                         self.movable.add(equation)
-                    base = _backward_phase(equation, at, base, stages)
+                    base = self._backward_phase(equation, at, base)
                 phase[equation] = base
             at.update(dict.fromkeys(equation.outputs, base))
+
+    def _is_number(self, value: Value) -> bool:
+        """Return whether a value is a single number, which travels at no cost; it may be held in parts."""
+        return value.aval.size == 1 or value in self.body.numbers
+
+    def _backward_phase(self, equation: Equation, at: dict[Value, int], base: int) -> int:
+        """Return the backward phase of a transposed equation whose operands are known from phase `base` on."""
+        stages, operands = self.stages, values(equation.inputs)
+        if base < stages:  # it reads only residuals: the seed of the loss, or of an auxiliary loss of a middle stage
+            return 2 * stages - 1 - base
+        residuals = [at[v] for v in operands if 0 <= at.get(v, _UNANCHORED) < stages and not self._is_number(v)]
+        cotangents = [v for v in operands if at.get(v, _UNANCHORED) >= stages]
+        if residuals and all(map(self._is_number, cotangents)):
+            return max(base, 2 * stages - 1 - max(residuals))
+        return base
 
     def run_late(self) -> None:
         """Run recomputed and unanchored equations in the phase that first needs them, in reverse program order."""
@@ -236,15 +253,3 @@ class _Labeller:
                 bound = min(bound, self.cut_of[marker])
             if isinstance(operand, Value):
                 needed[operand] = min(needed.get(operand, bound), bound)
-
-
-def _backward_phase(equation: Equation, at: dict[Value, int], base: int, stages: int) -> int:
-    """Return the backward phase of a transposed equation whose operands are known from phase `base` on."""
-    if base < stages:  # it reads only residuals: the seed of the loss, or of an auxiliary loss of a middle stage
-        return 2 * stages - 1 - base
-    operands = values(equation.inputs)
-    residuals = [at[v] for v in operands if 0 <= at.get(v, _UNANCHORED) < stages and v.aval.size > 1]
-    cotangents = [v for v in operands if at.get(v, _UNANCHORED) >= stages]
-    if residuals and all(v.aval.size == 1 for v in cotangents):
-        return max(base, 2 * stages - 1 - max(residuals))
-    return base
