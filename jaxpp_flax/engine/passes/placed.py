@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.loop.loop import Loop
+from jaxpp_flax.engine.passes.loop.loop import LoweredLoop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, values
 
 __all__ = ["Placed", "ResultRanks"]
@@ -58,27 +58,32 @@ class ResultRanks:
 class Placed:
     """A step with the ranks of its work: `native` of each equation, and in `need` those that read each value.
 
-    `loop_of` has the loop of each equation that is one. `for_all` marks the results that every process gets.
+    `for_all` marks the results that every process gets.
     """
 
     equations: tuple[Equation, ...]
-    loop_of: Mapping[Equation, Loop]
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     native: Mapping[Equation, frozenset[int]]
     need: Mapping[Value, frozenset[int]]
     for_all: tuple[bool, ...]
 
+    @property
+    def loops(self) -> tuple[LoweredLoop, ...]:
+        """The loops of the step in program order."""
+        return tuple(equation for equation in self.equations if isinstance(equation, LoweredLoop))
+
     def reads(self, equation: Equation) -> list[tuple[Value, int]]:
         """Return what an equation reads: the values, each with a rank that reads it."""
-        if (loop := self.loop_of.get(equation)) is not None:
-            return [(value, rank) for value, ranks in loop.inputs() for rank in ranks]
+        if isinstance(equation, LoweredLoop):
+            return [(value, rank) for value, ranks in equation.reads() for rank in ranks]
         return [(value, rank) for rank in self.native[equation] for value in values(equation.inputs)]
 
     def makes(self, equation: Equation) -> dict[Value, frozenset[int]]:
         """Return what an equation makes: the values, each with the ranks on which it is made."""
-        loop = self.loop_of.get(equation)
-        return loop.homes if loop is not None else dict.fromkeys(equation.outputs, self.native[equation])
+        if isinstance(equation, LoweredLoop):
+            return equation.homes
+        return dict.fromkeys(equation.outputs, self.native[equation])
 
     def sent(self, equation: Equation) -> Iterator[tuple[Value, int, int]]:
         """Yield the values of an equation that other ranks read, each with its source and a target."""
@@ -98,8 +103,8 @@ class Placed:
     def as_text(self) -> str:
         lines: list[str] = []
         for equation in self.equations:
-            if (loop := self.loop_of.get(equation)) is not None:
-                lines.append(loop.headline())
+            if isinstance(equation, LoweredLoop):
+                lines.append(equation.headline())
             elif ranks := sorted(self.native[equation]):
                 made = ", ".join(value.aval.str_short() for value in equation.outputs)
                 lines.append(f"ranks {ranks}: {equation.name} makes {made} at {equation.where}")

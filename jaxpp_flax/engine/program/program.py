@@ -8,7 +8,7 @@ it, and each transfer another one.) So who makes a value and who reads it are fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
+__all__ = ["HOST_MEMORY", "Free", "Instruction", "LoopTask", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
 
 HOST_MEMORY = "pinned_host"
 """The kind of memory to which residuals are offloaded."""
@@ -50,6 +50,17 @@ class ProgramTask:
             backward = Task(TaskKind.BACKWARD, self.stage, microbatch)
             return FusedTask(Task(TaskKind.FORWARD, self.stage, microbatch), backward)
         return Task(self.kind, self.stage, microbatch)
+
+
+@dataclass(frozen=True, eq=False)
+class LoopTask(ProgramTask):
+    """The work of one stage and kind for one microbatch.
+
+    `fused` marks a last stage whose forward and backward run as one task (its kind is FORWARD).
+    """
+
+    stage: int = field()
+    kind: TaskKind = field()
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ def test_a_tied_parameter_is_summed_once_and_updated_where_it_is_read():
 
     result = built(sgd_step(Std1F1B(S), tied), S, chain(2), batch_of(3)).placed
     result.verify()
-    (loop,) = result.loop_of.values()
+    (loop,) = result.loops
     assert len(loop.results) == 1 + 2 * 2 + 2
     assert at(result, result.inputs[:4]) == [[0, 2], [0, 2], [1], [1]]
     assert all(isinstance(a, Value) for a in result.outputs)

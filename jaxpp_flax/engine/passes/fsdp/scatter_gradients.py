@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
-from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
+from jaxpp_flax.engine.passes.loop.loop import Accumulator, LoweredLoop, loops_of
+from jaxpp_flax.engine.passes.loop.lower_loops import LoweredStep
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
@@ -28,7 +28,7 @@ from jaxpp_flax.messages import warn_user
 __all__ = ["scatter_gradients", "scatter_sum"]
 
 
-def scatter_gradients(step: Step, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> Step:
+def scatter_gradients(step: LoweredStep, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> LoweredStep:
     """Replace the sums of partial gradients; without a rule, nothing changes.
 
     Args:
@@ -41,7 +41,7 @@ def scatter_gradients(step: Step, specs: Sequence[PartitionSpec], rule: FsdpRule
     graph = step.graph
     readers = {v: e for e in graph.equations for v in values(e.inputs)}
     replaced: dict[Equation, list[Equation]] = {}
-    for loop in step.loops:
+    for loop in loops_of(graph, LoweredLoop):
         _warn_of_reductions(loop, graph.inputs, specs, rule)
         for value, like, batch_dim in zip(loop.results, loop.like, loop.batch_dims, strict=True):
             total = readers.get(value)
@@ -56,7 +56,9 @@ def scatter_gradients(step: Step, specs: Sequence[PartitionSpec], rule: FsdpRule
     return replace(step, graph=replace(graph, equations=equations), sums=sums)
 
 
-def _warn_of_reductions(loop: Loop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule) -> None:
+def _warn_of_reductions(
+    loop: LoweredLoop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule
+) -> None:
     """Warn of gradients that cannot wait for the end of the loop."""
     axes = {name for dim in loop.batch_dims if dim is not None for name in axes_in((dim[1],))}
     for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):

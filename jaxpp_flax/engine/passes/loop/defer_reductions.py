@@ -27,7 +27,7 @@ from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, propagate
 from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
@@ -37,18 +37,18 @@ from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
 __all__ = ["defer_in_loops", "defer_reductions"]
 
 
-def defer_in_loops(step: Step, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Step:
+def defer_in_loops(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Graph:
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
     `specs` gives the partition of each input of the step inside a submesh.
     """
-    spec_of = dict(zip(step.graph.inputs, specs, strict=True))
+    spec_of = dict(zip(step.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
-    dims = propagate(step.graph.equations, known, shards) if known else {}
-    for equation in step.graph.equations:  # a narrower copy of a sharded parameter is sharded alike
+    dims = propagate(step.equations, known, shards) if known else {}
+    for equation in step.equations:  # a narrower copy of a sharded parameter is sharded alike
         if (spec := followed_spec(equation, spec_of)) is not None:
             spec_of[equation.outputs[0]] = spec
-    return step.each(lambda loop: _defer_in_loop(loop, spec_of, dims, shards))
+    return each_loop(step, Loop, lambda loop: _defer_in_loop(loop, spec_of, dims, shards))
 
 
 def _defer_in_loop(

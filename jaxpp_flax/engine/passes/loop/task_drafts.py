@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors
-from jaxpp_flax.engine.passes.loop.label import Labels
+from jaxpp_flax.engine.passes.loop.loop import Labels
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values, with_outputs
 
 __all__ = ["Key", "TaskDrafts"]

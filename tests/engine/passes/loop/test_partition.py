@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.engine.passes.loop.carries import CarryError
-from jaxpp_flax.engine.passes.loop.label import Labels, label
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
+from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.loop import Labels, Partition, verify_effects
+from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
