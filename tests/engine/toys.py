@@ -88,9 +88,8 @@ def opened(
     graph: Graph, num_consts: int, num_carry: int = 0, operations: Sequence[Op] = (), length: int = 4
 ) -> LoopBody:
     """A loop body whose inputs are constants, the microbatch's index and a carry."""
-    return LoopBody(
-        graph=graph, num_consts=num_consts, num_carry=num_carry, operations=tuple(operations), length=length
-    )
+    params = {"num_consts": num_consts, "num_carry": num_carry, "operations": tuple(operations), "length": length}
+    return LoopBody.of(graph, {**params, "carry_names": ()})
 
 
 def indexless(graph: Graph, operations: Sequence[Op]) -> LoopBody:

@@ -77,7 +77,7 @@ def _gather_in_loop(
     sliced = sliced_by_index(body.equations, body.index)
     operands = {v: a for v, a in zip(body.constants, loop.constants, strict=True) if isinstance(a, Value)}
     axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}
-    whole = body.graph.reads.keys() - sliced  # nothing slices a batch leaf that nothing reads
+    whole = body.reads.keys() - sliced  # nothing slices a batch leaf that nothing reads
     gathered: dict[Value, Gather] = {}
     twins: dict[Atom, Value] = {}
     for value in [v for v in operands if v in whole]:
@@ -133,7 +133,7 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
         else:
             made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
             equations += [*made, equation]
-    graph = prune(Graph((*constants, body.index, *body.carry), body.graph.outputs, tuple(equations)))
+    graph = prune(Graph((*constants, body.index, *body.carry), body.outputs, tuple(equations)))
     return body.rewritten(graph)
 
 

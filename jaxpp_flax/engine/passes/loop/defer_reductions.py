@@ -114,13 +114,13 @@ def defer_reductions(
         adds = k >= 0 and type(body.operations[k]) is AddOp and accumulates(value.aval.dtype)
         return adds and may_defer(value, axes)
 
-    flow.keep_in_parts(body.graph, may_wait)
+    flow.keep_in_parts(body, may_wait)
     axes = tuple(map(flow.parts_over, body.results))
     kept = [_kept_by(op, atom, flow.dim_of(atom)) for op, atom in zip(body.operations, body.results, strict=True)]
     dims = tuple(dim if over is None else (0, over) for dim, over in zip(kept, axes, strict=True))
     if not any(axes):
         return Deferred(body, axes, dims)
-    return Deferred(body.rewritten(_InParts(flow).rewritten(body.graph)), axes, dims)
+    return Deferred(body.rewritten(_InParts(flow).rewritten(body)), axes, dims)
 
 
 def _kept_by(op: Op, value: Atom, batch_dim: BatchDim | None) -> BatchDim | None:

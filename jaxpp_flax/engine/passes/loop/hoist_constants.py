@@ -64,13 +64,13 @@ def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> list[Equation
     body = _with_open_calls(loop.body, {} if once else specs)
     kept = set[Value]()
     if once:
-        kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.graph.producer))
+        kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.producer))
     kept.difference_update(body.constants)
     moved = _moved(body, specs, kept)
     if not moved:
         return [loop]
     staying = [e for e in body.equations if moved.isdisjoint(e.outputs)]
-    read = {*values(body.graph.outputs), *(v for e in staying for v in values(e.inputs))}
+    read = {*values(body.outputs), *(v for e in staying for v in values(e.inputs))}
     wanted = [v for e in body.equations for v in e.outputs if v in moved and v in read]
     before = _copied(makers_of(body.equations, wanted), outer)
     first: dict[Atom, Value] = {}  # of the results: two that are one value are read as one
@@ -82,10 +82,10 @@ def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> list[Equation
         return tuple(twins.get(atom, atom) for atom in atoms)
 
     inputs = (*body.constants, *first.values(), body.index, *body.carry)
-    graph = prune(Graph(inputs, reading(body.graph.outputs), tuple(e.reading(reading(e.inputs)) for e in staying)))
+    graph = prune(Graph(inputs, reading(body.outputs), tuple(e.reading(reading(e.inputs)) for e in staying)))
     count = len(body.constants) + len(first)
     operands = (*loop.constants, *first, *loop.carry_init)
-    return [*before, replace(loop, inputs=operands, body=replace(body, graph=graph, num_consts=count))]
+    return [*before, replace(loop, inputs=operands, body=replace(body.rewritten(graph), num_consts=count))]
 
 
 def _moved(body: LoopBody, specs: Mapping[Value, PartitionSpec], kept: Collection[Value]) -> set[Value]:
@@ -176,7 +176,7 @@ def _with_open_calls(body: LoopBody, specs: Mapping[Value, PartitionSpec]) -> Lo
     """
     while found := {*_mixing_calls(body), *_casting_calls(body, specs)}:
         opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
-        body = body.rewritten(inline(body.graph, flatten=opens, remat=opens))
+        body = body.rewritten(inline(body, flatten=opens, remat=opens))
     return _with_numbers_apart(body)
 
 
@@ -239,7 +239,7 @@ def _with_numbers_apart(body: LoopBody) -> LoopBody:
             equations += _call_for(numbers, equation)
             equation = replace(equation, outputs=tuple(Value(v.aval) if v in numbers else v for v in equation.outputs))
         equations.append(equation)
-    return body.rewritten(replace(body.graph, equations=tuple(equations)))
+    return replace(body, equations=tuple(equations))
 
 
 def _call_for(numbers: Sequence[Value], equation: Equation) -> list[Equation]:

@@ -19,7 +19,7 @@ only the place of the work, never its results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors
@@ -128,9 +128,9 @@ def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
             passed.update(zip(equation.outputs, operands, strict=True))
         else:
             plain[equation] = equation.reading(operands)
-    outputs = tuple(passed.get(atom, atom) for atom in body.graph.outputs)
+    outputs = tuple(passed.get(atom, atom) for atom in body.outputs)
     return Labels(
-        body=body.rewritten(Graph(body.graph.inputs, outputs, tuple(plain.values()))),
+        body=replace(body, outputs=outputs, equations=tuple(plain.values())),
         cuts=tuple(cutting),
         phase={plain[equation]: phase for equation, phase in labeller.phase.items()},
         counters=counters,
@@ -196,7 +196,7 @@ class _Labeller:
 
     def run_late(self) -> None:
         """Run recomputed and unanchored equations in the phase that first needs them, in reverse program order."""
-        phase, producer = self.phase, self.body.graph.producer
+        phase, producer = self.phase, self.body.producer
         # The latest phase that may make each value.
         results = [v for v in values(self.body.results) if v in producer]
         needed = {v: self.stages if producer[v].transposed else self.stages - 1 for v in results}

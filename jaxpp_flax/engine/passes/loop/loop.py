@@ -53,7 +53,7 @@ class Loop(Equation):
 
     def flat_body(self) -> LoopBody:
         """Return the body with plain calls and regions of `jax.checkpoint` inlined, and without hints."""
-        return self.body.rewritten(inline(self.body.graph, flatten=True, remat=True, hints=False))
+        return self.body.rewritten(inline(self.body, flatten=True, remat=True, hints=False))
 
     @property
     def constants(self) -> tuple[Atom, ...]:
@@ -74,7 +74,7 @@ class Loop(Equation):
 
     def verify(self) -> None:
         """Check the body."""
-        self.body.graph.verify()
+        self.body.verify()
 
     def headline(self) -> str:
         """Return the schedule and the marks as one line."""
@@ -86,7 +86,7 @@ class Loop(Equation):
 
     def details(self) -> str:
         """Return the schedule, the marks and the body as text."""
-        return f"{self.headline()}\n{self.body.graph.as_text()}"
+        return f"{self.headline()}\n{self.body.as_text()}"
 
 
 L = TypeVar("L", bound=Loop)
@@ -164,7 +164,7 @@ class Labels:
 
     def as_text(self) -> str:
         """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
-        return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
+        return self.body.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -135,7 +135,7 @@ def _accumulators(drafts: TaskDrafts) -> list[Accumulator]:
 
 def _parts(labels: Labels, atom: Atom) -> list[Atom]:
     """Return the addends of a sum over several stages; any other atom is its own only part."""
-    graph = labels.body.graph
+    graph = labels.body
     equation = graph.producer.get(atom) if isinstance(atom, Value) else None
     if equation is None or not facts_of(equation.primitive).adds or graph.reads[atom] > 1:  # type: ignore[index]
         return [atom]
@@ -183,7 +183,7 @@ def _accumulate(drafts: TaskDrafts, part_of: int, atom: Atom, op: Op, traced: _T
 
 def _split(drafts: TaskDrafts) -> None:
     """Split backward tasks for zero-bubble: work that no cotangent leaving the stage needs gets a task of its own."""
-    key_of, producer = drafts.key_of, drafts.labels.body.graph.producer
+    key_of, producer = drafts.key_of, drafts.labels.body.producer
     read = ((v, key) for e, key in key_of.items() for v in values(e.inputs))
     leaving = [v for v, key in read if v in producer and key_of.get(producer[v], key) != key]
     phases = range(drafts.stages, 2 * drafts.stages - 1)

@@ -367,7 +367,7 @@ def body_of(model: list[Layer], frozen: int, remat: bool) -> tuple[Graph, list[A
 def check_each_equation_once(labels: Labels, part: Partition) -> None:
     """What has an effect stands in one task; what is free in as many as like; what has none in none."""
     stands = Counter(v for t in part.tasks for e in t.graph.equations for v in e.outputs)
-    needed = set(labels.body.graph.outputs)
+    needed = set(labels.body.outputs)
     for equation in reversed(labels.body.equations):
         if needed.isdisjoint(equation.outputs):
             continue
