@@ -49,8 +49,8 @@ def place(
       result_ranks: with several processes: the owners of each rank, and the results that all processes get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
     """
-    _warn_of_loops(loops_of(step.graph, LoweredLoop))
-    inputs, outputs = step.graph.inputs, step.graph.outputs
+    _warn_of_loops(loops_of(step, LoweredLoop))
+    inputs, outputs = step.inputs, step.outputs
     placer = _Placer(step, idle_ranks)
     placer.locate()
     # If a result updates an argument that several ranks hold, all of them get the new value.
@@ -64,14 +64,14 @@ def place(
                 wanted[i] = result_ranks.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
     placer.demand(wanted)
     need = {value: frozenset(ranks) for value, ranks in placer.need.items()}
-    return Placed(tuple(placer.equations), inputs, outputs, placer.native, need, tuple(for_all))
+    return Placed(inputs, outputs, placer.equations, placer.native, need, tuple(for_all))
 
 
 class _Placer:
     def __init__(self, step: LoweredStep, idle_ranks: frozenset[int]) -> None:
         self.idle_ranks = idle_ranks
-        self.inputs, self.outputs, self.sums = step.graph.inputs, step.graph.outputs, step.sums
-        self.equations = step.graph.equations
+        self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
+        self.equations = step.equations
         self.arguments, self.results = set(self.inputs), set(values(self.outputs))
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}

@@ -247,7 +247,7 @@ class _Rounds:
         for equation in placed.equations:
             rounds, is_loop = dict[int, int](), isinstance(equation, LoweredLoop)
             if isinstance(equation, LoweredLoop):
-                reads = placed.reads(equation)
+                reads = placed.read_by(equation)
                 at = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in reads)])
                 self.loops[at] = equation
                 for value, rank in reads:
@@ -257,9 +257,9 @@ class _Rounds:
                 for rank in placed.native[equation]:
                     rounds[rank] = max((ready.get((v, rank), 0) for v in values(equation.inputs)), default=0)
                     self.work.setdefault(rank, {})[equation] = rounds[rank]
-            for value, ranks in placed.makes(equation).items():
+            for value, ranks in placed.made_by(equation).items():
                 ready.update({(value, rank): rounds[rank] + is_loop for rank in ranks})
-            for value, source, target in placed.sent(equation):
+            for value, source, target in placed.sent_by(equation):
                 self.moves.setdefault(rounds[source], {}).setdefault((source, target), []).append(value)
                 self.read[source].add(value)
                 ready[value, target] = rounds[source] + 1

@@ -38,22 +38,21 @@ def scatter_gradients(step: LoweredStep, specs: Sequence[PartitionSpec], rule: F
     """
     if rule is None:
         return step
-    graph = step.graph
-    readers = {v: e for e in graph.equations for v in values(e.inputs)}
+    readers = {v: e for e in step.equations for v in values(e.inputs)}
     replaced: dict[Equation, list[Equation]] = {}
-    for loop in loops_of(graph, LoweredLoop):
-        _warn_of_reductions(loop, graph.inputs, specs, rule)
+    for loop in loops_of(step, LoweredLoop):
+        _warn_of_reductions(loop, step.inputs, specs, rule)
         for value, like, batch_dim in zip(loop.results, loop.like, loop.batch_dims, strict=True):
             total = readers.get(value)
             if like is None or batch_dim is None or total not in step.sums or total.name != "reduce_sum":
                 continue
             before = accumulator_spec(value.aval, batch_dim, specs[like], ())
-            last = _placing_of(total.outputs[0], graph, readers) or total
-            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, graph.inputs[like]):
+            last = _placing_of(total.outputs[0], step, readers) or total
+            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, step.inputs[like]):
                 replaced |= {last: [], total: made}
-    equations = tuple(made for equation in graph.equations for made in replaced.get(equation, [equation]))
+    equations = tuple(made for equation in step.equations for made in replaced.get(equation, [equation]))
     sums = step.sums.difference(replaced).union(*replaced.values())
-    return replace(step, graph=replace(graph, equations=equations), sums=sums)
+    return replace(step, equations=equations, sums=sums)
 
 
 def _warn_of_reductions(

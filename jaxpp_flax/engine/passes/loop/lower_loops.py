@@ -20,24 +20,15 @@ __all__ = ["LoweredStep", "lower_loops"]
 
 
 @dataclass(frozen=True, eq=False)
-class LoweredStep:
+class LoweredStep(Graph):
     """A step whose loops are lowered.
 
     `sums` are the equations that add up partial results of loops: they mix ranks by design. `updated` gives for each
     output the position of the argument whose new value it is, or None.
     """
 
-    graph: Graph
     sums: frozenset[Equation]
     updated: tuple[int | None, ...]
-
-    def verify(self) -> None:
-        """Check the equations, and the loops among them."""
-        self.graph.verify()
-
-    def as_text(self) -> str:
-        """Return the loops and the equations as text."""
-        return self.graph.as_text()
 
 
 def lower_loops(step: Graph) -> LoweredStep:
@@ -53,7 +44,7 @@ def lower_loops(step: Graph) -> LoweredStep:
     graph = replace(step, equations=tuple(equations))
     updated, by_loop = updated_arguments(graph, sums, loops_of(graph, CutLoop))
     lowered = (advanced(LoweredLoop, e, like=by_loop[e]) if isinstance(e, CutLoop) else e for e in equations)
-    return LoweredStep(replace(graph, equations=tuple(lowered)), frozenset(sums), updated)
+    return LoweredStep(step.inputs, step.outputs, tuple(lowered), frozenset(sums), updated)
 
 
 def _lowered(loop: CutLoop) -> tuple[list[Equation], CutLoop, list[Equation]]:
