@@ -23,7 +23,7 @@ HOST_MEMORY = "pinned_host"
 """The kind of memory to which residuals are offloaded."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ProgramTask:
     """A computation that one rank runs: once (outside loops; `stage` and `kind` are None), or for every microbatch.
 
@@ -42,6 +42,9 @@ class ProgramTask:
     pins: tuple[tuple[int, int], ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"{self.name!r} on rank {self.rank}"
+
     def scheduled(self, microbatch: int) -> Task | FusedTask | None:
         """Return the task of the schedule that this one runs for a microbatch; None outside loops."""
         if self.stage is None or self.kind is None:
@@ -52,7 +55,7 @@ class ProgramTask:
         return Task(self.kind, self.stage, microbatch)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoopTask(ProgramTask):
     """The work of one stage and kind for one microbatch.
 
