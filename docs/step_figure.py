@@ -8,6 +8,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import jaxpp_flax
 from jaxpp_flax import mark_stage_end, treduce
 from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.runner import Pass, run_passes
+from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
@@ -60,7 +61,7 @@ def svg_of_passes() -> str:
     )
 
 
-def _structures() -> Iterator[tuple[Pass, type]]:
+def _structures() -> Iterator[tuple[Pass[Any, Any], type]]:
     """Run the passes on a small step; yield each with the type of the structure that it makes."""
 
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
@@ -84,7 +85,7 @@ def _structures() -> Iterator[tuple[Pass, type]]:
     )
     return (
         (each, type(structure))
-        for each, structure in run_passes(PASSES, graph, built.settings)
+        for each, structure in PASSES.steps(graph, built.settings)
     )
 
 

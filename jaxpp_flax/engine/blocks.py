@@ -21,10 +21,9 @@ from jaxpp_flax.engine.analyses.held_inside import held_inside
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.analyses.work import work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
-from jaxpp_flax.engine.passes.loop.carries import CarryError
-from jaxpp_flax.engine.passes.loop.label import Labels, label
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.passes.loop.partition import partition
+from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.loop import Labels, Partition
+from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
 from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Value, memory_kind_of, values

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
-from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes import PLACING, PREPARING, WRITING
+from jaxpp_flax.engine.passes.loop.loop import Loop, LoweredLoop, each_loop
 from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.passes.runner import Observer, Residuals, Settings, observers, run_passes
+from jaxpp_flax.engine.passes.runner import Observer, Residuals, Settings, observers
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
 from jaxpp_flax.schedules.schedule import Schedule
@@ -32,16 +32,16 @@ class Built:
     settings: Settings
 
     @property
-    def loops(self) -> tuple[Loop, ...]:
+    def loops(self) -> tuple[LoweredLoop, ...]:
         """The loops of the step in program order."""
-        return tuple(self.placed.loop_of.values())
+        return self.placed.loops
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A step after the passes that no choice of schedules, cuts and residuals changes; a planner tries many."""
 
-    step: Step
+    step: Graph
     settings: Settings
     observe: Sequence[Observer]
     arguments: Mapping[Value, tuple[int, PartitionSpec]]  # of the step: the place of each, and its spec
@@ -52,20 +52,16 @@ class Prepared:
         Raises:
           ValueError: if a loop's marks or residuals do not fit its schedule.
         """
-        shards, arguments = self.settings.shards, _with_converted(self.step.graph, self.arguments)
+        shards, arguments = self.settings.shards, _with_converted(self.step, self.arguments)
 
         def choose_cuts(loop: Loop) -> Sequence[int]:
             return policy(Marks(_blocks(loop, arguments, shards)), loop.schedule.num_stages)
 
         settings, step = replace(self.settings, choose_cuts=choose_cuts, residuals=residuals), self.step
         if schedule_of is not None:
-            step = step.each(lambda loop: replace(loop, schedule=schedule_of(loop.schedule)))
-        found = run_passes(PASSES[_FIRST_CHOICE:], step, settings, self.observe, first=_FIRST_CHOICE + 1)
-        made = {each.name: structure for each, structure in found if each.name in ("place", "liveness")}
-        return Built(made["liveness"], made["place"], settings)
-
-
-_FIRST_CHOICE = [each.name for each in PASSES].index("choose_cuts")
+            step = each_loop(step, Loop, lambda loop: replace(loop, schedule=schedule_of(loop.schedule)))
+        placed = PLACING.run(step, settings, self.observe)
+        return Built(WRITING.run(placed, settings, self.observe), placed, settings)
 
 
 def prepare(
@@ -87,8 +83,7 @@ def prepare(
         num_ranks=num_ranks, donated=tuple(donated), specs=tuple(specs), shards=ShardCounts(axis_sizes), **others
     )
     observe = observers()
-    *_, (_, step) = run_passes(PASSES[:_FIRST_CHOICE], graph, settings, observe)
-    return Prepared(step, settings, observe, arguments)
+    return Prepared(PREPARING.run(graph, settings, observe), settings, observe, arguments)
 
 
 def _with_converted(

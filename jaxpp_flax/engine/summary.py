@@ -12,8 +12,7 @@ from jaxpp_flax.engine.analyses.held_inside import held_inside
 from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import residuals_of
-from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.loop import CutLoop, Partition
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Run
@@ -111,10 +110,10 @@ def summarise_stages(built: Built, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
     return tuple(rows)
 
 
-def _blocks(loop: Loop) -> list[tuple[str, ...]]:
+def _blocks(loop: CutLoop) -> list[tuple[str, ...]]:
     """Return the names of each stage's blocks."""
     marks = loop.body.marks
-    names, starts = segment_names(marks), [0, *(cut + 1 for cut in loop.cuts)]
+    names, starts = segment_names(marks), [0, *(cut + 1 for cut in loop.labels.cuts)]
     ends = [*starts[1:], len(marks)]
     return [names[start:end] or names[-1:] for start, end in zip(starts, ends, strict=True)]  # the last mark may cut
 
@@ -153,7 +152,7 @@ def sum_costs(executables: Executables) -> tuple[dict[str, float], ...]:
     return tuple(found)
 
 
-def _sent_bytes(loop: Loop, stage: int) -> int:
+def _sent_bytes(loop: CutLoop, stage: int) -> int:
     part = loop.partition
     rank = loop.schedule.rank_of(stage)
     made = {v for t in part.tasks if t.stage == stage and t.kind is TaskKind.FORWARD for v in t.graph.outputs}

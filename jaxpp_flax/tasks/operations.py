@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -13,32 +12,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import named_memory
-from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording_of
 from jaxpp_flax.tasks.task_trace import TaskTrace, trace_task
 
-__all__ = ["TaskCall", "moved", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
+__all__ = ["moved", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-@dataclass(frozen=True, eq=False)
-class TaskCall:
-    """One call of a task: its graph, whose inputs are the equation's operands, its rank, and its shardings.
-
-    `donated` holds the operands whose memory the caller lets the task reuse.
-    """
-
-    name: str
-    rank: int
-    graph: Graph
-    out_shardings: tuple[NamedSharding, ...]
-    donated: frozenset[int]
-
-    def __repr__(self) -> str:
-        return f"{self.name!r} on rank {self.rank}"
 
 
 def _outside(name: str) -> Callable[..., Any]:
@@ -48,7 +30,7 @@ def _outside(name: str) -> Callable[..., Any]:
 task_p = jex_core.Primitive("mpmd_task")
 task_p.multiple_results = True
 task_p.def_impl(_outside("task"))
-task_p.def_abstract_eval(lambda *_, call: [atom.aval for atom in call.graph.outputs])
+task_p.def_abstract_eval(lambda *_, task: [atom.aval for atom in task.graph.outputs])
 
 transfer_p = jex_core.Primitive("mpmd_transfer")
 transfer_p.multiple_results = True
@@ -164,8 +146,10 @@ def _donated(name: str, args: Sequence[Any], numbers: Sequence[int], operands: i
 
 def _bind(found: Recording, name: str, trace: TaskTrace, donated: frozenset[int]) -> Any:
     captured = len(trace.operands) - trace.num_arguments
-    call = TaskCall(name, trace.rank, trace.graph, trace.out_shardings, frozenset(i + captured for i in donated))
-    results = task_p.bind(*trace.operands, call=call)
+    specs = tuple(sharding.spec for sharding in trace.out_shardings)
+    donate = frozenset(i + captured for i in donated)
+    made = ProgramTask(name, trace.rank, trace.graph, donate=donate, out_specs=specs)
+    results = task_p.bind(*trace.operands, task=made)
     for result, sharding in zip(results, trace.out_shardings, strict=True):
         found.know(result, trace.rank, sharding)
     return jax.tree_util.tree_unflatten(trace.out_tree, results)

@@ -7,7 +7,7 @@ transfer, and no rank waits for a value that is made later.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
@@ -16,7 +16,7 @@ from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
-from jaxpp_flax.tasks.operations import TaskCall, task_p, transfer_p
+from jaxpp_flax.tasks.operations import task_p, transfer_p
 
 __all__ = ["build"]
 
@@ -98,25 +98,24 @@ class _Builder:
                 self.written.argument(edge, [rank])
 
     def task(self, equation: Equation) -> None:
-        call: TaskCall = equation.params["call"]
-        key = id(call.graph)
+        called: ProgramTask = equation.params["task"]
+        key = id(called.graph)
         if key not in self.graphs:
-            refuse_ordered_effects(call.graph)
-            self.graphs[key] = self.onto_submesh(call.graph)
+            refuse_ordered_effects(called.graph)
+            self.graphs[key] = self.onto_submesh(called.graph)
         graph = _with_literals(self.graphs[key], equation.inputs)
         read = [(i, atom) for i, atom in enumerate(equation.inputs) if isinstance(atom, Value)]
-        donate = frozenset(p for p, (i, _) in enumerate(read) if i in call.donated)
-        specs = tuple(sharding.spec for sharding in call.out_shardings)
-        task = ProgramTask(self._name(call), call.rank, graph, donate=donate, out_specs=specs)
+        donate = frozenset(p for p, (i, _) in enumerate(read) if i in called.donate)
+        task = replace(called, name=self._name(called), graph=graph, donate=donate)
         edges = [edge for _, edge in read]
-        self.bring(edges, call.rank)
+        self.bring(edges, called.rank)
         self.written.run_on(self.written.task(task), edges, equation.outputs)
-        self.rank.update(dict.fromkeys(equation.outputs, call.rank))
+        self.rank.update(dict.fromkeys(equation.outputs, called.rank))
 
-    def _name(self, call: TaskCall) -> str:
+    def _name(self, called: ProgramTask) -> str:
         """Number the tasks of one name on one rank: text and messages tell microbatches apart."""
-        name = "_".join(call.name.split())  # one word in text
-        number = self.numbers[name, call.rank] = self.numbers.get((name, call.rank), -1) + 1
+        name = "_".join(called.name.split())  # one word in text
+        number = self.numbers[name, called.rank] = self.numbers.get((name, called.rank), -1) + 1
         return f"{name}.{number}" if number else name
 
     def transfer(self, equation: Equation) -> None:
@@ -161,10 +160,10 @@ class _Donations:
     sent: set[Value] = field(default_factory=set)
 
     def check_task(self, equation: Equation) -> None:
-        call: TaskCall = equation.params["call"]
-        here = f"task {call.name!r} at {equation.where}"
+        called: ProgramTask = equation.params["task"]
+        here = f"task {called.name!r} at {equation.where}"
         self._check_reads(equation.inputs, here)
-        for position in sorted(call.donated):
+        for position in sorted(called.donate):
             value = equation.inputs[position]
             if not isinstance(value, Value):
                 continue

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.loop.label import Labels, label
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.loop import Labels, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.pipeline import Built, prepare
@@ -88,9 +88,8 @@ def opened(
     graph: Graph, num_consts: int, num_carry: int = 0, operations: Sequence[Op] = (), length: int = 4
 ) -> LoopBody:
     """A loop body whose inputs are constants, the microbatch's index and a carry."""
-    return LoopBody(
-        graph=graph, num_consts=num_consts, num_carry=num_carry, operations=tuple(operations), length=length
-    )
+    params = {"num_consts": num_consts, "num_carry": num_carry, "operations": tuple(operations), "length": length}
+    return LoopBody.of(graph, {**params, "carry_names": ()})
 
 
 def indexless(graph: Graph, operations: Sequence[Op]) -> LoopBody:

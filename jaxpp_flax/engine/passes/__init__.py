@@ -1,7 +1,6 @@
 """The passes of the compiler in order, from the graph of a traced step to its program.
 
 Each pass is a pure function from one frozen structure to the next, in a file of its name (`inline` is in `tracing/`).
-`runner.py` walks the tuple.
 """
 
 from __future__ import annotations
@@ -9,118 +8,128 @@ from __future__ import annotations
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import donate_and_free
-from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.hoist_constants import hoist_constants
-from jaxpp_flax.engine.passes.loop.loop import Loop
+from jaxpp_flax.engine.passes.loop.label import label_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import open_loops
+from jaxpp_flax.engine.passes.loop.partition import partition_loops
 from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.normalise_results import normalise_results
 from jaxpp_flax.engine.passes.place import place
-from jaxpp_flax.engine.passes.runner import Pass
+from jaxpp_flax.engine.passes.placed import Placed
+from jaxpp_flax.engine.passes.runner import Passes
 from jaxpp_flax.engine.passes.unroll import unroll
+from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.engine.tracing.regions import shielded
 
-__all__ = ["PASSES"]
+__all__ = ["PASSES", "PLACING", "PREPARING", "WRITING"]
 
-PASSES: tuple[Pass, ...] = (
-    Pass(
+# What no choice of schedules, cuts and residuals changes.
+PREPARING = (
+    Passes[Graph, Graph]()
+    .then(
         "inline",
         lambda graph, _: shielded(inline(graph, flatten=True)),
         requires="a traced step, on the submesh of one rank",
         ensures="every loop stands at the top; plain calls are gone",
-    ),
-    Pass(
+    )
+    .then(
         "normalise_results",
         lambda graph, _: normalise_results(graph),
         requires="loops at the top",
         ensures="every result of a loop is read; no two results are one array, arguments and host memory aside",
-    ),
-    Pass(
+    )
+    .then(
         "open_loops",
         lambda graph, settings: open_loops(graph, settings.num_ranks),
         requires="loops at the top",
         ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side "
         "effects, no partial sums among the types",
-    ),
-    Pass(
+    )
+    .then(
         "hoist_constants",
         lambda step, settings: hoist_constants(step, settings.specs),
         requires="opened loops",
         ensures="numbers made of parameters, and narrower copies of parameters, are made once, in front of the loop",
-    ),
-    Pass(
+    )
+    .then(
         "gather_parameters",
         lambda step, settings: gather_parameters(step, settings.specs, settings.shards, settings.fsdp),
         requires="opened loops",
         ensures="with `fsdp=`, bodies read parameters that are gathered before, and leave their gradients unplaced",
-    ),
-    Pass(
+    )
+    .then(
         "defer_reductions",
         lambda step, settings: defer_in_loops(step, settings.specs, settings.shards),
         requires="opened loops",
         ensures="sums over sharded examples are partial sums, where they may wait for the end of the loop",
-    ),
-    Pass(
-        "choose_cuts",
-        lambda step, settings: choose_cuts(step, settings.choose_cuts),
-        requires="bodies in their last form",
-        ensures="one cutting mark fewer than the schedule has stages",
-    ),
-    Pass(
+    )
+)
+
+PLACING = (
+    Passes[Graph, Graph](before=len(PREPARING.rows))
+    .then(
         "label",
-        lambda step, _: step.each(Loop.labelled),
-        requires="chosen cuts",
-        ensures="every equation has a phase no earlier than its operands: S forward, S backward; or every task has it",
-    ),
-    Pass(
+        lambda step, settings: label_loops(step, settings.choose_cuts),
+        requires="bodies in their last form",
+        ensures="one cutting mark fewer than the schedule has stages; every equation has a phase no earlier than its "
+        "operands: S forward, S backward; or every task has it",
+    )
+    .then(
         "partition",
-        lambda step, settings: step.each(lambda loop: loop.parted(settings.residual_plan)),
-        requires="labels",
+        lambda step, settings: partition_loops(step, settings.residual_plan),
+        requires="labelled loops",
         ensures="tasks, accumulators and carries; each labelled equation stands in one task, or in the backward of a "
         "stage that recomputes as well",
-    ),
-    Pass(
+    )
+    .then(
         "lower_loops",
         lambda step, _: lower_loops(step),
         requires="loops cut into tasks",
-        ensures="loops stand among the step's equations, sums of their partial results behind them; each accumulator "
+        ensures="loops return their accumulators, sums of their partial results stand behind them; each accumulator "
         "knows the argument that it updates, and so its sharding",
-    ),
-    Pass(
+    )
+    .then(
         "scatter_gradients",
         lambda step, settings: scatter_gradients(step, settings.specs, settings.fsdp),
         requires="accumulators that know their arguments",
         ensures="with `fsdp=`, the sum of a sharded parameter's gradient is one reduce-scatter",
-    ),
-    Pass(
+    )
+    .then(
         "place",
         lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks),
         requires="lowered loops",
         ensures="every equation runs on the ranks that read its results; other ranks get them",
-    ),
-    Pass(
+    )
+)
+
+WRITING = (
+    Passes[Placed, Placed](before=PLACING.before + len(PLACING.rows))
+    .then(
         "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks, settings.specs),
         requires="a step on ranks",
         ensures="instructions in the schedule's order, over values that are made once. No program outside loops "
         "fetches more than a window from host memory, or one leaf",
-    ),
-    Pass(
+    )
+    .then(
         "offload",
         lambda program, settings: offload(program, settings.residual_plan),
         requires="values without frees or donations",
         ensures="the plan's kept values move to the host after their forward, and come back before their backward; "
         "`offload_within=` adds waits",
-    ),
-    Pass(
+    )
+    .then(
         "liveness",
         lambda program, settings: donate_and_free(
             program, settings.donated, keep_received=settings.result_ranks is not None
         ),
         requires="all readers of each value",
         ensures="values are donated or freed at their last use",
-    ),
+    )
 )
+
+PASSES: Passes[Graph, Program] = PREPARING.joined(PLACING).joined(WRITING)

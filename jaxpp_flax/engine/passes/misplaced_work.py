@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large, numbers_of_large
 from jaxpp_flax.engine.analyses.work import products
-from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
+from jaxpp_flax.engine.passes.loop.loop import CutLoop
+from jaxpp_flax.engine.program.program import LoopTask
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 from jaxpp_flax.messages import listed, users_place
@@ -19,7 +19,7 @@ __all__ = ["misplaced_work"]
 _LARGE_BYTES = 1024  # smaller parameters may be read anywhere
 
 
-def misplaced_work(loop: Loop) -> Iterator[str]:
+def misplaced_work(loop: CutLoop) -> Iterator[str]:
     """Yield what to say of a loop that is cut into tasks: of parameters brought together, and of second-order work.
 
     Backward work of a backward has no stages of its own: stage 0 does all of it.
@@ -32,7 +32,7 @@ def misplaced_work(loop: Loop) -> Iterator[str]:
             "itself (no examples, not all parameters in one vector) and add these up (`optax.tree.norm`)"
         )
     labels = loop.labels
-    if labels is not None and labels.has_second_order:
+    if labels.has_second_order:
         found = {e: len([*products([e])]) for e in labels.body.equations}
         first = [e for e, count in found.items() if count and labels.phase.get(e) == 2 * labels.num_stages - 1]
         where = f" at {_where(first[-1])}" if first else ""
@@ -61,7 +61,7 @@ class _Readers:
     mixed: list[tuple[Equation, int, frozenset[Value]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, loop: Loop) -> _Readers:
+    def of(cls, loop: CutLoop) -> _Readers:
         found = cls()
         data = loop.partition.data
         large = {v for v in loop.partition.operands if v.nbytes > _LARGE_BYTES and v not in data}

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, loops_of
+from jaxpp_flax.engine.passes.loop.lower_loops import LoweredStep
 from jaxpp_flax.engine.passes.misplaced_work import misplaced_work
 from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
@@ -38,7 +39,9 @@ class PlacementWarning(UserWarning):
     """Work mixes large values of several ranks, or stands on the rank of one stage for all of them."""
 
 
-def place(step: Step, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})) -> Placed:
+def place(
+    step: LoweredStep, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})
+) -> Placed:
     """Choose the ranks of each outer equation.
 
     Args:
@@ -46,8 +49,8 @@ def place(step: Step, result_ranks: ResultRanks | None = None, idle_ranks: froze
       result_ranks: with several processes: the owners of each rank, and the results that all processes get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
     """
-    _warn_of_loops(step.loops)
-    inputs, outputs = step.graph.inputs, step.graph.outputs
+    _warn_of_loops(loops_of(step, LoweredLoop))
+    inputs, outputs = step.inputs, step.outputs
     placer = _Placer(step, idle_ranks)
     placer.locate()
     # If a result updates an argument that several ranks hold, all of them get the new value.
@@ -61,14 +64,14 @@ def place(step: Step, result_ranks: ResultRanks | None = None, idle_ranks: froze
                 wanted[i] = result_ranks.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
     placer.demand(wanted)
     need = {value: frozenset(ranks) for value, ranks in placer.need.items()}
-    return Placed(tuple(placer.equations), step.loop_of, inputs, outputs, placer.native, need, tuple(for_all))
+    return Placed(inputs, outputs, placer.equations, placer.native, need, tuple(for_all))
 
 
 class _Placer:
-    def __init__(self, step: Step, idle_ranks: frozenset[int]) -> None:
+    def __init__(self, step: LoweredStep, idle_ranks: frozenset[int]) -> None:
         self.idle_ranks = idle_ranks
-        self.inputs, self.outputs, self.sums = step.graph.inputs, step.graph.outputs, step.sums
-        self.equations, self.loop_of = step.graph.equations, step.loop_of
+        self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
+        self.equations = step.equations
         self.arguments, self.results = set(self.inputs), set(values(self.outputs))
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}
@@ -80,14 +83,14 @@ class _Placer:
     # The ranks that can compute a value.
 
     def locate(self) -> None:
-        wanted = _wanted_by_loops(self.equations, self.loop_of)
+        wanted = _wanted_by_loops(self.equations)
         self.location = {value: frozenset(wanted[value]) if wanted.get(value) else None for value in self.inputs}
         self.idle = {value for value, at in self.location.items() if at is None}
         pending, found = list(reversed(self.equations)), list[Equation]()
         while pending:
             equation = pending.pop()
-            if (loop := self.loop_of.get(equation)) is not None:
-                self.location.update(loop.homes)
+            if isinstance(equation, LoweredLoop):
+                self.location.update(equation.homes)
                 found.append(equation)
                 continue
             # A norm is computed where its array lies; a value that arrays are made of, on each rank that needs it.
@@ -144,8 +147,8 @@ class _Placer:
             if isinstance(atom, Value):
                 self.need[atom] |= wanted or self.default_ranks(atom)
         for equation in reversed(self.equations):
-            if (loop := self.loop_of.get(equation)) is not None:
-                for value, readers in loop.inputs():
+            if isinstance(equation, LoweredLoop):
+                for value, readers in equation.reads():
                     self.need[value] |= readers
                 continue
             ranks = {rank for value in equation.outputs for rank in self._native_ranks(value)}
@@ -173,16 +176,16 @@ class _Placer:
         return set(location) if value in self.arguments else {min(location)}
 
 
-def _wanted_by_loops(equations: Sequence[Equation], loop_of: Mapping[Equation, Loop]) -> Mapping[Value, set[int]]:
+def _wanted_by_loops(equations: Sequence[Equation]) -> Mapping[Value, set[int]]:
     """Find the ranks whose tasks read a value that no loop made, going backwards through the equations."""
     after_loop: set[Value] = set()
     for equation in equations:
-        if equation in loop_of or any(a in after_loop for a in equation.inputs):
+        if isinstance(equation, LoweredLoop) or any(a in after_loop for a in equation.inputs):
             after_loop.update(equation.outputs)
     wanted: dict[Value, set[int]] = {}
     for equation in reversed(equations):
-        if (loop := loop_of.get(equation)) is not None:
-            reads = list(loop.inputs())
+        if isinstance(equation, LoweredLoop):
+            reads = list(equation.reads())
         else:
             ranks = {r for v in equation.outputs for r in wanted.get(v, ())}
             reads = [(value, ranks) for value in ([] if is_small_of_large(equation) else values(equation.inputs))]
@@ -197,7 +200,7 @@ _told: WeakSet[LoopBody] = WeakSet()
 _said: set[str] = set()
 
 
-def _warn_of_loops(loops: Sequence[Loop]) -> None:
+def _warn_of_loops(loops: Sequence[LoweredLoop]) -> None:
     for loop in loops:
         found = [] if loop.body in _told else list(misplaced_work(loop))
         for what in found:

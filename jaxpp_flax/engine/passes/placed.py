@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, values
+from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, loops_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, values
 
 __all__ = ["Placed", "ResultRanks"]
 
@@ -55,34 +56,36 @@ class ResultRanks:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class Placed(Graph):
     """A step with the ranks of its work: `native` of each equation, and in `need` those that read each value.
 
-    `loop_of` has the loop of each equation that is one. `for_all` marks the results that every process gets.
+    `for_all` marks the results that every process gets.
     """
 
-    equations: tuple[Equation, ...]
-    loop_of: Mapping[Equation, Loop]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Atom, ...]
     native: Mapping[Equation, frozenset[int]]
     need: Mapping[Value, frozenset[int]]
     for_all: tuple[bool, ...]
 
-    def reads(self, equation: Equation) -> list[tuple[Value, int]]:
+    @property
+    def loops(self) -> tuple[LoweredLoop, ...]:
+        """The loops of the step in program order."""
+        return loops_of(self, LoweredLoop)
+
+    def read_by(self, equation: Equation) -> list[tuple[Value, int]]:
         """Return what an equation reads: the values, each with a rank that reads it."""
-        if (loop := self.loop_of.get(equation)) is not None:
-            return [(value, rank) for value, ranks in loop.inputs() for rank in ranks]
+        if isinstance(equation, LoweredLoop):
+            return [(value, rank) for value, ranks in equation.reads() for rank in ranks]
         return [(value, rank) for rank in self.native[equation] for value in values(equation.inputs)]
 
-    def makes(self, equation: Equation) -> dict[Value, frozenset[int]]:
+    def made_by(self, equation: Equation) -> dict[Value, frozenset[int]]:
         """Return what an equation makes: the values, each with the ranks on which it is made."""
-        loop = self.loop_of.get(equation)
-        return loop.homes if loop is not None else dict.fromkeys(equation.outputs, self.native[equation])
+        if isinstance(equation, LoweredLoop):
+            return equation.homes
+        return dict.fromkeys(equation.outputs, self.native[equation])
 
-    def sent(self, equation: Equation) -> Iterator[tuple[Value, int, int]]:
+    def sent_by(self, equation: Equation) -> Iterator[tuple[Value, int, int]]:
         """Yield the values of an equation that other ranks read, each with its source and a target."""
-        for value, ranks in self.makes(equation).items():
+        for value, ranks in self.made_by(equation).items():
             for target in sorted(self.need[value] - ranks):
                 yield value, min(ranks), target
 
@@ -90,18 +93,18 @@ class Placed:
         """Check that every rank has each value before it reads the value."""
         have = {(value, rank) for value in self.inputs for rank in self.need[value]}
         for equation in self.equations:
-            if not have.issuperset(self.reads(equation)):
+            if not have.issuperset(self.read_by(equation)):
                 raise VerificationError(f"`{equation.name}` at {equation.where} reads what a rank does not have")
-            have.update((value, rank) for value, ranks in self.makes(equation).items() for rank in ranks)
-            have.update((value, target) for value, _, target in self.sent(equation))
+            have.update((value, rank) for value, ranks in self.made_by(equation).items() for rank in ranks)
+            have.update((value, target) for value, _, target in self.sent_by(equation))
 
-    def as_text(self) -> str:
+    def as_text(self, notes: Mapping[Equation, Any] | None = None) -> str:
         lines: list[str] = []
         for equation in self.equations:
-            if (loop := self.loop_of.get(equation)) is not None:
-                lines.append(loop.headline())
+            if isinstance(equation, LoweredLoop):
+                lines.append(equation.headline())
             elif ranks := sorted(self.native[equation]):
                 made = ", ".join(value.aval.str_short() for value in equation.outputs)
                 lines.append(f"ranks {ranks}: {equation.name} makes {made} at {equation.where}")
-            lines += [f"move {v.aval.str_short()} from rank {at} to rank {to}" for v, at, to in self.sent(equation)]
+            lines += [f"move {v.aval.str_short()} from rank {at} to rank {to}" for v, at, to in self.sent_by(equation)]
         return "\n".join(lines)

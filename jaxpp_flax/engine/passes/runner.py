@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from jax.sharding import PartitionSpec
 
@@ -18,7 +18,7 @@ from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
-__all__ = ["Observer", "Pass", "Residuals", "Settings", "observers", "run_passes", "wants_verification"]
+__all__ = ["Observer", "Pass", "Passes", "Residuals", "Settings", "Structure", "observers", "wants_verification"]
 
 
 Residuals = ResidualPlan | Callable[[], ResidualPlan | None] | None
@@ -61,40 +61,82 @@ class Settings:
         return self.residuals() if callable(self.residuals) else self.residuals
 
 
+class Structure(Protocol):
+    """What passes hand on: a frozen structure that can be checked and read."""
+
+    def verify(self) -> None:
+        """Raise a `VerificationError` if the structure breaks its own rules."""
+
+    def as_text(self) -> str:
+        """Return the structure as text."""
+        ...
+
+
+First = TypeVar("First", bound=Structure)
+Last = TypeVar("Last", bound=Structure)
+Next = TypeVar("Next", bound=Structure)
+
+
 @dataclass(frozen=True)
-class Pass:
+class Pass(Generic[First, Last]):
     """One step of the compiler.
 
     Attributes:
       name: the name of the pass, and of the file that holds it.
-      run: takes the structure before the pass, and returns the structure after it, which is frozen,
-        and has `verify` and `as_text`.
+      run: takes the structure before the pass, and returns the structure after it.
       requires: the conditions on the structure before the pass.
       ensures: the conditions on the structure after the pass.
     """
 
     name: str
-    run: Callable[[Any, Settings], Any] = field(repr=False)
+    run: Callable[[First, Settings], Last] = field(repr=False)
     requires: str
     ensures: str
 
 
-Observer = Callable[[int, Pass, Any], None]
+Observer = Callable[[int, Pass[Any, Any], Structure], None]
 """Receives a pass, its number from 1 on, and its structure, before the next pass runs."""
 
 
-def run_passes(
-    passes: Iterable[Pass], structure: Any, settings: Settings, observe: Sequence[Observer] = (), *, first: int = 1
-) -> Iterator[tuple[Pass, Any]]:
-    """Hand a structure from pass to pass; yield each pass with its structure, and keep no structure.
+@dataclass(frozen=True)
+class Passes(Generic[First, Last]):
+    """Passes in order, each from the structure of the one before: from a `First` to a `Last`.
 
-    `first` is the number of the first of these passes.
+    Attributes:
+      rows: the passes.
+      before: the number of passes that run before these.
     """
-    for number, each in enumerate(passes, first):
-        structure = each.run(structure, settings)
-        for observer in observe:
-            observer(number, each, structure)
-        yield each, structure
+
+    rows: tuple[Pass[Any, Any], ...] = ()
+    before: int = 0
+
+    def then(
+        self, name: str, run: Callable[[Last, Settings], Next], *, requires: str, ensures: str
+    ) -> Passes[First, Next]:
+        """Return these passes and one more."""
+        return Passes((*self.rows, Pass(name, run, requires, ensures)), self.before)
+
+    def joined(self, others: Passes[Last, Next]) -> Passes[First, Next]:
+        """Return these passes and others behind them."""
+        return Passes((*self.rows, *others.rows), self.before)
+
+    def steps(
+        self, structure: First, settings: Settings, observe: Sequence[Observer] = ()
+    ) -> Iterator[tuple[Pass[Any, Any], Structure]]:
+        """Hand a structure from pass to pass; yield each pass with its structure, and keep no structure."""
+        current: Any = structure
+        for number, each in enumerate(self.rows, self.before + 1):
+            current = each.run(current, settings)
+            for observer in observe:
+                observer(number, each, current)
+            yield each, current
+
+    def run(self, structure: First, settings: Settings, observe: Sequence[Observer] = ()) -> Last:
+        """Return the structure after the last pass."""
+        last: Any = structure
+        for _, made in self.steps(structure, settings, observe):
+            last = made
+        return last
 
 
 def observers() -> list[Observer]:
@@ -122,7 +164,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _write_into(folder: Path) -> Observer:
-    def write(number: int, each: Pass, structure: Any) -> None:
+    def write(number: int, each: Pass[Any, Any], structure: Structure) -> None:
         (folder / f"{number:02}_{each.name}.txt").write_text(structure.as_text() + "\n", encoding="utf-8")
 
     return write

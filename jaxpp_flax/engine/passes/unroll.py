@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
-from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
+from jaxpp_flax.engine.passes.loop.loop import LoweredLoop
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.program.builder import ProgramBuilder
-from jaxpp_flax.engine.program.program import Program, ProgramTask
+from jaxpp_flax.engine.program.program import LoopTask, Program, ProgramTask
 from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -28,7 +28,7 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 _STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
 
 
-def _scheduled(loop: Loop) -> list[tuple[int, int]]:
+def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
     """Return the loop's (task, microbatch) pairs in a global order free of deadlock."""
     tasks = loop.partition.tasks
     by_kind = {(t.stage, t.kind): i for i, t in enumerate(tasks)}
@@ -55,7 +55,7 @@ def _scheduled(loop: Loop) -> list[tuple[int, int]]:
     return order
 
 
-def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
+def _check_order(loop: LoweredLoop, order: Sequence[tuple[int, int]]) -> None:
     """Refuse a schedule that leaves out or repeats work, or breaks the order of work that must go in order."""
     tasks, name = loop.partition.tasks, type(loop.schedule).__name__
     ran: list[list[int]] = [[] for _ in tasks]
@@ -90,10 +90,12 @@ class _LoopUnroller:
     `own[m + 1]` is of microbatch m, and `own[0]` holds the first carry.
     """
 
-    def __init__(self, builder: ProgramBuilder, loop: Loop, number: int, specs: Mapping[Atom, PartitionSpec]) -> None:
+    def __init__(
+        self, builder: ProgramBuilder, loop: LoweredLoop, number: int, specs: Mapping[Atom, PartitionSpec]
+    ) -> None:
         self.builder, self.loop, self.part, self.specs = builder, loop, loop.partition, specs
         self.name = loop_prefix(number)
-        self.rank = [loop.rank_of_task(i) for i in range(len(self.part.tasks))]
+        self.rank = [task.rank for task in self.part.tasks]
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
         self.of_the_loop = {*self.part.operands, *self.accumulated.values()}
         self.shared: dict[tuple[Value, int], int] = {}
@@ -117,12 +119,12 @@ class _LoopUnroller:
     def run(self) -> None:
         at = self.builder.at
         for operand, edge in zip(values(self.loop.constants), self.part.operands, strict=True):
-            self.shared.update({(edge, rank): at[operand, rank] for rank in self.loop.readers.get(edge, ())})
+            self.shared.update({(edge, rank): at[operand, rank] for rank in self.part.readers.get(edge, ())})
         self._initial_accumulators()
         for carry in self.part.carries:
             for rank in {self.rank[carry.task], *self.carried[carry.result]}:
                 self.own[0][carry.result, rank] = at[self.loop.carry_init[carry.leaf], rank]
-        numbers = [self.builder.task(self._program_task(i)) for i in range(len(self.part.tasks))]
+        numbers = [self.builder.task(replace(task, name=self.name + task.name)) for task in self.part.tasks]
         for task, microbatch in _scheduled(self.loop):
             self._run_task(task, numbers[task], microbatch)
         for edge, accumulator in zip(self.loop.results, self.part.accumulators, strict=True):
@@ -154,16 +156,6 @@ class _LoopUnroller:
         wish = None if like is None else [*self.specs.values()][like]
         return accumulator_spec(accumulator.state.aval, self.loop.batch_dims[number], wish, known)
 
-    def _program_task(self, index: int) -> ProgramTask:
-        task = self.part.tasks[index]
-        inputs = {v: p for p, v in enumerate(task.graph.inputs)}
-        states = {turn.result: turn.state for turn in (*self.part.accumulators, *self.part.carries)}
-        outputs = [(p, states[v]) for p, v in enumerate(values(task.graph.outputs)) if v in states]
-        pins = tuple((p, inputs[state]) for p, state in outputs if state in inputs)
-        return ProgramTask(
-            self.name + task.name, self.rank[index], task.graph, task.stage, task.kind, task.fused, pins=pins
-        )
-
     def _run_task(self, index: int, number: int, microbatch: int) -> None:
         graph, rank, carries = self.part.tasks[index].graph, self.rank[index], self.carries[index]
         before, own, edges = self.own[microbatch], self.own[microbatch + 1], values(graph.outputs)
@@ -194,7 +186,7 @@ class _LoopUnroller:
         for position, edge in enumerate(values(self.part.tasks[index].graph.outputs)):
             if edge in self.accumulated or (last and edge in self.carried):
                 continue
-            readers = self.carried.get(edge) or self.loop.readers.get(edge, set[int]())
+            readers = self.carried.get(edge) or self.part.readers.get(edge, set[int]())
             for target in sorted(readers - {self.rank[index]}):
                 found.setdefault(target, []).append(position)
         return found
@@ -232,8 +224,8 @@ def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, P
     """Return the partitions of the step's inputs, in their order, of what follows them, and of gathered parameters."""
     found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
-        if (loop := placed.loop_of.get(equation)) is not None:
-            found.update({gather.made: gather.spec for gather in loop.gathered.values()})
+        if isinstance(equation, LoweredLoop):
+            found.update({gather.made: gather.spec for gather in equation.gathered.values()})
         elif (spec := followed_spec(equation, found)) is not None:
             found[equation.outputs[0]] = spec
     return found
@@ -243,7 +235,7 @@ class _Rounds:
     """The first round in which each rank can run each equation, loop and move; a move is at the end of its round."""
 
     def __init__(self, placed: Placed) -> None:
-        self.loops: dict[int, Loop] = {}
+        self.loops: dict[int, LoweredLoop] = {}
         self.moves: dict[int, dict[tuple[int, int], list[Value]]] = {}
         self.work: dict[int, dict[Equation, int]] = {}  # the round of each equation, by rank
         self.read: defaultdict[int, set[Value]] = defaultdict(set)  # what moves, loops and results read, by rank
@@ -253,21 +245,21 @@ class _Rounds:
                 self.read[rank].add(value)
         ready: dict[tuple[Value, int], int] = {}  # the first round that can read a value on a rank
         for equation in placed.equations:
-            rounds, loop = dict[int, int](), placed.loop_of.get(equation)
-            if loop is not None:
-                reads = placed.reads(equation)
+            rounds, is_loop = dict[int, int](), isinstance(equation, LoweredLoop)
+            if isinstance(equation, LoweredLoop):
+                reads = placed.read_by(equation)
                 at = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in reads)])
-                self.loops[at] = loop
+                self.loops[at] = equation
                 for value, rank in reads:
                     self.read[rank].add(value)
-                rounds = dict.fromkeys(frozenset[int]().union(*loop.homes.values()), at)
+                rounds = dict.fromkeys(frozenset[int]().union(*equation.homes.values()), at)
             else:
                 for rank in placed.native[equation]:
                     rounds[rank] = max((ready.get((v, rank), 0) for v in values(equation.inputs)), default=0)
                     self.work.setdefault(rank, {})[equation] = rounds[rank]
-            for value, ranks in placed.makes(equation).items():
-                ready.update({(value, rank): rounds[rank] + (loop is not None) for rank in ranks})
-            for value, source, target in placed.sent(equation):
+            for value, ranks in placed.made_by(equation).items():
+                ready.update({(value, rank): rounds[rank] + is_loop for rank in ranks})
+            for value, source, target in placed.sent_by(equation):
                 self.moves.setdefault(rounds[source], {}).setdefault((source, target), []).append(value)
                 self.read[source].add(value)
                 ready[value, target] = rounds[source] + 1

@@ -15,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.engine.tracing.treduce import treduce_p
 
 __all__ = ["arguments_of_sums", "updated_arguments"]
 
@@ -28,14 +27,14 @@ _Position: TypeAlias = "int | None"
 
 
 def updated_arguments(
-    step: Graph, sums: Collection[Equation], loops: Mapping[Equation, Sequence[BatchDim | None]]
+    step: Graph, sums: Collection[Equation], loops: Iterable[Loop]
 ) -> tuple[tuple[_Position, ...], dict[Equation, tuple[_Position, ...]]]:
     """Return the argument of each output, and for each loop those of its accumulators; None where there is none.
 
     Args:
       step: the step, with loops that return their accumulators.
       sums: the equations that add up the parts of an accumulated result.
-      loops: for each loop, the dimension of each accumulator over the shards of the batch, or None.
+      loops: the loops of which the accumulators are wanted.
     """
     edges = list(_edges(step.equations, sums))
     arguments = _nearest(edges, [(0, k, value) for k, value in enumerate(step.inputs)])
@@ -44,18 +43,18 @@ def updated_arguments(
         found = arguments[atom].get(_type(atom)) if isinstance(atom, Value) and atom in arguments else None
         of_outputs.append(None if found is None else found[1])
 
-    def of_loop(loop: Equation, batch_dims: Sequence[BatchDim | None]) -> tuple[_Position, ...]:
-        constants = values(loop.inputs[: loop.params["num_consts"]])
+    def of_loop(loop: Loop) -> tuple[_Position, ...]:
+        constants = values(loop.constants)
         read = {min(arguments[v].values())[1] for v in constants if arguments.get(v)}
         results, found = _renewed(step, edges, of_outputs, read), list[_Position]()
-        for value, batch_dim in zip(loop.outputs[loop.params["num_carry"] :], batch_dims, strict=True):
+        for value, batch_dim in zip(loop.results, loop.batch_dims, strict=True):
             shape = list(value.aval.shape)
             if batch_dim is not None:
                 del shape[batch_dim[0]]
             found.append(_of_shape(results.get(value, {}), tuple(shape)))
         return tuple(found)
 
-    return tuple(of_outputs), {loop: of_loop(loop, batch_dims) for loop, batch_dims in loops.items()}
+    return tuple(of_outputs), {loop: of_loop(loop) for loop in loops}
 
 
 def arguments_of_sums(step: Graph, starts: Iterable[Value], read: Collection[Value]) -> dict[Value, int]:
@@ -63,7 +62,7 @@ def arguments_of_sums(step: Graph, starts: Iterable[Value], read: Collection[Val
 
     `read` holds what the work that is summed reads: arguments among it come first, as those that a loop reads.
     """
-    of_outputs, _ = updated_arguments(step, (), {})
+    of_outputs, _ = updated_arguments(step, (), ())
     first = {k for k, value in enumerate(step.inputs) if value in read}
     results = _renewed(step, list(_edges(step.equations, ())), of_outputs, first)
     found = {value: _of_shape(results.get(value, {}), tuple(value.aval.shape)) for value in starts}
@@ -88,8 +87,8 @@ def _of_shape(near: Mapping[tuple[Any, Any], tuple[int, int]], shape: tuple[int,
 def _edges(equations: Iterable[Equation], sums: Collection[Equation]) -> Iterator[tuple[Value, Value]]:
     """Yield operands and results, in program order, where the result may be a new value of the operand."""
     for equation in equations:
-        if equation.primitive is treduce_p:  # its carry
-            carry = zip(equation.inputs[equation.params["num_consts"] :], equation.outputs, strict=False)
+        if isinstance(equation, Loop):
+            carry = zip(equation.carry_init, equation.carry_results, strict=True)
             yield from ((start, end) for start, end in carry if isinstance(start, Value))
         elif is_condition(equation):
             yield from _edges(select_between_branches(equation), sums)

@@ -8,7 +8,7 @@ it, and each transfer another one.) So who makes a value and who reads it are fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
+__all__ = ["HOST_MEMORY", "Free", "Instruction", "LoopTask", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
 
 HOST_MEMORY = "pinned_host"
 """The kind of memory to which residuals are offloaded."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ProgramTask:
     """A computation that one rank runs: once (outside loops; `stage` and `kind` are None), or for every microbatch.
 
@@ -42,6 +42,9 @@ class ProgramTask:
     pins: tuple[tuple[int, int], ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"{self.name!r} on rank {self.rank}"
+
     def scheduled(self, microbatch: int) -> Task | FusedTask | None:
         """Return the task of the schedule that this one runs for a microbatch; None outside loops."""
         if self.stage is None or self.kind is None:
@@ -50,6 +53,17 @@ class ProgramTask:
             backward = Task(TaskKind.BACKWARD, self.stage, microbatch)
             return FusedTask(Task(TaskKind.FORWARD, self.stage, microbatch), backward)
         return Task(self.kind, self.stage, microbatch)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LoopTask(ProgramTask):
+    """The work of one stage and kind for one microbatch.
+
+    `fused` marks a last stage whose forward and backward run as one task (its kind is FORWARD).
+    """
+
+    stage: int = field()
+    kind: TaskKind = field()
 
 
 @dataclass(frozen=True, slots=True)

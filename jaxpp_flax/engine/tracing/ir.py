@@ -121,6 +121,13 @@ class Equation:
             results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else [results]
 
+    def verify(self) -> None:
+        """Check what the equation holds besides its operands: a loop has a body."""
+
+    def details(self) -> str:
+        """Return what the equation holds besides its operands as text."""
+        return ""
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -158,14 +165,16 @@ class Graph:
         return [read(atom) for atom in self.outputs]
 
     def verify(self) -> None:
-        """Check that every value is defined once, before its first use."""
+        """Check that every value is defined once, before its first use; and what the equations hold."""
         if len({*self.inputs}) != len(self.inputs):
             raise VerificationError("a graph lists one input twice")
         steps = ((f"equation {k} ({e.name})", values(e.inputs), e.outputs) for k, e in enumerate(self.equations))
         verify_order(self.inputs, steps, self.outputs)
+        for equation in self.equations:
+            equation.verify()
 
     def as_text(self, notes: Mapping[Equation, Any] | None = None) -> str:
-        """Return a listing with one line for each equation; values are numbered in order of definition.
+        """Return the details of equations, and a line for each one; values are numbered in order of definition.
 
         `notes` may put a word in front of an equation.
         """
@@ -176,7 +185,8 @@ class Graph:
                 return str(atom.value)
             return names.setdefault(atom, f"%{len(names)}")
 
-        lines = ["inputs  " + ", ".join(f"{name(v)}:{v.aval.str_short()}" for v in self.inputs)]
+        lines = [details for equation in self.equations if (details := equation.details())]
+        lines.append("inputs  " + ", ".join(f"{name(v)}:{v.aval.str_short()}" for v in self.inputs))
         for equation in self.equations:
             operands = ", ".join(map(name, equation.inputs))
             results = ", ".join(f"{name(v)}:{v.aval.str_short()}" for v in equation.outputs)

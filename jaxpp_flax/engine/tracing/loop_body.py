@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +15,14 @@ __all__ = ["LoopBody", "sliced_by_index"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LoopBody:
-    """The work of one microbatch, as a graph of `(constants, index, carry) -> (next_carry, results)`.
+class LoopBody(Graph):
+    """The work of one microbatch: a graph of `(constants, index, carry) -> (next_carry, results)`.
 
     `operations` are the reductions of the results over the `length` microbatches, one for each result. `carry_names`
     are the paths of the carry's leaves, for messages. `numbers` are the values that hold the parts of a single number,
     one for each shard of the batch.
     """
 
-    graph: Graph
     num_consts: int
     num_carry: int
     operations: tuple[Op, ...]
@@ -34,42 +33,45 @@ class LoopBody:
     @classmethod
     def of(cls, graph: Graph, params: Mapping[str, Any]) -> LoopBody:
         """Make the body of a `treduce` equation from its graph and the equation's parameters."""
-        names = [field.name for field in fields(cls) if field.name not in ("graph", "numbers")]
-        return cls(graph=graph, **{name: params[name] for name in names})
+        return cls(
+            inputs=graph.inputs,
+            outputs=graph.outputs,
+            equations=graph.equations,
+            num_consts=params["num_consts"],
+            num_carry=params["num_carry"],
+            operations=params["operations"],
+            length=params["length"],
+            carry_names=params["carry_names"],
+        )
 
     @property
     def constants(self) -> tuple[Value, ...]:
         """The operands that every microbatch reads."""
-        return self.graph.inputs[: self.num_consts]
+        return self.inputs[: self.num_consts]
 
     @property
     def index(self) -> Value:
         """The number of the microbatch, an int32 scalar."""
-        return self.graph.inputs[self.num_consts]
+        return self.inputs[self.num_consts]
 
     @property
     def carry(self) -> tuple[Value, ...]:
         """The leaves of the carry that this microbatch reads."""
-        return self.graph.inputs[self.num_consts + 1 :]
-
-    @property
-    def equations(self) -> tuple[Equation, ...]:
-        """The equations in executable order."""
-        return self.graph.equations
+        return self.inputs[self.num_consts + 1 :]
 
     @property
     def next_carry(self) -> tuple[Atom, ...]:
         """The leaves of the carry that the next microbatch reads."""
-        return self.graph.outputs[: self.num_carry]
+        return self.outputs[: self.num_carry]
 
     @property
     def results(self) -> tuple[Atom, ...]:
         """The results of this microbatch."""
-        return self.graph.outputs[self.num_carry :]
+        return self.outputs[self.num_carry :]
 
     def rewritten(self, graph: Graph) -> LoopBody:
         """Return the same loop with another body."""
-        return replace(self, graph=graph)
+        return replace(self, inputs=graph.inputs, outputs=graph.outputs, equations=graph.equations)
 
     @cached_property
     def markers(self) -> tuple[Equation, ...]:

@@ -76,9 +76,9 @@ def test_the_batch_dimension(fun: Any, dims: list[int | None]):
 def parts_of(graph: Graph, known: Any, *args: Any) -> list[Any]:
     """The parts of all results, which must all wait."""
     deferred = defer_reductions(indexless(graph, [AddOp()] * len(graph.outputs)), known, lambda axes: 2)
-    deferred.body.graph.verify()
+    deferred.body.verify()
     assert set(deferred.axes) == {"data"}
-    return deferred.body.graph.run(*args, 0)
+    return deferred.body.run(*args, 0)
 
 
 @pytest.mark.parametrize("uses", ["once", "twice"])

@@ -35,7 +35,7 @@ def placed(after: Callable[..., Any], *more: Any) -> Placed:
 
 
 def moved(result: Placed) -> list[tuple[tuple[int, ...], int, int]]:
-    return [(tuple(v.aval.shape), source, target) for e in result.equations for v, source, target in result.sent(e)]
+    return [(tuple(v.aval.shape), source, target) for e in result.equations for v, source, target in result.sent_by(e)]
 
 
 def at(result: Placed, atoms: Iterable[Atom]) -> list[list[int]]:
@@ -166,7 +166,7 @@ def test_verify_finds_what_is_missing():
         return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])
 
     result = placed(clip)
-    (scalar,) = [value for e in result.equations for value, *_ in result.sent(e)]
+    (scalar,) = [value for e in result.equations for value, *_ in result.sent_by(e)]
     with pytest.raises(VerificationError, match=r"`div` at .*test_place.py.* reads what a rank does not have"):
         replace(result, need={**result.need, scalar: frozenset({2})}).verify()
     with pytest.raises(VerificationError, match=r"`treduce` at .* reads what a rank does not have"):
@@ -179,7 +179,7 @@ def test_a_tied_parameter_is_summed_once_and_updated_where_it_is_read():
 
     result = built(sgd_step(Std1F1B(S), tied), S, chain(2), batch_of(3)).placed
     result.verify()
-    (loop,) = result.loop_of.values()
+    (loop,) = result.loops
     assert len(loop.results) == 1 + 2 * 2 + 2
     assert at(result, result.inputs[:4]) == [[0, 2], [0, 2], [1], [1]]
     assert all(isinstance(a, Value) for a in result.outputs)

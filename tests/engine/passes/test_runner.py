@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.passes.runner import observers, run_passes
+from jaxpp_flax.engine.passes.runner import observers
 from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import GPipe
@@ -23,7 +23,7 @@ from tests.engine.toys import built, chain, mesh_of, sgd_step
 from tests.helpers import batch_of
 from tests.running import ROOT
 
-NAMES = [each.name for each in PASSES]
+NAMES = [each.name for each in PASSES.rows]
 STEP = sgd_step(GPipe(2))
 
 # What the structure after each pass shows of `STEP`; that of the others is the step with its `treduce`.
@@ -31,8 +31,7 @@ SHOWS = {
     "open_loops": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
     "gather_parameters": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
     "defer_reductions": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
-    "choose_cuts": r"marks: layer_0 \(cuts\)\n",
-    "label": r"(?m)^   3  .* = dot_general",
+    "label": r"(?ms)marks: layer_0 \(cuts\)\n.*^   3  [^\n]* = dot_general",
     "partition": r"task bwd_0 \(stage 0\)",
     "lower_loops": r"its accumulators update .*argument 0.*argument 3",
     "scatter_gradients": r"its accumulators update .*argument 0.*argument 3",
@@ -90,7 +89,7 @@ def test_text_after_every_pass(texts: list[dict[str, str]], name: str):
 def test_text_tells_the_chosen_cuts(tmp_path: Path):
     graph, specs = traced(chain(4), batch_of(2))
     make = lambda: prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, num_stages: [1])  # noqa: E731
-    assert "marks: layer_0, layer_1 (cuts), layer_2" in texts_of(make, tmp_path)[0]["choose_cuts"]
+    assert "marks: layer_0, layer_1 (cuts), layer_2" in texts_of(make, tmp_path)[0]["label"]
 
 
 def test_text_on_an_explicit_mesh_in_64_bits(tmp_path: Path):
@@ -108,23 +107,23 @@ def test_text_on_an_explicit_mesh_in_64_bits(tmp_path: Path):
 def test_each_structure_is_verified_before_the_next_pass(monkeypatch: pytest.MonkeyPatch):
     """A placed step without its moves is a defect that `schedule` would trip over first."""
     at = NAMES.index("place")
-    place = PASSES[at]
+    place = PASSES.rows[at]
 
     def without_moves(step: Any, settings: Any) -> Placed:
         placed = place.run(step, settings)
         return replace(placed, need={**placed.need, **dict.fromkeys(placed.inputs, frozenset[int]())})
 
-    broken = (*PASSES[:at], replace(place, run=without_moves), *PASSES[at + 1 :])
+    broken = replace(PASSES, rows=(*PASSES.rows[:at], replace(place, run=without_moves), *PASSES.rows[at + 1 :]))
     graph, specs = traced(chain(2), batch_of(2))
     settings = prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, n: [0]).settings
     ran: list[str] = []
     monkeypatch.setenv("JAXPP_FLAX_VERIFY", "1")
     with pytest.raises(VerificationError, match="a rank does not have"):
-        ran.extend(each.name for each, _ in run_passes(broken, graph, settings, observers()))
+        ran.extend(each.name for each, _ in broken.steps(graph, settings, observers()))
     assert ran == NAMES[:at]
     monkeypatch.setenv("JAXPP_FLAX_VERIFY", "0")
     with pytest.raises(KeyError):
-        list(run_passes(broken, graph, settings, observers()))
+        list(broken.steps(graph, settings, observers()))
 
 
 def test_dump_writes_every_structure_of_every_function(texts: list[dict[str, str]], tmp_path: Path):

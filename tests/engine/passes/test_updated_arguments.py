@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.runner import run_passes
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients
@@ -107,7 +106,7 @@ def test_a_new_state_is_paired_leaf_by_leaf(name: str):
     state = (params, tx.init(params), params, jax.random.key(0), jnp.float32(8))
     made = built(step, 2, state, batch_of(2, dim=DIM))
     graph, _ = from_jaxpr(jax.jit(step).trace(state, batch_of(2, dim=DIM)).jaxpr)
-    lowered = next(s for each, s in run_passes(PASSES, graph, made.settings) if each.name == "lower_loops")
+    lowered = next(s for each, s in PASSES.steps(graph, made.settings) if each.name == "lower_loops")
     leaves = jax.tree.leaves(state)
     *state_updates, losses = lowered.updated
     assert losses is None

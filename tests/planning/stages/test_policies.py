@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxpp_flax.engine.blocks import Blocks, Marks
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add
 from jaxpp_flax.planning import (
@@ -27,6 +26,7 @@ from jaxpp_flax.planning import (
     sizes,
 )
 from jaxpp_flax.trainers.stages.assignment import resolve
+from tests.engine.toys import opened
 
 
 def blocks(count):
@@ -202,8 +202,7 @@ def marks_before(head_width: int) -> Marks:
     )
     body = inline(from_jaxpr(jaxpr)[0])
     operations = (Add,) * len(body.outputs)
-    whole = LoopBody(graph=body, num_consts=len(body.inputs) - 1, num_carry=0, operations=operations, length=1)
-    return Marks(Blocks(whole, False))
+    return Marks(Blocks(opened(body, len(body.inputs) - 1, operations=operations, length=1), False))
 
 
 def test_the_engine_counts_contractions_and_the_head() -> None:

@@ -20,7 +20,7 @@ from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import follow, warn_of_derived
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop, loops_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
@@ -29,7 +29,7 @@ from jaxpp_flax.messages import warn_user
 __all__ = ["gather_parameters"]
 
 
-def gather_parameters(step: Step, specs: Sequence[PartitionSpec], shards: ShardCounts, rule: FsdpRule | None) -> Step:
+def gather_parameters(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts, rule: FsdpRule | None) -> Graph:
     """Change the loops of a step; without a rule, nothing changes.
 
     Args:
@@ -43,10 +43,10 @@ def gather_parameters(step: Step, specs: Sequence[PartitionSpec], shards: ShardC
     """
     if rule is None:
         return step
-    spec_of = dict(zip(step.graph.inputs, specs, strict=True))
+    spec_of = dict(zip(step.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
-    dims = propagate(step.graph.equations, known, shards)
-    behind = follow(step.graph.equations, spec_of)
+    dims = propagate(step.equations, known, shards)
+    behind = follow(step.equations, spec_of)
     gathers: dict[tuple[Value, PartitionSpec], Gather] = {}  # of all loops: two that read one parameter share it
 
     def gather(operand: Value, spec: PartitionSpec) -> Gather:
@@ -54,22 +54,15 @@ def gather_parameters(step: Step, specs: Sequence[PartitionSpec], shards: ShardC
             gathers[operand, spec] = _gather(operand, spec, shards, rule)
         return gathers[operand, spec]
 
-    found = step.each(lambda loop: _gather_in_loop(loop, spec_of, behind, dims, gather, rule))
+    found = each_loop(step, Loop, lambda loop: _gather_in_loop(loop, spec_of, behind, dims, gather, rule))
     if not gathers:
         raise ValueError(_nothing_to_gather(step, spec_of, rule))
-    return replace(found, graph=_with_gathers(step, found.loops))
-
-
-def _with_gathers(step: Step, loops: Sequence[Loop]) -> Graph:
-    """Return the step with changed loops; each gather stands in front of the first loop that reads it."""
-    changed = {old.equation: new for old, new in zip(step.loops, loops, strict=True)}
     equations: dict[Equation, None] = {}
-    for equation in step.graph.equations:
-        if (loop := changed.get(equation)) is not None:
-            equations.update(dict.fromkeys(gather.equation for gather in loop.gathered.values()))
-            equation = loop.equation
+    for equation in found.equations:
+        if isinstance(equation, Loop):  # each gather stands in front of the first loop that reads it
+            equations.update(dict.fromkeys(gather.equation for gather in equation.gathered.values()))
         equations[equation] = None
-    return replace(step.graph, equations=tuple(equations))
+    return replace(found, equations=tuple(equations))
 
 
 def _gather_in_loop(
@@ -84,7 +77,7 @@ def _gather_in_loop(
     sliced = sliced_by_index(body.equations, body.index)
     operands = {v: a for v, a in zip(body.constants, loop.constants, strict=True) if isinstance(a, Value)}
     axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}
-    whole = body.graph.reads.keys() - sliced  # nothing slices a batch leaf that nothing reads
+    whole = body.reads.keys() - sliced  # nothing slices a batch leaf that nothing reads
     gathered: dict[Value, Gather] = {}
     twins: dict[Atom, Value] = {}
     for value in [v for v in operands if v in whole]:
@@ -99,10 +92,9 @@ def _gather_in_loop(
     if not gathered:
         return loop
     made = [gathered[twins[v]].made if v in twins else a for v, a in zip(body.constants, loop.constants, strict=True)]
-    equation = loop.equation.reading((*made, *loop.carry_init))
     body = _reading(body, twins, axes)
     _warn_of_shards(body, twins, operands, rule)
-    return replace(loop, equation=equation, body=body, gathered=gathered)
+    return replace(loop, inputs=(*made, *loop.carry_init), body=body, gathered=gathered)
 
 
 def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: FsdpRule) -> Gather:
@@ -141,7 +133,7 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
         else:
             made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
             equations += [*made, equation]
-    graph = prune(Graph((*constants, body.index, *body.carry), body.graph.outputs, tuple(equations)))
+    graph = prune(Graph((*constants, body.index, *body.carry), body.outputs, tuple(equations)))
     return body.rewritten(graph)
 
 
@@ -170,8 +162,8 @@ def _placed_without(equation: Equation, axes: set[str]) -> Equation:
     return replace(equation, params={**equation.params, facts.placing: NamedSharding(sharding.mesh, spec)})
 
 
-def _nothing_to_gather(step: Step, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
-    read = [a for loop in step.loops for a in loop.constants if isinstance(a, Value)]
+def _nothing_to_gather(step: Graph, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
+    read = [a for loop in loops_of(step, Loop) for a in loop.constants if isinstance(a, Value)]
     found = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
     return (
         f"fsdp='step' gathers parameters that are sharded over an axis that also shards the examples of a "

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
-from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
+from jaxpp_flax.engine.passes.loop.loop import Accumulator, LoweredLoop, loops_of
+from jaxpp_flax.engine.passes.loop.lower_loops import LoweredStep
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.primitives import facts_of
@@ -28,7 +28,7 @@ from jaxpp_flax.messages import warn_user
 __all__ = ["scatter_gradients", "scatter_sum"]
 
 
-def scatter_gradients(step: Step, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> Step:
+def scatter_gradients(step: LoweredStep, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> LoweredStep:
     """Replace the sums of partial gradients; without a rule, nothing changes.
 
     Args:
@@ -38,25 +38,26 @@ def scatter_gradients(step: Step, specs: Sequence[PartitionSpec], rule: FsdpRule
     """
     if rule is None:
         return step
-    graph = step.graph
-    readers = {v: e for e in graph.equations for v in values(e.inputs)}
+    readers = {v: e for e in step.equations for v in values(e.inputs)}
     replaced: dict[Equation, list[Equation]] = {}
-    for loop in step.loops:
-        _warn_of_reductions(loop, graph.inputs, specs, rule)
+    for loop in loops_of(step, LoweredLoop):
+        _warn_of_reductions(loop, step.inputs, specs, rule)
         for value, like, batch_dim in zip(loop.results, loop.like, loop.batch_dims, strict=True):
             total = readers.get(value)
             if like is None or batch_dim is None or total not in step.sums or total.name != "reduce_sum":
                 continue
             before = accumulator_spec(value.aval, batch_dim, specs[like], ())
-            last = _placing_of(total.outputs[0], graph, readers) or total
-            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, graph.inputs[like]):
+            last = _placing_of(total.outputs[0], step, readers) or total
+            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, step.inputs[like]):
                 replaced |= {last: [], total: made}
-    equations = tuple(made for equation in graph.equations for made in replaced.get(equation, [equation]))
+    equations = tuple(made for equation in step.equations for made in replaced.get(equation, [equation]))
     sums = step.sums.difference(replaced).union(*replaced.values())
-    return replace(step, graph=replace(graph, equations=equations), sums=sums)
+    return replace(step, equations=equations, sums=sums)
 
 
-def _warn_of_reductions(loop: Loop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule) -> None:
+def _warn_of_reductions(
+    loop: LoweredLoop, inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule
+) -> None:
     """Warn of gradients that cannot wait for the end of the loop."""
     axes = {name for dim in loop.batch_dims if dim is not None for name in axes_in((dim[1],))}
     for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):

@@ -27,7 +27,7 @@ from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, propagate
 from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
@@ -37,18 +37,18 @@ from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
 __all__ = ["defer_in_loops", "defer_reductions"]
 
 
-def defer_in_loops(step: Step, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Step:
+def defer_in_loops(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Graph:
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
     `specs` gives the partition of each input of the step inside a submesh.
     """
-    spec_of = dict(zip(step.graph.inputs, specs, strict=True))
+    spec_of = dict(zip(step.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
-    dims = propagate(step.graph.equations, known, shards) if known else {}
-    for equation in step.graph.equations:  # a narrower copy of a sharded parameter is sharded alike
+    dims = propagate(step.equations, known, shards) if known else {}
+    for equation in step.equations:  # a narrower copy of a sharded parameter is sharded alike
         if (spec := followed_spec(equation, spec_of)) is not None:
             spec_of[equation.outputs[0]] = spec
-    return step.each(lambda loop: _defer_in_loop(loop, spec_of, dims, shards))
+    return each_loop(step, Loop, lambda loop: _defer_in_loop(loop, spec_of, dims, shards))
 
 
 def _defer_in_loop(
@@ -64,7 +64,7 @@ def _defer_in_loop(
     sharded = {
         (v.aval.shape, name)
         for v, a in operands.items()
-        if v in body.graph.reads  # not what a narrower copy in front of the loop has replaced
+        if v in body.reads  # not what a narrower copy in front of the loop has replaced
         for name in axes_in(spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
     }
 
@@ -115,7 +115,7 @@ def defer_reductions(
         linear = k >= 0 and type(body.operations[k]) in (AddOp, Concat, LastOp)
         return linear and accumulates(value.aval.dtype) and may_defer(value, axes)
 
-    flow.keep_in_parts(body.graph, may_wait)
+    flow.keep_in_parts(body, may_wait)
     axes = tuple(map(flow.parts_over, body.results))
     kept = [_kept_by(op, atom, flow.dim_of(atom)) for op, atom in zip(body.operations, body.results, strict=True)]
     dims = tuple(dim if over is None else (0, over) for dim, over in zip(kept, axes, strict=True))
@@ -123,8 +123,8 @@ def defer_reductions(
         return Deferred(body, axes, dims)
     results = zip(body.operations, body.results, axes, strict=True)
     operations = tuple(op if over is None else _of_parts(op, atom) for op, atom, over in results)
-    graph, numbers = _InParts(flow).rewritten(body.graph)
-    return Deferred(replace(body, graph=graph, operations=operations, numbers=numbers), axes, dims)
+    graph, numbers = _InParts(flow).rewritten(body)
+    return Deferred(replace(body.rewritten(graph), operations=operations, numbers=numbers), axes, dims)
 
 
 def _of_parts(op: Op, value: Atom) -> Op:

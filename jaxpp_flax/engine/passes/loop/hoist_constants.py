@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.data_flow import ancestors, makers_of
 from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large, numbers_of_large
 from jaxpp_flax.engine.arrays.mesh import axes_in
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.inline import inline
@@ -37,28 +37,26 @@ from jaxpp_flax.engine.tracing.regions import is_barrier
 __all__ = ["hoist_constants"]
 
 
-def hoist_constants(step: Step, specs: Sequence[PartitionSpec]) -> Step:
+def hoist_constants(step: Graph, specs: Sequence[PartitionSpec]) -> Graph:
     """Move such work out of every loop.
 
     Args:
       step: with opened loops.
       specs: the partition of each input of the step inside a submesh.
     """
-    spec_of: dict[Atom, PartitionSpec] = dict(zip(step.graph.inputs, specs, strict=True))
-    equations, loops = list[Equation](), list[Loop]()
-    for equation in step.graph.equations:
-        if (loop := step.loop_of.get(equation)) is None:
-            if (spec := followed_spec(equation, spec_of)) is not None:
-                spec_of[equation.outputs[0]] = spec
-            equations.append(equation)
+    spec_of: dict[Atom, PartitionSpec] = dict(zip(step.inputs, specs, strict=True))
+    equations: list[Equation] = []
+    for equation in step.equations:
+        if isinstance(equation, Loop):
+            equations += _hoisted(equation, spec_of)
             continue
-        before, loop = _hoisted(loop, spec_of)
-        equations += [*before, loop.equation]
-        loops.append(loop)
-    return replace(step, graph=replace(step.graph, equations=tuple(equations)), loops=tuple(loops))
+        if (spec := followed_spec(equation, spec_of)) is not None:
+            spec_of[equation.outputs[0]] = spec
+        equations.append(equation)
+    return replace(step, equations=tuple(equations))
 
 
-def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> tuple[list[Equation], Loop]:
+def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> list[Equation]:
     """Return the equations in front of a loop, and the loop that reads their results."""
     outer = dict(zip(loop.body.constants, loop.constants, strict=True))
     specs = {value: spec_of.get(atom, PartitionSpec()) for value, atom in outer.items()}
@@ -66,13 +64,13 @@ def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> tuple[list[Eq
     body = _with_open_calls(loop.body, {} if once else specs)
     kept = set[Value]()
     if once:
-        kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.graph.producer))
+        kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.producer))
     kept.difference_update(body.constants)
     moved = _moved(body, specs, kept)
     if not moved:
-        return [], loop
+        return [loop]
     staying = [e for e in body.equations if moved.isdisjoint(e.outputs)]
-    read = {*values(body.graph.outputs), *(v for e in staying for v in values(e.inputs))}
+    read = {*values(body.outputs), *(v for e in staying for v in values(e.inputs))}
     wanted = [v for e in body.equations for v in e.outputs if v in moved and v in read]
     before = _copied(makers_of(body.equations, wanted), outer)
     first: dict[Atom, Value] = {}  # of the results: two that are one value are read as one
@@ -84,14 +82,10 @@ def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> tuple[list[Eq
         return tuple(twins.get(atom, atom) for atom in atoms)
 
     inputs = (*body.constants, *first.values(), body.index, *body.carry)
-    graph = prune(Graph(inputs, reading(body.graph.outputs), tuple(e.reading(reading(e.inputs)) for e in staying)))
+    graph = prune(Graph(inputs, reading(body.outputs), tuple(e.reading(reading(e.inputs)) for e in staying)))
     count = len(body.constants) + len(first)
-    equation = replace(
-        loop.equation,
-        inputs=(*loop.constants, *first, *loop.carry_init),
-        params={**loop.equation.params, "num_consts": count},
-    )
-    return before, replace(loop, equation=equation, body=replace(body, graph=graph, num_consts=count))
+    operands = (*loop.constants, *first, *loop.carry_init)
+    return [*before, replace(loop, inputs=operands, body=replace(body.rewritten(graph), num_consts=count))]
 
 
 def _moved(body: LoopBody, specs: Mapping[Value, PartitionSpec], kept: Collection[Value]) -> set[Value]:
@@ -182,7 +176,7 @@ def _with_open_calls(body: LoopBody, specs: Mapping[Value, PartitionSpec]) -> Lo
     """
     while found := {*_mixing_calls(body), *_casting_calls(body, specs)}:
         opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
-        body = body.rewritten(inline(body.graph, flatten=opens, remat=opens))
+        body = body.rewritten(inline(body, flatten=opens, remat=opens))
     return _with_numbers_apart(body)
 
 
@@ -245,7 +239,7 @@ def _with_numbers_apart(body: LoopBody) -> LoopBody:
             equations += _call_for(numbers, equation)
             equation = replace(equation, outputs=tuple(Value(v.aval) if v in numbers else v for v in equation.outputs))
         equations.append(equation)
-    return body.rewritten(replace(body.graph, equations=tuple(equations)))
+    return replace(body, equations=tuple(equations))
 
 
 def _call_for(numbers: Sequence[Value], equation: Equation) -> list[Equation]:

@@ -18,17 +18,18 @@ only the place of the work, never its results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, bodies, producers, values
+from jaxpp_flax.engine.passes.loop.loop import LabelledLoop, Labels, Loop, advanced, each_loop, loops_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, producers, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
-__all__ = ["Labels", "label"]
+__all__ = ["label", "label_loops"]
 
 _UNANCHORED = -1
 
@@ -36,44 +37,6 @@ _UNANCHORED = -1
 _REPEATED = (Cost.VIEW, Cost.LIGHT)
 _REPEATED_IF_TINY = (*_REPEATED, Cost.KERNEL, Cost.READING)
 _TINY = 64  # elements
-
-
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """The result of labelling: a phase for each equation but the free ones.
-
-    Attributes:
-      num_stages: the number of stages.
-      body: the loop's body without its markers: equations read what a marker reads.
-      phase: the phase of each equation that is not free.
-      free: the equations that every task may compute for itself.
-      counters: the leaves of the carry of which each stage keeps its own copy.
-      marked: the values that pass a forward marker.
-      has_second_order: whether a backward is differentiated again: all of that work is in the last phase.
-    """
-
-    num_stages: int
-    body: LoopBody
-    phase: dict[Equation, int]
-    free: frozenset[Equation]
-    counters: frozenset[int]
-    marked: frozenset[Value]
-    has_second_order: bool = False
-
-    def verify(self) -> None:
-        """Check that no equation runs in an earlier phase than its operands."""
-        made: dict[Value, int] = {}
-        for equation in self.body.equations:
-            if (equation in self.phase) == (equation in self.free):
-                raise VerificationError(f"{equation.name} at {equation.where} has no label, or two")
-            phase = self.phase.get(equation, 0)
-            if any(made.get(value, 0) > phase for value in values(equation.inputs)):
-                raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
-            made.update(dict.fromkeys(equation.outputs, phase))
-
-    def as_text(self) -> str:
-        """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
-        return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
 
 
 def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, int]:
@@ -125,6 +88,30 @@ def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
         counters = kept
 
 
+def label_loops(step: Graph, choose_cuts: Callable[[Loop], Sequence[int]]) -> Graph:
+    """Ask a cut policy for the marks that cut each loop, and label the body.
+
+    The last loop of a step is asked for first: it is the one that trains, and earlier ones compute what it trains on. A
+    policy that gives all loops the same stages then decides by the work of training.
+
+    Raises:
+      ValueError: if the chosen marks do not make as many stages as the schedule has.
+    """
+    cuts = {loop: _checked(loop, choose_cuts(loop)) for loop in reversed(loops_of(step, Loop))}
+    return each_loop(step, Loop, lambda loop: advanced(LabelledLoop, loop, labels=label(loop.body, cuts[loop])))
+
+
+def _checked(loop: Loop, chosen: Sequence[int]) -> tuple[int, ...]:
+    cuts, stages, marks = tuple(chosen), loop.schedule.num_stages, len(loop.body.marks)
+    legal = len(cuts) == stages - 1 and list(cuts) == sorted({*cuts})
+    if not legal or any(not 0 <= c < marks for c in cuts):
+        raise ValueError(
+            f"the cut policy chose the marks {list(cuts)} of {marks} for {stages} stages: it must "
+            f"return {stages - 1} different indices in ascending order."
+        )
+    return cuts
+
+
 def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
     """Assign a phase to every equation of an inlined body; `cutting` holds the indices of the marks that cut."""
     cut_of = {body.markers[index]: k for k, index in enumerate(cutting)}
@@ -141,12 +128,11 @@ def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
             passed.update(zip(equation.outputs, operands, strict=True))
         else:
             plain[equation] = equation.reading(operands)
-    outputs = tuple(passed.get(atom, atom) for atom in body.graph.outputs)
+    outputs = tuple(passed.get(atom, atom) for atom in body.outputs)
     return Labels(
-        num_stages=len(cutting) + 1,
-        body=body.rewritten(Graph(body.graph.inputs, outputs, tuple(plain.values()))),
+        body=replace(body, outputs=outputs, equations=tuple(plain.values())),
+        cuts=tuple(cutting),
         phase={plain[equation]: phase for equation, phase in labeller.phase.items()},
-        free=frozenset(plain[equation] for equation in free),
         counters=counters,
         marked=frozenset(values(passed[out] for marker in body.markers for out in marker.outputs)),
         has_second_order=bool(labeller.belated),
@@ -227,7 +213,7 @@ class _Labeller:
 
     def run_late(self) -> None:
         """Run recomputed and unanchored equations in the phase that first needs them, in reverse program order."""
-        phase, producer = self.phase, self.body.graph.producer
+        phase, producer = self.phase, self.body.producer
         # The latest phase that may make each value.
         results = [v for v in values(self.body.results) if v in producer]
         needed = {v: self.stages if producer[v].transposed else self.stages - 1 for v in results}

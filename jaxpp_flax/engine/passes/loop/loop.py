@@ -1,68 +1,36 @@
-"""A loop over microbatches among the equations of a step: what each pass on loops adds to it."""
+"""A loop over microbatches among the equations of a step: a type for each state in which passes leave it.
+
+`open_loops` makes a `Loop` of a `treduce`, `label` a `LabelledLoop` of it, `partition` a `CutLoop`, and `lower_loops` a
+`LoweredLoop`. Each has what the one before it has, and more.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
-from jaxpp_flax.engine.passes.loop.label import Labels, label
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
+from jaxpp_flax.engine.program.program import LoopTask
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
-from jaxpp_flax.engine.tracing.loop_body import LoopBody
-from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.residuals import ResidualPlan
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, values
+from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask, TaskKind
 
-__all__ = ["Loop", "Step"]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A step and its loops, each a `treduce` among its equations, in program order.
-
-    `sums` are the equations that add up partial results of loops: they mix ranks by design. `updated` gives for each
-    output the position of the argument whose new value it is, or None. `lower_loops` finds both.
-    """
-
-    graph: Graph
-    loops: tuple[Loop, ...]
-    sums: frozenset[Equation] = frozenset()
-    updated: tuple[int | None, ...] = ()
-
-    @cached_property
-    def loop_of(self) -> dict[Equation, Loop]:
-        """The loop of each equation that is one."""
-        return {loop.equation: loop for loop in self.loops}
-
-    def each(self, change: Callable[[Loop], Loop]) -> Step:
-        """Return the same step with `change` made to each loop."""
-        return replace(self, loops=tuple(map(change, self.loops)))
-
-    def verify(self) -> None:
-        """Check the equations of the step, and its loops."""
-        self.graph.verify()
-        for loop in self.loops:
-            loop.verify()
-
-    def as_text(self) -> str:
-        """Return each loop as text, and the equations around them."""
-        return "\n".join([*(loop.as_text() for loop in self.loops), self.graph.as_text()])
+__all__ = [
+    "Accumulator", "Carry", "CutLoop", "LabelledLoop", "Labels", "Loop", "LoweredLoop", "Partition", "advanced",
+    "each_loop", "loops_of", "verify_effects",
+]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A `treduce` of the step with its schedule and its body.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Loop(Equation):
+    """A `treduce` of the step with its schedule and its body, opened.
 
     Attributes:
-      equation: the `treduce`. Once the loop is lowered, its results are accumulators: of a sum over several stages, the
-        part of each stage.
       schedule: the schedule, for the mesh's number of ranks.
       body: the inlined body.
       data_axes: for each result, the mesh axes over which it must still be summed after the loop, or None.
@@ -70,123 +38,286 @@ class Loop:
         that dimension; or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       gathered: the constants of the body that are parameters gathered from their shards (see `gather_parameters`).
-      cuts: the indices of the marks that cut, once they are chosen.
-      labels: the phase of each equation, once the body is labelled.
-      tasks: the tasks, once the body is cut.
-      like: for each accumulator, the position of the step's argument that it updates, or None; once it is lowered.
     """
 
-    equation: Equation
     schedule: Schedule
     body: LoopBody
     data_axes: tuple[Any, ...]
     batch_dims: tuple[BatchDim | None, ...]
     batch_shards: int = 1
     gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
-    cuts: tuple[int, ...] = ()
-    labels: Labels | None = None
-    tasks: Partition | None = None
-    like: tuple[int | None, ...] = ()
+
+    def reading(self, inputs: tuple[Atom, ...]) -> Loop:
+        """Return the loop over other operands."""
+        return replace(self, inputs=inputs)
 
     def flat_body(self) -> LoopBody:
         """Return the body with plain calls and regions of `jax.checkpoint` inlined, and without hints."""
-        return self.body.rewritten(inline(self.body.graph, flatten=True, remat=True, hints=False))
-
-    def labelled(self) -> Loop:
-        """Return the loop with labels; its cuts are chosen."""
-        return replace(self, labels=label(self.body, self.cuts))
-
-    def parted(self, residuals: ResidualPlan | None) -> Loop:
-        """Return the loop with the tasks that its schedule runs; its body is labelled.
-
-        Raises:
-          ScheduleError: if the plan of residuals has entries for another number of stages than the loop.
-        """
-        schedule, last = self.schedule, self.schedule.num_stages - 1
-        try:
-            if residuals is not None:
-                residuals.check(schedule.num_stages)
-        except ScheduleError as error:
-            raise ScheduleError(f"residuals= of the treduce at {self.equation.where}: {error}") from error
-        tasks = [t for rank in schedule.tasks(self.body.length) for t in rank if t.stage == last]
-        fuse_last = all(isinstance(t, FusedTask) for t in tasks)
-        labels = self.labels or label(self.body, self.cuts)
-        parts = partition(labels, fuse_last=fuse_last, split_backward=schedule.splits_backward, residuals=residuals)
-        has_backward = any(task.kind is not TaskKind.FORWARD for task in parts.tasks)
-        return replace(self, tasks=parts, schedule=schedule.with_backward() if has_backward else schedule)
-
-    @property
-    def partition(self) -> Partition:
-        """The tasks, of a loop that is cut."""
-        if self.tasks is None:
-            raise ValueError("the loop is not cut into tasks yet")
-        return self.tasks
+        return self.body.rewritten(inline(self.body, flatten=True, remat=True, hints=False))
 
     @property
     def constants(self) -> tuple[Atom, ...]:
-        return self.equation.inputs[: len(self.body.constants)]
+        return self.inputs[: len(self.body.constants)]
 
     @property
     def carry_init(self) -> tuple[Atom, ...]:
-        return self.equation.inputs[len(self.body.constants) :]
+        return self.inputs[len(self.body.constants) :]
 
     @property
     def carry_results(self) -> tuple[Value, ...]:
-        return self.equation.outputs[: len(self.body.carry)]
+        return self.outputs[: len(self.body.carry)]
 
     @property
     def results(self) -> tuple[Value, ...]:
-        return self.equation.outputs[len(self.body.carry) :]
+        """The reduced results; of a lowered loop, its accumulators."""
+        return self.outputs[len(self.body.carry) :]
 
-    def rank_of_task(self, task: int) -> int:
-        return self.schedule.rank_of(self.partition.tasks[task].stage)
+    def verify(self) -> None:
+        """Check the body."""
+        self.body.verify()
+
+    def headline(self) -> str:
+        """Return the schedule and the marks as one line."""
+        return self._headline(())
+
+    def _headline(self, cuts: tuple[int, ...]) -> str:
+        marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in cuts)}" for i, m in enumerate(self.body.marks)]
+        return f"loop over {self.body.length} microbatches: {type(self.schedule).__name__}; marks: {', '.join(marks)}"
+
+    def details(self) -> str:
+        """Return the schedule, the marks and the body as text."""
+        return f"{self.headline()}\n{self.body.as_text()}"
+
+
+L = TypeVar("L", bound=Loop)
+
+
+def loops_of(graph: Graph, state: type[L]) -> tuple[L, ...]:
+    """Return the loops of a step in program order.
+
+    Raises:
+      VerificationError: if a loop is not yet in this state.
+    """
+    found: list[L] = []
+    for equation in graph.equations:
+        if isinstance(equation, Loop):
+            if not isinstance(equation, state):
+                kind = type(equation).__name__
+                raise VerificationError(f"the loop at {equation.where} is a {kind}, not yet a {state.__name__}")
+            found.append(equation)
+    return tuple(found)
+
+
+def each_loop(graph: Graph, state: type[L], change: Callable[[L], Loop]) -> Graph:
+    """Return the step with `change` made to each loop."""
+    changed = {loop: change(loop) for loop in loops_of(graph, state)}
+    return replace(graph, equations=tuple(changed.get(e, e) if isinstance(e, state) else e for e in graph.equations))
+
+
+def advanced(state: type[L], before: Equation, **facts: Any) -> L:
+    """Return a loop in its next state: with all that the equation before has, and these facts."""
+    return state(**{field.name: getattr(before, field.name) for field in fields(before)} | facts)
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The body of a loop without its marks, with a phase for each equation.
+
+    Attributes:
+      body: the body without markers: equations read what a marker reads.
+      cuts: the indices of the marks that cut.
+      phase: the phase of each equation. Every task may compute an equation without a phase for itself: it is free.
+      counters: the leaves of the carry of which each stage keeps its own copy.
+      marked: the values that pass a forward marker.
+      has_second_order: whether a backward is differentiated again: all of that work is in the last phase.
+    """
+
+    body: LoopBody
+    cuts: tuple[int, ...]
+    phase: Mapping[Equation, int]
+    counters: frozenset[int]
+    marked: frozenset[Value]
+    has_second_order: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.cuts) + 1
+
+    @cached_property
+    def free(self) -> frozenset[Equation]:
+        """The equations that every task may compute for itself."""
+        return frozenset(equation for equation in self.body.equations if equation not in self.phase)
+
+    def verify(self) -> None:
+        """Check that no equation runs in an earlier phase than its operands."""
+        made: dict[Value, int] = {}
+        for equation in self.body.equations:
+            operands = values(equation.inputs)
+            phase = self.phase.get(equation)
+            if phase is None:
+                if not made.keys().isdisjoint(operands):
+                    raise VerificationError(f"{equation.name} at {equation.where} has no label")
+                continue
+            if any(made.get(value, 0) > phase for value in operands):
+                raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
+            made.update(dict.fromkeys(equation.outputs, phase))
+
+    def as_text(self) -> str:
+        """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
+        return self.body.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelledLoop(Loop):
+    """A loop with its cuts, and the phase of each equation of its body."""
+
+    labels: Labels
+
+    def verify(self) -> None:
+        """Check the body, and the order of the phases."""
+        super().verify()
+        self.labels.verify()
+
+    def headline(self) -> str:
+        """Return the schedule and the marks, with those that cut, as one line."""
+        return self._headline(self.labels.cuts)
+
+    def details(self) -> str:
+        """Return the schedule, the marks, and the body with its phases as text."""
+        return f"{self.headline()}\n{self.labels.as_text()}"
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulator:
+    """One reduced result, or one stage's part of it: `task` reads `state` and defines `result`.
+
+    `part_of` is the number of the reduced result, the sum of its parts. `ordered` says that the microbatches must come
+    in order: a user's own reduction may need this.
+    """
+
+    part_of: int
+    task: int
+    state: Value
+    result: Value
+    init: Graph
+    ordered: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """One copy of a carry leaf, kept by the stage of `task`, which reads `state` and defines `result`."""
+
+    leaf: int
+    task: int
+    state: Value
+    result: Value
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A loop's body cut into tasks."""
+
+    num_stages: int
+    operands: tuple[Value, ...]
+    index: Value
+    tasks: tuple[LoopTask, ...]
+    accumulators: tuple[Accumulator, ...]
+    carries: tuple[Carry, ...]
+
+    @cached_property
+    def data(self) -> frozenset[Value]:
+        """The operands that some task slices by the microbatch's index; the other operands are parameters."""
+        graphs = [inline(task.graph, flatten=True) for task in self.tasks]
+        sliced = {v for graph in graphs for v in sliced_by_index(graph.equations, self.index)}
+        return frozenset(sliced.intersection(self.operands))
 
     @cached_property
     def readers(self) -> dict[Value, set[int]]:
         """The ranks whose tasks read each value."""
         readers: dict[Value, set[int]] = {}
-        for index, task in enumerate(self.partition.tasks):
+        for task in self.tasks:
             for value in task.graph.inputs:
-                readers.setdefault(value, set()).add(self.rank_of_task(index))
+                readers.setdefault(value, set()).add(task.rank)
         return readers
 
-    def inputs(self) -> Iterator[tuple[Value, set[int]]]:
-        """Yield each operand of the lowered loop with the ranks that read it."""
-        for operand, value in zip(values(self.constants), self.partition.operands, strict=True):
-            yield operand, self.readers.get(value, set())
-        for leaf, initial in enumerate(values(self.carry_init)):
-            owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
-            states = {c.state for c in self.partition.carries if c.leaf == leaf}
-            yield initial, owners.union(*(self.readers.get(s, set()) for s in states))
+    def verify(self) -> None:
+        """Check each task, and that each edge is defined by one task, earlier in the order of phases."""
+        known = {*self.operands, self.index}
+        known.update(a.state for a in self.accumulators)
+        known.update(c.state for c in self.carries)
+        made: set[Value] = set()
+        for task in self.tasks:
+            task.graph.verify()
+            for value in task.graph.inputs:
+                if value not in known and value not in made:
+                    raise VerificationError(f"task {task.name} reads a value that no earlier task makes")
+            for atom in task.graph.outputs:
+                if not isinstance(atom, Value):
+                    raise VerificationError(f"task {task.name} returns a constant")
+                made.add(atom)
 
-    @cached_property
-    def homes(self) -> dict[Value, frozenset[int]]:
-        """The ranks on which each result of the lowered loop is made."""
-        homes = {
-            value: frozenset({self.rank_of_task(a.task)})
-            for value, a in zip(self.results, self.partition.accumulators, strict=True)
-        }
-        for leaf, value in enumerate(self.carry_results):
-            homes[value] = frozenset(self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf)
-        return homes
+    def as_text(self) -> str:
+        return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)
+
+
+def verify_effects(labels: Labels, partitioned: Partition) -> None:
+    """Check that no labelled equation is in two tasks (`Partition.verify` finds equations that are in no task)."""
+    count = Counter(v for task in partitioned.tasks for e in task.graph.equations for v in e.outputs)
+    for equation in labels.phase:
+        if any(count[v] > 1 for v in equation.outputs):
+            raise VerificationError(f"{equation.name} at {equation.where} stands in several tasks")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CutLoop(LabelledLoop):
+    """A loop with the tasks that its schedule runs."""
+
+    partition: Partition
 
     def verify(self) -> None:
-        """Check the body, the labels and the tasks, as far as they are made."""
-        self.body.graph.verify()
-        if self.labels is not None:
-            self.labels.verify()
-        if self.tasks is not None:
-            self.tasks.verify()
-        if self.labels is not None and self.tasks is not None:
-            verify_effects(self.labels, self.tasks)
+        """Check the body, the phases and the tasks."""
+        super().verify()
+        self.partition.verify()
+        verify_effects(self.labels, self.partition)
+
+    def details(self) -> str:
+        """Return the schedule, the marks and the tasks as text."""
+        return f"{self.headline()}\n{self.partition.as_text()}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoweredLoop(CutLoop):
+    """A loop that returns its accumulators: of a sum over several stages, the part of each stage.
+
+    Attributes:
+      like: for each accumulator, the position of the step's argument that it updates, or None.
+    """
+
+    like: tuple[int | None, ...]
 
     def headline(self) -> str:
         """Return the schedule, the marks, and what the accumulators update, as one line."""
-        marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in self.cuts)}" for i, m in enumerate(self.body.marks)]
         like = ", ".join("nothing" if at is None else f"argument {at}" for at in self.like)
-        first = f"loop over {self.body.length} microbatches: {type(self.schedule).__name__}; marks: {', '.join(marks)}"
-        return f"{first}; its accumulators update {like}" if self.like else first
+        return f"{super().headline()}; its accumulators update {like}" if self.like else super().headline()
 
-    def as_text(self) -> str:
-        """Return the schedule and the marks, and the tasks, or the body, with its labels if it has some, as text."""
-        return f"{self.headline()}\n{(self.tasks or self.labels or self.body.graph).as_text()}"
+    def reads(self) -> Iterator[tuple[Value, set[int]]]:
+        """Yield each operand with the ranks that read it."""
+        readers, carries, tasks = self.partition.readers, self.partition.carries, self.partition.tasks
+        for operand, value in zip(values(self.constants), self.partition.operands, strict=True):
+            yield operand, readers.get(value, set())
+        for leaf, initial in enumerate(values(self.carry_init)):
+            owners = {tasks[c.task].rank for c in carries if c.leaf == leaf}
+            states = {c.state for c in carries if c.leaf == leaf}
+            yield initial, owners.union(*(readers.get(s, set()) for s in states))
+
+    @cached_property
+    def homes(self) -> dict[Value, frozenset[int]]:
+        """The ranks on which each result is made."""
+        tasks = self.partition.tasks
+        homes = {
+            value: frozenset({tasks[a.task].rank})
+            for value, a in zip(self.results, self.partition.accumulators, strict=True)
+        }
+        for leaf, value in enumerate(self.carry_results):
+            homes[value] = frozenset(tasks[c.task].rank for c in self.partition.carries if c.leaf == leaf)
+        return homes

@@ -6,40 +6,51 @@ Each accumulator and each output is paired with the argument that it updates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import CutLoop, LoweredLoop, advanced, loops_of
 from jaxpp_flax.engine.passes.updated_arguments import updated_arguments
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit, struct_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, struct_of
 
-__all__ = ["lower_loops"]
+__all__ = ["LoweredStep", "lower_loops"]
 
 
-def lower_loops(step: Step) -> Step:
-    equations, loops, sums = list[Equation](), list[Loop](), set[Equation]()
-    for equation in step.graph.equations:
-        loop = step.loop_of.get(equation)
-        if loop is None:
+@dataclass(frozen=True, eq=False)
+class LoweredStep(Graph):
+    """A step whose loops are lowered.
+
+    `sums` are the equations that add up partial results of loops: they mix ranks by design. `updated` gives for each
+    output the position of the argument whose new value it is, or None.
+    """
+
+    sums: frozenset[Equation]
+    updated: tuple[int | None, ...]
+
+
+def lower_loops(step: Graph) -> LoweredStep:
+    """Lower each loop that is cut into tasks."""
+    equations, sums = list[Equation](), set[Equation]()
+    for equation in step.equations:
+        if isinstance(equation, CutLoop):
+            before, loop, after = _lowered(equation)
+            equations += [*before, loop, *after]
+            sums.update(after)
+        else:
             equations.append(equation)
-            continue
-        before, lowered, after = _lowered(loop)
-        equations += [*before, lowered.equation, *after]
-        loops.append(lowered)
-        sums.update(after)
-    graph = replace(step.graph, equations=tuple(equations))
-    updated, by_loop = updated_arguments(graph, sums, {loop.equation: loop.batch_dims for loop in loops})
-    loops = [replace(loop, like=by_loop[loop.equation]) for loop in loops]
-    return Step(graph, tuple(loops), frozenset(sums), updated)
+    graph = replace(step, equations=tuple(equations))
+    updated, by_loop = updated_arguments(graph, sums, loops_of(graph, CutLoop))
+    lowered = (advanced(LoweredLoop, e, like=by_loop[e]) if isinstance(e, CutLoop) else e for e in equations)
+    return LoweredStep(step.inputs, step.outputs, tuple(lowered), frozenset(sums), updated)
 
 
-def _lowered(loop: Loop) -> tuple[list[Equation], Loop, list[Equation]]:
+def _lowered(loop: CutLoop) -> tuple[list[Equation], CutLoop, list[Equation]]:
     """Return a loop that returns its accumulators, with the equations before and after it."""
     before, operands = list[Equation](), list[Atom]()
-    for atom in loop.equation.inputs:
+    for atom in loop.inputs:
         if not isinstance(atom, Value):  # tasks take arrays
             copies, (atom,) = emit(jax.lax.copy_p.bind, [atom])
             before += copies
@@ -51,10 +62,10 @@ def _lowered(loop: Loop) -> tuple[list[Equation], Loop, list[Equation]]:
         if axes is None and len(parts) == 1:
             made[parts[0]] = target
         else:
-            after += _sum([made[k] for k in parts], axes, target, loop.equation)
-    equation = replace(loop.equation, inputs=tuple(operands), outputs=(*loop.carry_results, *made))
+            after += _sum([made[k] for k in parts], axes, target, loop)
     batch_dims = tuple(loop.batch_dims[accumulator.part_of] for accumulator in accumulators)
-    return before, replace(loop, equation=equation, batch_dims=batch_dims), after
+    outputs = (*loop.carry_results, *made)
+    return before, replace(loop, inputs=tuple(operands), outputs=outputs, batch_dims=batch_dims), after
 
 
 def _sum(parts: Sequence[Value], axes: Any, target: Value, loop: Equation) -> list[Equation]:

@@ -1,9 +1,11 @@
-"""Open the loops of a step: read each schedule, and make each body a structure of its own."""
+"""Open the loops of a step: read the schedule of each `treduce`, and inline its body."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxpp_flax.engine.passes.check_supported import check_supported
-from jaxpp_flax.engine.passes.loop.loop import Loop, Step
+from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph
@@ -14,22 +16,22 @@ from jaxpp_flax.schedules.schedule import Schedule
 __all__ = ["open_loops"]
 
 
-def open_loops(graph: Graph, num_ranks: int) -> Step:
-    """Read the schedule of each loop, and inline its body.
+def open_loops(graph: Graph, num_ranks: int) -> Graph:
+    """Return the step with a `Loop` for each `treduce`.
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
       ValueError, NotImplementedError: if the step has what no pipeline runs; see `check_supported`.
     """
     check_supported(graph)
-    loops = tuple(_open(e, num_ranks) for e in graph.equations if e.primitive is treduce_p)
-    if not loops:
+    if not any(e.primitive is treduce_p for e in graph.equations):
         raise ValueError(
             "the step given to mpmd_jit_with_loop holds no `treduce`: there is no loop over microbatches to pipeline. "
             "Wrap the work of one microbatch: `treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n))`; "
             "for inference use `mpmd_jit`."
         )
-    return Step(graph, loops)
+    equations = (_open(e, num_ranks) if e.primitive is treduce_p else e for e in graph.equations)
+    return replace(graph, equations=tuple(equations))
 
 
 def _open(equation: Equation, num_ranks: int) -> Loop:
@@ -40,7 +42,8 @@ def _open(equation: Equation, num_ranks: int) -> Loop:
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
     none = (None,) * len(body.operations)
-    return Loop(equation, schedule, body, data_axes=none, batch_dims=none)
+    # What the parameters say stands in the body from here on.
+    return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)
 
 
 def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors
-from jaxpp_flax.engine.passes.loop.label import Labels
+from jaxpp_flax.engine.passes.loop.loop import Labels
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values, with_outputs
 
 __all__ = ["Key", "TaskDrafts"]
@@ -43,7 +43,7 @@ class TaskDrafts:
 
     def home(self, atom: Atom) -> Key:
         """Return the task that makes a result; the last stage's forward for a result that any task can compute."""
-        made = self.labels.body.graph.producer.get(atom) if isinstance(atom, Value) else None
+        made = self.labels.body.producer.get(atom) if isinstance(atom, Value) else None
         return (self.stages - 1, 0) if made is None else self.key_of.get(made, (self.stages - 1, 0))
 
     def add(self, key: Key, graph: Graph) -> Value:
@@ -77,7 +77,7 @@ class TaskDrafts:
         free = producers(self.labels.free)
         place = {equation: number for number, equation in enumerate(self.equations)}
         # A stable order of a task's inputs: the loop's inputs, then as the body and its additions read and make them.
-        known = (*self.labels.body.graph.inputs, *(v for e in self.equations for v in (*values(e.inputs), *e.outputs)))
+        known = (*self.labels.body.inputs, *(v for e in self.equations for v in (*values(e.inputs), *e.outputs)))
         number = {value: number for number, value in enumerate(dict.fromkeys(known))}
         inside: dict[Key, tuple[list[Equation], list[Value]]] = {}
         for key, own in self.by_task().items():

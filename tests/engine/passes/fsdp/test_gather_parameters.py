@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
-from jaxpp_flax.engine.passes.loop.loop import Step
+from jaxpp_flax.engine.passes.loop.loop import Loop, loops_of
 from jaxpp_flax.engine.passes.loop.open_loops import open_loops
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Concat, treduce
 from jaxpp_flax.schedules import GPipe
@@ -34,12 +34,12 @@ def step(params: Any, batch: jax.Array) -> Any:
     return treduce(lambda x: jax.value_and_grad(loss)(halves, x), batch, schedule=GPipe(2))
 
 
-def gathered(specs: dict[str, P], batch: P) -> Step:
+def gathered(specs: dict[str, P], batch: P) -> Graph:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(AXES)).abstract_mesh
     params = {name: jnp.ones((4, 4)) for name in specs}
     graph, _ = from_jaxpr(jax.jit(step).trace(params, jnp.ones((2, 8, 4), jnp.bfloat16)).jaxpr)
     opened = open_loops(inline(graph, flatten=True), 2)
-    names = dict(zip(opened.graph.inputs, [*specs, "batch"], strict=True))
+    names = dict(zip(opened.inputs, [*specs, "batch"], strict=True))
     rule = FsdpRule(mesh=mesh, names=names)
     made = gather_parameters(opened, [*specs.values(), batch], ShardCounts(AXES), rule)
     made.verify()
@@ -52,7 +52,7 @@ SPECS = {"a": P("fsdp", "tensor"), "b": P("tensor"), "c": P(("tensor", "fsdp"))}
 
 def test_parameters_over_the_axes_of_the_batch():
     """Also those that are converted before the loop; the other axes are kept, and the bytes are a device's."""
-    (loop,) = gathered(SPECS, P(None, "fsdp")).loops
+    (loop,) = loops_of(gathered(SPECS, P(None, "fsdp")), Loop)
     assert [g.spec for g in loop.gathered.values()] == [P(None, "tensor"), P("tensor")]
     assert {g.nbytes for g in loop.gathered.values()} == {4 * 4 * 2 // 2}
     assert set(loop.gathered) <= set(loop.body.constants)
@@ -71,7 +71,7 @@ def test_a_part_of_the_batch_that_no_microbatch_reads():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(AXES)).abstract_mesh
     specs = [P("fsdp"), P(None, "fsdp"), P(None, "fsdp")]
     rule = FsdpRule(mesh=mesh, names={})
-    (loop,) = gather_parameters(opened, specs, ShardCounts(AXES), rule).loops
+    (loop,) = loops_of(gather_parameters(opened, specs, ShardCounts(AXES), rule), Loop)
     assert [v.aval.shape for v in loop.gathered] == [(4, 4)]
 
 

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.passes.loop.label import Labels, label
+from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.loop import Labels
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end

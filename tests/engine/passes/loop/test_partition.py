@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.engine.passes.loop.carries import CarryError
-from jaxpp_flax.engine.passes.loop.label import Labels, label
-from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
+from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.loop import Labels, Partition, verify_effects
+from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
@@ -368,7 +367,7 @@ def body_of(model: list[Layer], frozen: int, remat: bool) -> tuple[Graph, list[A
 def check_each_equation_once(labels: Labels, part: Partition) -> None:
     """What has an effect stands in one task; what is free in as many as like; what has none in none."""
     stands = Counter(v for t in part.tasks for e in t.graph.equations for v in e.outputs)
-    needed = set(labels.body.graph.outputs)
+    needed = set(labels.body.outputs)
     for equation in reversed(labels.body.equations):
         if needed.isdisjoint(equation.outputs):
             continue

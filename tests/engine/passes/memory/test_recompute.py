@@ -12,7 +12,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp_flax.engine.blocks import Marks, cut_at_every_mark
-from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
+from jaxpp_flax.engine.passes.loop.loop import Partition
+from jaxpp_flax.engine.program.program import LoopTask
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
