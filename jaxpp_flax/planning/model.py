@@ -21,7 +21,7 @@ from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_co
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.task import Task
 
 __all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StepModel", "update_window"]
 
@@ -130,7 +130,7 @@ class StepModel:
         return Gathers([load.gathered for load in self.stages], self.fsdp, self.hardware.gather_bandwidth)
 
     @cached_property
-    def tasks(self) -> list[list[AnyTask]]:
+    def tasks(self) -> list[list[Task]]:
         """Each rank's tasks."""
         return _tasks(self.schedule, self.num_microbatches)
 
@@ -229,7 +229,7 @@ class StepModel:
 
 
 @lru_cache(maxsize=16)  # a search asks for them again for all sizes of stages
-def _tasks(schedule: Schedule, num_microbatches: int) -> list[list[AnyTask]]:
+def _tasks(schedule: Schedule, num_microbatches: int) -> list[list[Task]]:
     return [list(schedule.rank_tasks(rank, num_microbatches)) for rank in range(schedule.num_ranks)]
 
 

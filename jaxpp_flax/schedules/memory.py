@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpp_flax.schedules.gathers import GatheredParameter
 from jaxpp_flax.schedules.residuals import HostCopy
-from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import MEANING, Task, TaskKind
 
 __all__ = [
     "BETWEEN_STAGES",
@@ -101,16 +101,13 @@ class StageBytes:
         """What a backward makes again, and holds while it runs."""
         return max(0.0, self.activation - self.saved) + self.region
 
-    def made_again(self, task: AnyTask) -> float:
+    def made_again(self, task: Task) -> float:
         """Return what a task recomputes: a part of what it takes, gone when it ends."""
-        if isinstance(task, FusedTask):
-            return self.region
-        return self.recomputed if "recomputed" in MEANING[task.kind].takes else 0.0
+        takes = MEANING[task.kind].takes
+        return sum((getattr(self, name) for name in ("recomputed", "region") if name in takes), 0.0)
 
-    def changes(self, task: AnyTask) -> tuple[float, float]:
+    def changes(self, task: Task) -> tuple[float, float]:
         """Return the change of what the stage holds when a task starts, and the one when it ends."""
-        if isinstance(task, FusedTask):
-            return self.activation + self.region, -self.activation - self.region
         meaning = MEANING[task.kind]
         takes, frees, leaves = (
             sum((getattr(self, name) for name in names), 0.0)
@@ -128,7 +125,7 @@ class RankMemory:
 
 
 def walk_rank(
-    tasks: Sequence[AnyTask],
+    tasks: Sequence[Task],
     stages: Sequence[StageBytes],
     *,
     copies: Iterable[HostCopy] = (),
@@ -163,10 +160,9 @@ def walk_rank(
     for each in gathered:
         gathers[each.gather_before] += each.nbytes
         last_reads[each.read_last] += each.nbytes
-    changes: dict[tuple[TaskKind | None, int], tuple[float, float, float]] = {}
+    changes: dict[tuple[TaskKind, int], tuple[float, float, float]] = {}
     for position, task in enumerate(tasks):
-        here, kind = stages[task.stage], None if isinstance(task, FusedTask) else task.kind
-        key = kind, task.stage
+        here, kind, key = stages[task.stage], task.kind, (task.kind, task.stage)
         if key not in changes:
             changes[key] = *here.changes(task), here.made_again(task)
         taken, left, again = changes[key]
@@ -175,7 +171,7 @@ def walk_rank(
         if arrivals:
             for stage, is_forward in arrivals[position]:
                 devices.change(stages[stage].received if is_forward else stages[stage].gradient, BETWEEN_STAGES)
-            received = here.received if kind in (None, TaskKind.FORWARD) else 0.0
+            received = here.received if kind in (TaskKind.FORWARD, TaskKind.FUSED) else 0.0
             gradient = here.gradient if kind in (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT) else 0.0
         devices.change(gathers[position], GATHERED)
         devices.change(-leaving[position], RESIDUALS)  # it may still be there when the others have come

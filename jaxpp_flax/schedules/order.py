@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxpp_flax.schedules.schedule import TaskLists
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.task import AnyTask, TaskKind, parts
+from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
 
-def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
+def merge_order(task_lists: TaskLists) -> list[tuple[int, Task]]:
     """Return all tasks with their ranks, in one order without deadlock.
 
     The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from jaxpp_flax.schedules.schedule import TaskLists
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, needs, results
+from jaxpp_flax.schedules.task import Task, TaskKind, needs, results
 
-Emit = Callable[[int, AnyTask, float, float], None]
+Emit = Callable[[int, Task, float, float], None]
 Delay = Callable[[int, int, Task], float]
 Hold = Callable[[int, int, float, float], float]
 
@@ -23,7 +23,7 @@ class Blocked:
 
     rank: int
     position: int
-    task: AnyTask
+    task: Task
     awaits: Task
 
 
@@ -39,23 +39,18 @@ class _Run:
         self, num_stages: int, emit: Emit | None, table: CostTable, delay: Delay | None, hold: Hold | None
     ) -> None:
         self.num_results = num_stages * len(TaskKind)  # of one microbatch
-        self.rows: dict[TaskKind | None, list[_Row]] = {
-            kind: [
-                _row(fused(n, 0) if kind is None else Task(kind, n, 0), table, num_stages) for n in range(num_stages)
-            ]
-            for kind in (None, *TaskKind)
-        }
+        self.rows = {kind: [_row(Task(kind, n, 0), table, num_stages) for n in range(num_stages)] for kind in TaskKind}
         self.emit, self.delay, self.hold = emit, delay, hold
         self.made: dict[int, tuple[float, int]] = {}  # when and on which rank
         self.waiting: dict[int, list[int]] = {}  # the ranks that wait for a result
         self.ready: list[int] = []  # the ranks whose result is there
 
-    def rank(self, rank: int, tasks: Sequence[AnyTask]) -> Iterator[tuple[int, AnyTask, Task] | None]:
+    def rank(self, rank: int, tasks: Sequence[Task]) -> Iterator[tuple[int, Task, Task] | None]:
         """Run one rank's tasks; yield the position, the task and what it waits for; at the end, yield None."""
         made, waiting, emit, delay, hold = self.made, self.waiting, self.emit, self.delay, self.hold
         now = 0.0
         for position, task in enumerate(tasks):
-            reads, writes, time = self.rows[None if isinstance(task, FusedTask) else task.kind][task.stage]
+            reads, writes, time = self.rows[task.kind][task.stage]
             first = task.microbatch * self.num_results
             start = now
             for number, need in reads:
@@ -83,7 +78,7 @@ class _Run:
 _NUMBER = {kind: number for number, kind in enumerate(TaskKind)}
 
 
-def _row(task: AnyTask, table: CostTable, num_stages: int) -> _Row:
+def _row(task: Task, table: CostTable, num_stages: int) -> _Row:
     def number(result: Task) -> int:
         return result.stage * len(_NUMBER) + _NUMBER[result.kind]
 

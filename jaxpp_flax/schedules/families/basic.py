@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backward_weight, forward, fused
+from jaxpp_flax.schedules.task import Task, backward, backward_input, backward_weight, forward, fused
 
 
 class OneStagePerRank(StreamedSchedule):
@@ -37,7 +37,7 @@ class WarmedUp(OneStagePerRank):
         """Return the number of input gradients between a microbatch's input gradient and its weight gradient."""
         return 0
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         if self.fuses_last_stage and rank == self.num_stages - 1:
             yield from (fused(rank, m) for m in range(num_microbatches))
             return

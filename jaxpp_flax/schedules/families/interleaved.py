@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, backward, forward, fused
+from jaxpp_flax.schedules.task import Task, TaskKind, backward, forward, fused
 
 
 class Interleaved1F1B(StreamedSchedule):
@@ -66,7 +66,7 @@ class Interleaved1F1B(StreamedSchedule):
             for stage in stages:
                 yield from (make(stage, m) for m in range(first, first + size))
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         # A last round which is not full is filled up, and the tasks of the microbatches that do not
         # exist are then left out: without them, a legal schedule is still legal.
         forwards = self._passes(rank, num_microbatches, forward)
@@ -129,7 +129,7 @@ class InterleavedGPipe(StreamedSchedule):
         """Return the number of microbatches that pass a rank's first stage before its second one's turn."""
         return num_microbatches
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         stages = range(rank, self.num_stages, self.num_ranks)
         size = self._round_size(num_microbatches)
         rounds = [range(at, min(at + size, num_microbatches)) for at in range(0, num_microbatches, size)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import Schedule, StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backward_weight, forward
+from jaxpp_flax.schedules.task import Task, backward, backward_input, backward_weight, forward
 
 
 class VShaped(StreamedSchedule):
@@ -31,9 +31,9 @@ class VShaped(StreamedSchedule):
         return stage if stage < self.num_ranks else self.num_stages - 1 - stage
 
     @abc.abstractmethod
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
+    def order(self, rank: int, num_microbatches: int) -> Iterator[Task]: ...
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         # The orders are written for two microbatches for each rank or more. With fewer, the order is made for
         # more, and tasks that do not exist are left out: a legal schedule without some microbatches is legal.
         full = max(num_microbatches, 2 * self.num_ranks)
@@ -57,27 +57,27 @@ class _Writer:
         self.done[kind, chunk] = m + 1
         return m
 
-    def f(self, chunk: int) -> Iterator[AnyTask]:
+    def f(self, chunk: int) -> Iterator[Task]:
         if self.done["F", chunk] < self.count:
             yield forward(self.stages[chunk], self._next("F", chunk))
 
-    def i(self, chunk: int) -> Iterator[AnyTask]:
+    def i(self, chunk: int) -> Iterator[Task]:
         if self.done["I", chunk] < self.count:
             m = self._next("I", chunk)
             stage = self.stages[chunk]
             yield backward_input(stage, m) if stage else backward(stage, m)
 
-    def w(self, chunk: int) -> Iterator[AnyTask]:
+    def w(self, chunk: int) -> Iterator[Task]:
         if self.done["W", chunk] < self.done["I", chunk]:
             m = self._next("W", chunk)
             if self.stages[chunk]:
                 yield backward_weight(self.stages[chunk], m)
 
-    def iw(self, chunk: int) -> Iterator[AnyTask]:
+    def iw(self, chunk: int) -> Iterator[Task]:
         yield from self.i(chunk)
         yield from self.w(chunk)
 
-    def rest(self) -> Iterator[AnyTask]:
+    def rest(self) -> Iterator[Task]:
         """The weight gradients still owed, oldest first."""
         while any(self.done["W", c] < self.done["I", c] for c in (0, 1)):
             chunk = min((0, 1), key=lambda c: (self.done["W", c] >= self.done["I", c], self.done["W", c]))
@@ -108,7 +108,7 @@ class ZBV(VShaped):
     rank 1 |...F0-f0-F1-f1-i0~w0:F2-I0~W0:f2-i1~w1:F3-I1~W1:f3-i2~w2:F4-I2~W2:f4-i3~w3:I3~i4~I4~W3:W4:w4:
     """
 
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def order(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         write = _Writer(self, rank, num_microbatches)
         below = self.num_ranks - rank
         for _ in range(2 * below - 1):
@@ -156,7 +156,7 @@ class DualPipeV(VShaped):
     rank 1 |...F0-f0-F1-f1-F2-i0~w0:f2-I0~W0:F3-i1~w1:f3-I1~W1:F4-i2~w2:f4-I2~W2:i3~w3:I3~W3:i4~I4~W4:w4:
     """
 
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def order(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         write = _Writer(self, rank, num_microbatches)
         below = self.num_ranks - rank - 1
         for _ in range(2 * below):

@@ -18,7 +18,7 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask, TaskKind
+from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Loop", "Step"]
 
@@ -109,7 +109,7 @@ class Loop:
         except ScheduleError as error:
             raise ScheduleError(f"residuals= of the treduce at {self.equation.where}: {error}") from error
         tasks = [t for rank in schedule.tasks(self.body.length) for t in rank if t.stage == last]
-        fuse_last = all(isinstance(t, FusedTask) for t in tasks)
+        fuse_last = all(t.kind is TaskKind.FUSED for t in tasks)
         labels = self.labels or label(self.body, self.cuts)
         parts = partition(labels, fuse_last=fuse_last, split_backward=schedule.splits_backward, residuals=residuals)
         has_backward = any(task.kind is not TaskKind.FORWARD for task in parts.tasks)
