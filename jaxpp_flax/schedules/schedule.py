@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.memory import StageBytes, walk_rank
+from jaxpp_flax.schedules.memory import Memory, StageBytes
 from jaxpp_flax.schedules.task import Task
 
 TaskLists = Sequence[Sequence[Task]]
@@ -132,8 +132,11 @@ class Schedule(abc.ABC):
         the backward is split).
         """
         self.check(num_microbatches)
-        tasks = [task for task in self.rank_tasks(self.rank_of(stage), num_microbatches) if task.stage == stage]
-        return int(walk_rank(tasks, [StageBytes()] * self.num_stages).devices.peak)
+        memory, one = Memory(), StageBytes()
+        for task in self.rank_tasks(self.rank_of(stage), num_microbatches):
+            for change in one.changes(task) if task.stage == stage else ():
+                memory.change(change)
+        return int(memory.peak)
 
 
 class StreamedSchedule(Schedule):
