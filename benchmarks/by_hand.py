@@ -34,7 +34,7 @@ def hand_written_step(pieces: Pieces, schedule: Any, microbatches: int) -> Calla
     import jax
     import jax.numpy as jnp
 
-    from jaxpp_flax.schedules import FusedTask, TaskKind, merge_order
+    from jaxpp_flax.schedules import TaskKind, merge_order
 
     stages = schedule.num_stages
     devices = [jax.devices()[s % len(jax.devices())] for s in range(stages)]
@@ -74,7 +74,7 @@ def hand_written_step(pieces: Pieces, schedule: Any, microbatches: int) -> Calla
         cotangent: dict[Any, Any] = {}
         for _, task in order:
             s, m = task.stage, task.microbatch
-            if isinstance(task, FusedTask):
+            if task.kind is TaskKind.FUSED:
                 x = activation.pop((s, m))
                 losses, acc[s], ct = last_jit(own[s], x, batches[1], acc[s], losses, indices[s][m])
                 cotangent[s - 1, m] = jax.device_put(ct, devices[s - 1])

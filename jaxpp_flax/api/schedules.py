@@ -253,14 +253,14 @@ def own_schedule(schedule: Any, num_microbatches: int) -> Any:
     return made
 
 
-def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.AnyTask]:
+def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.Task]:
     """Yield the tasks of one item of a JaxPP schedule's list."""
     if isinstance(item, FusedTask):
         for part in item:
             yield from _own_tasks(part, schedule, rank)
     elif isinstance(item, Task):
         yield own.Task(OWN_KIND[item.fwd_or_bwd], item.stage_id, item.mubatch_idx)
-    elif isinstance(item, own.Task | own.FusedTask):
+    elif isinstance(item, own.Task):
         yield item
     elif item is not None:
         raise ScheduleError(
@@ -269,7 +269,7 @@ def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.AnyTask]:
         )
 
 
-def _listed(tasks: list[own.AnyTask], is_partial_bwd: bool) -> list[Task | FusedTask | None]:
+def _listed(tasks: list[own.Task], is_partial_bwd: bool) -> list[Task | FusedTask | None]:
     """Return one rank's tasks as JaxPP lists them: stage 0's backward, which stays whole here, is in two halves too."""
     found: list[Task | FusedTask | None] = []
     for task in own.flatten(tasks):

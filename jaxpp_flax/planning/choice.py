@@ -18,7 +18,7 @@ from jaxpp_flax.planning.loads import limits_of
 from jaxpp_flax.planning.model import BESIDE, Prediction, StepModel
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
-from jaxpp_flax.schedules.task import FusedTask
+from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "nothing_fits", "why_chosen"]
 
@@ -264,7 +264,7 @@ def _less(one: _Worth, other: _Worth) -> bool:
 def _options(model: StepModel, stage: int) -> Sequence[StageResiduals]:
     """Return the options that differ for a stage: shares that move the same microbatches are one option."""
     tasks, load = model.tasks[model.rank_of[stage]], model.stages[stage]
-    if any(isinstance(task, FusedTask) and task.stage == stage for task in tasks) or not load.residual_bytes:
+    if any(task.kind is TaskKind.FUSED and task.stage == stage for task in tasks) or not load.residual_bytes:
         return (KEEP,)
     found: dict[tuple[object, ...], StageResiduals] = {}
     for option in OPTIONS:

@@ -8,24 +8,27 @@ a plan can be made for hardware that is not there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from jaxpp_flax.planning.loads import Hardware, StageLoad
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp, GatheredParameter, Gathers, check_fsdp
-from jaxpp_flax.schedules.memory import RankMemory, walk_rank
-from jaxpp_flax.schedules.order import arrivals
-from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
-from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.memory import Memory, StageBytes
+from jaxpp_flax.schedules.order import merge_order
+from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, StageResiduals, host_copies
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists
 from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
-__all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StepModel", "update_window"]
+__all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StepModel", "arrivals", "update_window", "walk_rank"]
 
 _WINDOW, BESIDE = "optimizer state from the host", "other arrays"
+_RESIDUALS, _RECOMPUTED = "residuals", "recomputed"
+_GATHERED, _BETWEEN_STAGES = "gathered parameters", "arrays between stages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ class StepModel:
         return Gathers([load.gathered for load in self.stages], self.fsdp, self.hardware.gather_bandwidth)
 
     @cached_property
-    def tasks(self) -> list[list[AnyTask]]:
+    def tasks(self) -> list[list[Task]]:
         """Each rank's tasks."""
         return _tasks(self.schedule, self.num_microbatches)
 
@@ -174,9 +177,9 @@ class StepModel:
 
     def ordered_peak(self, rank: int, residuals: ResidualPlan) -> float:
         """Return the number of `ordered_peaks` for one rank; only the rank's own stages matter."""
-        return max(self.walk(rank, residuals).devices.peak, self._update_bytes(rank))
+        return max(self.walk(rank, residuals).peak, self._update_bytes(rank))
 
-    def walk(self, rank: int, residuals: ResidualPlan) -> RankMemory:
+    def walk(self, rank: int, residuals: ResidualPlan) -> Memory:
         """Return the memory of a rank, without the fixed bytes, from its first task to its last one."""
         return walk_rank(
             self.tasks[rank],
@@ -212,7 +215,7 @@ class StepModel:
                 found[kind] = found.get(kind, 0.0) + nbytes
         if self.beside:
             found[BESIDE] = self.beside[rank]
-        memory, update = self.walk(rank, residuals).devices, self._update_bytes(rank)
+        memory, update = self.walk(rank, residuals), self._update_bytes(rank)
         return {**found, **({_WINDOW: update} if update > memory.peak else memory.at_peak)}
 
     @cached_property
@@ -229,7 +232,7 @@ class StepModel:
 
 
 @lru_cache(maxsize=16)  # a search asks for them again for all sizes of stages
-def _tasks(schedule: Schedule, num_microbatches: int) -> list[list[AnyTask]]:
+def _tasks(schedule: Schedule, num_microbatches: int) -> list[list[Task]]:
     return [list(schedule.rank_tasks(rank, num_microbatches)) for rank in range(schedule.num_ranks)]
 
 
@@ -250,3 +253,88 @@ def update_window(leaves: Sequence[float], window: float) -> float:
       (8.0, 9.0)
     """
     return max(min(sum(leaves), window), max(leaves, default=0.0))
+
+
+def walk_rank(
+    tasks: Sequence[Task],
+    stages: Sequence[StageBytes],
+    *,
+    copies: Iterable[HostCopy] = (),
+    gathered: Iterable[GatheredParameter] = (),
+    arrivals: Sequence[Sequence[tuple[int, bool]]] = (),
+) -> Memory:
+    """Walk the tasks of a rank in their order, with what the rank copies, gathers and receives between them.
+
+    The times of copies have no influence. A value that moves to the host counts on the devices until the task that
+    waits for the end of its offload (without such a task, until its fetch), and again from its fetch on. So no run
+    holds more.
+
+    Args:
+      tasks: the rank's tasks.
+      stages: the bytes of each stage of the schedule.
+      copies: what moves to the host and back.
+      gathered: the parameters that are gathered once.
+      arrivals: of this rank, from `arrivals`; by default, arrays between stages do not count.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> walk_rank(Std1F1B(2).tasks(4)[0], [StageBytes(activation=10.0, saved=10.0)] * 2).peak
+      20.0
+    """
+    memory = Memory()
+    leaving, fetched, gathers, last_reads = (defaultdict[int, float](float) for _ in range(4))
+    for copy in copies:
+        moved = stages[copy.stage].saved
+        leaving[copy.fetch_before if copy.gone_before is None else copy.gone_before] += moved
+        fetched[copy.fetch_before] += moved
+    for each in gathered:
+        gathers[each.gather_before] += each.nbytes
+        last_reads[each.read_last] += each.nbytes
+    changes: dict[tuple[TaskKind, int], tuple[float, float, float]] = {}
+    for position, task in enumerate(tasks):
+        here, kind, key = stages[task.stage], task.kind, (task.kind, task.stage)
+        if key not in changes:
+            changes[key] = *here.changes(task), here.made_again(task)
+        taken, left, again = changes[key]
+        passing = here.passing if kind is TaskKind.FORWARD else 0.0
+        received = gradient = 0.0
+        if arrivals:
+            for stage, is_forward in arrivals[position]:
+                memory.change(stages[stage].received if is_forward else stages[stage].gradient, _BETWEEN_STAGES)
+            received = here.received if kind in (TaskKind.FORWARD, TaskKind.FUSED) else 0.0
+            gradient = here.gradient if kind in (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT) else 0.0
+        memory.change(gathers[position], _GATHERED)
+        memory.change(-leaving[position], _RESIDUALS)  # it may still be there when the others have come
+        memory.change(-received, _BETWEEN_STAGES)
+        memory.change(fetched[position] + taken - again, _RESIDUALS)
+        memory.change(again, _RECOMPUTED)
+        memory.change(passing, _BETWEEN_STAGES)
+        memory.change(-passing - gradient, _BETWEEN_STAGES)
+        memory.change(-again, _RECOMPUTED)
+        memory.change(left + again, _RESIDUALS)
+        memory.change(-last_reads[position], _GATHERED)
+    return memory
+
+
+def arrivals(task_lists: TaskLists) -> list[list[list[tuple[int, bool]]]]:
+    """Return, for each rank and each of its tasks, the inputs from other stages that come before this task.
+
+    An input is a stage, and True for the input of its forward, False for that of its backward. It is on the rank of
+    its reader from its maker's dispatch on.
+
+    >>> from jaxpp_flax.schedules import Std1F1B
+    >>> arrivals(Std1F1B(2).tasks(3))  # rank 0 runs F0 F1 B0 F2 B1 B2
+    [[[], [], [(0, False)], [(0, False)], [], [(0, False)]], [[(1, True), (1, True)], [], [(1, True)]]]
+    """
+    home = {task.stage: rank for rank, tasks in enumerate(task_lists) for task in tasks}
+    found: list[list[list[tuple[int, bool]]]] = [[[] for _ in tasks] for tasks in task_lists]
+    dispatched = [0] * len(task_lists)
+    for rank, task in merge_order(task_lists):
+        dispatched[rank] += 1
+        for part in parts(task):
+            is_forward = part.kind is TaskKind.FORWARD
+            reader = part.stage + (1 if is_forward else -1)
+            if part.kind is not TaskKind.BACKWARD_WEIGHT and reader in home:
+                target = home[reader]
+                found[target][dispatched[target]].append((reader, is_forward))
+    return found

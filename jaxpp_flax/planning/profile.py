@@ -18,7 +18,6 @@ from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.schedules import (
     Costs,
     Event,
-    FusedTask,
     Schedule,
     TaskKind,
     Timeline,
@@ -29,7 +28,7 @@ from jaxpp_flax.schedules import (
 
 __all__ = ["StepProfile", "profile_of", "task_costs"]
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_F, _B, _I, _W, _ = TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def task_costs(steps: Iterable[Iterable[Iterable[Event]]], stages: Sequence[Stag
     fused: list[tuple[int, float]] = []
     for event in (event for step in steps for rank in step for event in rank):
         task, seconds = event.task, event.end - event.start
-        if isinstance(task, FusedTask):
+        if task.kind is TaskKind.FUSED:
             fused.append((task.stage, seconds))
         else:
             times[task.kind, task.stage].append(seconds)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["Fsdp", "GatheredParameter", "Gathers", "check_fsdp"]
 
@@ -95,7 +95,7 @@ class Gathers:
         """Return the time of gathering, or of reducing and scattering, these bytes."""
         return nbytes / self.bandwidth
 
-    def held(self, tasks: Sequence[AnyTask]) -> tuple[GatheredParameter, ...]:
+    def held(self, tasks: Sequence[Task]) -> tuple[GatheredParameter, ...]:
         """Return what a rank gathers before its tasks."""
         if self.fsdp == "microbatch":
             return ()
@@ -103,7 +103,7 @@ class Gathers:
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for position, task in enumerate(tasks):
-            for name in () if _is_weight_gradient(task) else self.stages[task.stage]:
+            for name in () if task.kind is TaskKind.BACKWARD_WEIGHT else self.stages[task.stage]:
                 first.setdefault(name, position)
                 last[name] = position
         return tuple(GatheredParameter(name, sizes[name], first[name], last[name]) for name in first)
@@ -118,7 +118,3 @@ class Gathers:
 
     def _sizes(self, stages: Iterable[int]) -> dict[str, float]:
         return {name: nbytes for stage in set(stages) for name, nbytes in self.stages[stage].items()}
-
-
-def _is_weight_gradient(task: AnyTask) -> bool:
-    return not isinstance(task, FusedTask) and task.kind is TaskKind.BACKWARD_WEIGHT

@@ -7,11 +7,15 @@ from typing import Any
 
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
-from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast
-from jaxpp_flax.schedules.families.interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
+from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, GPipe1F1BLast, Std1F1B, ZeroBubble, ZeroBubbleH2
+from jaxpp_flax.schedules.families.interleaved import (
+    Circular,
+    CircularReversed,
+    Interleaved1F1B,
+    InterleavedGPipe,
+    KimiK2,
+)
 from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV
-from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
 from jaxpp_flax.schedules.schedule import Schedule
 
 _NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxpp_flax.schedules.schedule import TaskLists
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.task import AnyTask, TaskKind, parts
+from jaxpp_flax.schedules.task import Task
 
 
-def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
+def merge_order(task_lists: TaskLists) -> list[tuple[int, Task]]:
     """Return all tasks with their ranks, in one order without deadlock.
 
     The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start
@@ -23,27 +23,3 @@ def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
     # so began, strictly before it starts.
     started.sort(key=lambda event: (event.start, event.rank))
     return [(event.rank, event.task) for event in started]
-
-
-def arrivals(task_lists: TaskLists) -> list[list[list[tuple[int, bool]]]]:
-    """Return, for each rank and each of its tasks, the inputs from other stages that come before this task.
-
-    An input is a stage, and True for the input of its forward, False for that of its backward. It is on the rank of
-    its reader from its maker's dispatch on.
-
-    >>> from jaxpp_flax.schedules import Std1F1B
-    >>> arrivals(Std1F1B(2).tasks(3))  # rank 0 runs F0 F1 B0 F2 B1 B2
-    [[[], [], [(0, False)], [(0, False)], [], [(0, False)]], [[(1, True), (1, True)], [], [(1, True)]]]
-    """
-    home = {task.stage: rank for rank, tasks in enumerate(task_lists) for task in tasks}
-    found: list[list[list[tuple[int, bool]]]] = [[[] for _ in tasks] for tasks in task_lists]
-    dispatched = [0] * len(task_lists)
-    for rank, task in merge_order(task_lists):
-        dispatched[rank] += 1
-        for part in parts(task):
-            is_forward = part.kind is TaskKind.FORWARD
-            reader = part.stage + (1 if is_forward else -1)
-            if part.kind is not TaskKind.BACKWARD_WEIGHT and reader in home:
-                target = home[reader]
-                found[target][dispatched[target]].append((reader, is_forward))
-    return found

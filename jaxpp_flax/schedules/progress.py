@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 from jaxpp_flax.schedules.schedule import TaskLists
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, needs, results
+from jaxpp_flax.schedules.task import Task, TaskKind, needs, results
 
-Emit = Callable[[int, AnyTask, float, float], None]
+Emit = Callable[[int, Task, float, float], None]
 Delay = Callable[[int, int, Task], float]
 Hold = Callable[[int, int, float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A rank that cannot go on: its next task, the position of that task, and the task that it waits for."""
+    """A rank that cannot go on: its next task, that task's position, and the task that it waits for."""
 
     rank: int
     position: int
-    task: AnyTask
+    task: Task
     awaits: Task
 
 
@@ -32,58 +32,10 @@ _Row = tuple[_Reads, tuple[int, ...], float]
 """What a task of microbatch 0 reads, with the tasks that make it, what it makes, and its time. Results are numbers."""
 
 
-class _Run:
-    """The results and the ranks of one call of :func:`advance`."""
-
-    def __init__(
-        self, num_stages: int, emit: Emit | None, table: CostTable, delay: Delay | None, hold: Hold | None
-    ) -> None:
-        self.num_results = num_stages * len(TaskKind)  # of one microbatch
-        self.rows: dict[TaskKind | None, list[_Row]] = {
-            kind: [
-                _row(fused(n, 0) if kind is None else Task(kind, n, 0), table, num_stages) for n in range(num_stages)
-            ]
-            for kind in (None, *TaskKind)
-        }
-        self.emit, self.delay, self.hold = emit, delay, hold
-        self.made: dict[int, tuple[float, int]] = {}  # when and on which rank
-        self.waiting: dict[int, list[int]] = {}  # the ranks that wait for a result
-        self.ready: list[int] = []  # the ranks whose result is there
-
-    def rank(self, rank: int, tasks: Sequence[AnyTask]) -> Iterator[tuple[int, AnyTask, Task] | None]:
-        """Run one rank's tasks; yield the position, the task and what it waits for; at the end, yield None."""
-        made, waiting, emit, delay, hold = self.made, self.waiting, self.emit, self.delay, self.hold
-        now = 0.0
-        for position, task in enumerate(tasks):
-            reads, writes, time = self.rows[None if isinstance(task, FusedTask) else task.kind][task.stage]
-            first = task.microbatch * self.num_results
-            start = now
-            for number, need in reads:
-                while (result := made.get(first + number)) is None:
-                    waiting.setdefault(first + number, []).append(rank)
-                    yield position, task, replace(need, microbatch=task.microbatch)
-                arrived, source = result
-                if delay is not None and source != rank:
-                    arrived += delay(source, rank, need)
-                if arrived > start:
-                    start = arrived
-            if hold is not None:
-                start = hold(rank, position, now, start)
-            now = start + time
-            result = now, rank
-            for number in writes:
-                made[first + number] = result
-                if first + number in waiting:
-                    self.ready += waiting.pop(first + number)
-            if emit is not None:
-                emit(rank, task, start, now)
-        yield None
-
-
 _NUMBER = {kind: number for number, kind in enumerate(TaskKind)}
 
 
-def _row(task: AnyTask, table: CostTable, num_stages: int) -> _Row:
+def _row(task: Task, table: CostTable, num_stages: int) -> _Row:
     def number(result: Task) -> int:
         return result.stage * len(_NUMBER) + _NUMBER[result.kind]
 
@@ -113,10 +65,41 @@ def advance(
         hold: ``hold(rank, position, free, start)``, the time when a task can start whose rank is free, and whose
             inputs have arrived, at these times. None: at ``start``.
     """
-    run = _Run(num_stages, emit, Costs().table(num_stages) if table is None else table, delay, hold)
-    steps = [run.rank(rank, tasks) for rank, tasks in enumerate(ranks)]
-    waits = [next(step) for step in steps]
-    while run.ready:
-        rank = run.ready.pop()
-        waits[rank] = next(steps[rank])
-    return [Blocked(rank, *wait) for rank, wait in enumerate(waits) if wait is not None]
+    table = Costs().table(num_stages) if table is None else table
+    rows = {kind: [_row(Task(kind, stage, 0), table, num_stages) for stage in range(num_stages)] for kind in TaskKind}
+    made: dict[int, tuple[float, int]] = {}  # when and on which rank
+    waiting: dict[int, list[int]] = {}  # the ranks that wait for a result
+    ready: list[int] = []  # the ranks whose result is there
+
+    def run(rank: int, tasks: Sequence[Task]) -> Iterator[Blocked | None]:
+        now = 0.0
+        for position, task in enumerate(tasks):
+            reads, writes, time = rows[task.kind][task.stage]
+            first = task.microbatch * num_stages * len(_NUMBER)
+            start = now
+            for number, need in reads:
+                while (result := made.get(first + number)) is None:
+                    waiting.setdefault(first + number, []).append(rank)
+                    yield Blocked(rank, position, task, replace(need, microbatch=task.microbatch))
+                arrived, source = result
+                if delay is not None and source != rank:
+                    arrived += delay(source, rank, need)
+                if arrived > start:
+                    start = arrived
+            if hold is not None:
+                start = hold(rank, position, now, start)
+            now = start + time
+            for number in writes:
+                made[first + number] = now, rank
+                if first + number in waiting:
+                    ready.extend(waiting.pop(first + number))
+            if emit is not None:
+                emit(rank, task, start, now)
+        yield None  # it has run all
+
+    steps = [run(rank, tasks) for rank, tasks in enumerate(ranks)]
+    blocked = [next(step) for step in steps]
+    while ready:
+        rank = ready.pop()
+        blocked[rank] = next(steps[rank])
+    return [each for each in blocked if each is not None]

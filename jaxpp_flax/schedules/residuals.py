@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["KEEP", "HostCopy", "ResidualPlan", "StageResiduals", "host_copies"]
 
@@ -156,7 +156,7 @@ class HostCopy:
     read_at: int
 
 
-def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
+def host_copies(tasks: Sequence[Task], plan: ResidualPlan) -> list[HostCopy]:
     """Return what a rank offloads, in the order of its forwards.
 
     The fetch stands `plan.fetch_ahead` tasks before the backward, and at least one task after the offload. If the
@@ -172,7 +172,7 @@ def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
     made: dict[tuple[int, int], int] = {}
     found: list[HostCopy] = []
     for position, task in enumerate(tasks):
-        if isinstance(task, FusedTask):
+        if task.kind is TaskKind.FUSED:
             continue
         key = task.stage, task.microbatch
         if task.kind is TaskKind.FORWARD:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.memory import StageBytes, walk_rank
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task
+from jaxpp_flax.schedules.memory import Memory, StageBytes
+from jaxpp_flax.schedules.task import Task
 
-TaskLists = Sequence[Sequence[AnyTask]]
+TaskLists = Sequence[Sequence[Task]]
 """Each rank's tasks, in order."""
 
 
@@ -60,12 +60,12 @@ class Schedule(abc.ABC):
     """True if stages other than the first run ``I`` and ``W`` in place of ``B``."""
 
     fuses_last_stage: ClassVar[bool] = False
-    """True if the last stage runs each forward and backward as one :class:`FusedTask`."""
+    """True if the last stage runs each forward and backward as one task."""
 
     def __init__(self, num_stages: int, num_ranks: int | None = None) -> None:
-        object.__setattr__(self, "num_stages", check_count("num_stages", num_stages))
-        ranks = self.num_stages if num_ranks is None else check_count("num_ranks", num_ranks)
-        object.__setattr__(self, "num_ranks", ranks)
+        stages = check_count("num_stages", num_stages)
+        ranks = stages if num_ranks is None else check_count("num_ranks", num_ranks)
+        vars(self).update(num_stages=stages, num_ranks=ranks)  # the class is frozen
         self._check_ranks()
 
     def __eq__(self, other: object) -> bool:
@@ -99,10 +99,10 @@ class Schedule(abc.ABC):
         return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
 
     @abc.abstractmethod
-    def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:
         """Return each rank's tasks, in the order of their execution."""
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         """Iterate over one rank's tasks."""
         return iter(self.tasks(num_microbatches)[rank])
 
@@ -132,17 +132,20 @@ class Schedule(abc.ABC):
         the backward is split).
         """
         self.check(num_microbatches)
-        tasks = [task for task in self.rank_tasks(self.rank_of(stage), num_microbatches) if task.stage == stage]
-        return int(walk_rank(tasks, [StageBytes()] * self.num_stages).devices.peak)
+        memory, one = Memory(), StageBytes()
+        for task in self.rank_tasks(self.rank_of(stage), num_microbatches):
+            for change in one.changes(task) if task.stage == stage else ():
+                memory.change(change)
+        return int(memory.peak)
 
 
 class StreamedSchedule(Schedule):
     """A schedule with a formula for each rank's order."""
 
     @abc.abstractmethod
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]: ...
 
-    def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:
         self.check(num_microbatches)
         return [list(self.rank_tasks(rank, num_microbatches)) for rank in range(self.num_ranks)]
 
@@ -152,7 +155,7 @@ def task_lists(schedule: Schedule | TaskLists, num_microbatches: int | None) -> 
     if not isinstance(schedule, Schedule):
         for rank, tasks in enumerate(schedule):
             for position, task in enumerate(tasks):
-                if not isinstance(task, Task | FusedTask):
+                if not isinstance(task, Task):
                     raise ScheduleError(
                         f"rank {rank}, position {position}: {task!r} is not a Task. Leave idle steps "
                         "out: a task waits for its inputs by itself"

@@ -5,7 +5,8 @@ For stage ``s`` and microbatch ``m``:
 - ``F(s, m)`` reads the activation that ``F(s-1, m)`` makes;
 - ``B(s, m)`` and ``I(s, m)`` read the activations of ``F(s, m)`` and the gradient that ``B(s+1, m)`` or
   ``I(s+1, m)`` makes;
-- ``W(s, m)`` reads the values that ``I(s, m)`` keeps.
+- ``W(s, m)`` reads the values that ``I(s, m)`` keeps;
+- the fused task of the last stage is its ``F`` and its ``B`` in one.
 
 The simulator, the validation, the walk of memory and the drawings read the table :data:`MEANING`.
 """
@@ -15,6 +16,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+
+from jaxpp_flax.schedules.errors import ScheduleError
 
 
 class TaskKind(enum.Enum):
@@ -24,6 +28,10 @@ class TaskKind(enum.Enum):
     splits the backward pass (zero bubble) runs ``BACKWARD_INPUT`` and ``BACKWARD_WEIGHT`` instead:
     the previous stage waits only for the first one, so the second one may fill a bubble.
 
+    ``FUSED`` is the last stage's forward and whole backward as one task. No task of another rank comes
+    between the two. So compiling them together saves a dispatch, and the residuals stay inside the
+    compiled task.
+
     >>> TaskKind("I")
     <TaskKind.BACKWARD_INPUT: 'I'>
     """
@@ -32,6 +40,7 @@ class TaskKind(enum.Enum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    FUSED = "F+B"
 
     __hash__ = object.__hash__  # enum's own is a Python function: tables by kind are read once for each task
 
@@ -60,6 +69,7 @@ class Meaning:
         prefix: the kind in the name of a task.
         reads: the results that a task reads. No stage comes before the first one or after the last one.
         excludes: the kinds that may not have run for the same stage and microbatch.
+        parts: the kinds that a fused task runs, in order.
         takes: the bytes that a task takes when it starts.
         frees: the bytes that it frees when it ends.
         leaves: the bytes that it leaves behind when it ends.
@@ -69,16 +79,18 @@ class Meaning:
     prefix: str
     reads: tuple[Dependency, ...]
     excludes: tuple[TaskKind, ...]
+    parts: tuple[TaskKind, ...] = ()
     takes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
 
 
-_F, _B, _I, _W = TaskKind
-_FOR_A_GRADIENT = Dependency((_F,), 0), Dependency((_B, _I), 1)
+_F, _B, _I, _W, _FUSED = TaskKind
+_ACTIVATION, _GRADIENT = (_F, _FUSED), (_B, _I, _FUSED)
+_FOR_A_GRADIENT = Dependency(_ACTIVATION, 0), Dependency(_GRADIENT, 1)
 
 MEANING: dict[TaskKind, Meaning] = {
-    _F: Meaning(name="forward", prefix="fwd", reads=(Dependency((_F,), -1),), excludes=(_F,), takes=("saved",)),
+    _F: Meaning(name="forward", prefix="fwd", reads=(Dependency(_ACTIVATION, -1),), excludes=(_F,), takes=("saved",)),
     _B: Meaning(
         name="backward", prefix="bwd", reads=_FOR_A_GRADIENT, excludes=(_B, _I, _W),
         takes=("recomputed",), frees=("saved", "recomputed"),
@@ -89,6 +101,10 @@ MEANING: dict[TaskKind, Meaning] = {
     ),
     _W: Meaning(
         name="weight gradient", prefix="bwd_w", reads=(Dependency((_I,), 0),), excludes=(_W, _B), frees=("kept",)
+    ),
+    _FUSED: Meaning(
+        name="forward and backward", prefix="fwd_bwd", reads=(Dependency(_ACTIVATION, -1), Dependency(_GRADIENT, 1)),
+        excludes=(_F, _B, _I, _W), parts=(_F, _B), takes=("activation", "region"), frees=("activation", "region"),
     ),
 }  # fmt: skip
 
@@ -110,78 +126,48 @@ class Task:
     @property
     def cell(self) -> str:
         """The short form in grids and in CSV files: stage, letter, microbatch."""
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        letter = self.kind.value
+        return f"{self.stage}{letter[0]}{self.microbatch}{letter[1:]}"
 
     def __repr__(self) -> str:
+        if self.kind is _FUSED:
+            return f"FusedTask({', '.join(map(repr, parts(self)))})"
         return f"{MEANING[self.kind].prefix}_{self.stage}__{self.microbatch}"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class FusedTask:
-    """The last stage's forward and whole backward of one microbatch, as one task.
-
-    No task of another rank comes between the two. So compiling them together saves a dispatch, and
-    the residuals stay inside the compiled task.
-
-    >>> FusedTask(Task(TaskKind.FORWARD, 3, 0), Task(TaskKind.BACKWARD, 3, 0))
-    FusedTask(fwd_3__0, bwd_3__0)
-    """
-
-    forward: Task
-    backward: Task
-
-    @property
-    def stage(self) -> int:
-        return self.forward.stage
-
-    @property
-    def microbatch(self) -> int:
-        return self.forward.microbatch
-
-    @property
-    def cell(self) -> str:
-        return f"{self.forward.cell}+{self.backward.kind.value}"
-
-    def __repr__(self) -> str:
-        return f"FusedTask({self.forward!r}, {self.backward!r})"
-
-
-AnyTask = Task | FusedTask
-"""An element of a rank's list of tasks."""
-
-
-def parts(task: AnyTask) -> tuple[Task, ...]:
+def parts(task: Task) -> tuple[Task, ...]:
     """Return the plain tasks inside ``task``, in order.
 
     >>> parts(fused(3, 0))
     (fwd_3__0, bwd_3__0)
     """
-    return (task.forward, task.backward) if isinstance(task, FusedTask) else (task,)
+    kinds = MEANING[task.kind].parts
+    return tuple(Task(kind, task.stage, task.microbatch) for kind in kinds) if kinds else (task,)
 
 
-def flatten(tasks: Iterable[AnyTask]) -> Iterator[Task]:
+def flatten(tasks: Iterable[Task]) -> Iterator[Task]:
     """Iterate over ``tasks``, with each fused task replaced by its two parts."""
     return (part for task in tasks for part in parts(task))
 
 
-def forward(stage: int, microbatch: int) -> Task:
-    return Task(TaskKind.FORWARD, stage, microbatch)
+forward, backward, backward_input, backward_weight, fused = (partial(Task, kind) for kind in TaskKind)
 
 
-def backward(stage: int, microbatch: int) -> Task:
-    return Task(TaskKind.BACKWARD, stage, microbatch)
+def FusedTask(forward: Task, backward: Task) -> Task:  # noqa: N802  # the name of what it prints as
+    """Return the last stage's forward and whole backward of one microbatch as one task.
 
+    Raises:
+        ScheduleError: if the two are not the forward and the whole backward of one stage and microbatch.
 
-def backward_input(stage: int, microbatch: int) -> Task:
-    return Task(TaskKind.BACKWARD_INPUT, stage, microbatch)
-
-
-def backward_weight(stage: int, microbatch: int) -> Task:
-    return Task(TaskKind.BACKWARD_WEIGHT, stage, microbatch)
-
-
-def fused(stage: int, microbatch: int) -> FusedTask:
-    return FusedTask(forward(stage, microbatch), backward(stage, microbatch))
+    >>> FusedTask(Task(TaskKind.FORWARD, 3, 0), Task(TaskKind.BACKWARD, 3, 0))
+    FusedTask(fwd_3__0, bwd_3__0)
+    """
+    task = fused(forward.stage, forward.microbatch)
+    if parts(task) != (forward, backward):
+        raise ScheduleError(
+            f"a fused task is the forward and the whole backward of one microbatch, got {forward!r} and {backward!r}"
+        )
+    return task
 
 
 _RESULTS = {
@@ -192,7 +178,7 @@ _RESULTS = {
 }
 
 
-def needs(task: AnyTask, num_stages: int) -> list[Task]:
+def needs(task: Task, num_stages: int) -> list[Task]:
     """Return the tasks whose results ``task`` reads. The maker of a gradient has the name of its whole form, ``B``.
 
     >>> needs(backward(1, 5), num_stages=4)
@@ -200,8 +186,6 @@ def needs(task: AnyTask, num_stages: int) -> list[Task]:
     >>> needs(backward_weight(1, 5), num_stages=4), needs(fused(3, 5), num_stages=4)
     ([bwd_i_1__5], [fwd_2__5])
     """
-    if isinstance(task, FusedTask):
-        return [need for part in parts(task) for need in needs(part, num_stages) if need not in parts(task)]
     stage, m = task.stage, task.microbatch
     return [
         Task(read.makers[0], stage + read.stage, m)
@@ -210,10 +194,10 @@ def needs(task: AnyTask, num_stages: int) -> list[Task]:
     ]
 
 
-def results(task: AnyTask) -> list[Task]:
+def results(task: Task) -> list[Task]:
     """Return the names of the results of ``task``, as :func:`needs` uses them.
 
     >>> results(backward_input(2, 0))
     [bwd_i_2__0, bwd_2__0]
     """
-    return [Task(name, part.stage, part.microbatch) for part in parts(task) for name in _RESULTS[part.kind]]
+    return [Task(name, task.stage, task.microbatch) for name in _RESULTS[task.kind]]

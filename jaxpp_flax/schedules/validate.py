@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, task_lists
-from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind, flatten, parts, results
+from jaxpp_flax.schedules.task import MEANING, Task, TaskKind, flatten, parts, results
 
 _SPLITS = {TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
 _WINDOW = 5  # tasks shown before a blocked one
@@ -67,21 +67,17 @@ class _Census:
         self.num_microbatches = num_microbatches
         self.home = home
         self.seen: list[list[set[TaskKind]]] = [[set() for _ in range(num_microbatches)] for _ in range(num_stages)]
-        self.fused: set[int] = set()  # the microbatches whose tasks of the last stage are one
 
-    def count(self, rank: int, position: int, task: AnyTask) -> None:
+    def count(self, rank: int, position: int, task: Task) -> None:
         """Record a task; refuse one that may not be here."""
-        stage, m, pieces = task.stage, task.microbatch, parts(task)
-        is_fused, kinds = isinstance(task, FusedTask), {part.kind for part in pieces}
+        stage, m, kinds = task.stage, task.microbatch, {part.kind for part in parts(task)}
         if not 0 <= stage < self.num_stages:
             fault = f"there are {self.num_stages} stages, numbered from 0"
         elif not 0 <= m < self.num_microbatches:
             fault = f"there are {self.num_microbatches} microbatches, numbered from 0"
         elif self.home.setdefault(stage, rank) != rank:
             fault = f"stage {stage} belongs to rank {self.home[stage]}. A stage's weights live on one rank"
-        elif is_fused and not _is_pair(task):
-            fault = f"a fused task is the forward and the whole backward of one microbatch, got {task!r}"
-        elif is_fused and stage != self.num_stages - 1:
+        elif task.kind is TaskKind.FUSED and stage != self.num_stages - 1:
             fault = (
                 f"only the last stage ({self.num_stages - 1}) can be fused, since any other one's backward waits "
                 "for the next stage. Use two tasks"
@@ -91,21 +87,20 @@ class _Census:
                 "stage 0 has no split backward, since nobody waits for the gradient of its input. "
                 "Use B, or pass the lists through schedules.normalize"
             )
-        elif any(self.seen[stage][m].intersection(MEANING[kind].excludes) for kind in kinds):
+        elif self.seen[stage][m].intersection(MEANING[task.kind].excludes):
             again = "is there twice" if self.seen[stage][m] & kinds else "comes with both B and I or W"
             fault = f"{task.cell} {again}; each task must run exactly once"
         else:
-            self.seen[stage][m] |= kinds
-            if is_fused:
-                self.fused.add(m)
+            self.seen[stage][m] |= {task.kind, *kinds}
             return
         raise ScheduleError(f"rank {rank}, position {position}: {task.cell}: {fault}")
 
     def check_complete(self) -> None:
         """Refuse a schedule that lacks a task."""
         splits = any(kinds & _SPLITS for listed in self.seen for kinds in listed)
+        fused = [TaskKind.FUSED in kinds for kinds in self.seen[-1]]
         for stage, listed in enumerate(self.seen):
-            is_fused = self.fused and stage == self.num_stages - 1
+            is_fused = any(fused) and stage == self.num_stages - 1
             wanted = {TaskKind.FORWARD, *(_SPLITS if splits and stage and not is_fused else (TaskKind.BACKWARD,))}
             for m, kinds in enumerate(listed):
                 if lacking := [kind for kind in TaskKind if kind in wanted - kinds]:
@@ -115,21 +110,11 @@ class _Census:
                         f"missing: {names}{whole}. Each of {self.num_stages} stages needs each of "
                         f"{self.num_microbatches} microbatches"
                     )
-        if 0 < len(self.fused) < self.num_microbatches:
-            m = next(m for m in range(self.num_microbatches) if m not in self.fused)
+        if any(fused) and not all(fused):
             raise ScheduleError(
-                f"stage {self.num_stages - 1} is fused for some microbatches and not for microbatch {m}. "
-                "Fuse all or none: schedules.normalize does"
+                f"stage {self.num_stages - 1} is fused for some microbatches and not for microbatch "
+                f"{fused.index(False)}. Fuse all or none: schedules.normalize does"
             )
-
-
-def _is_pair(task: AnyTask) -> bool:
-    """Return True if a fused task is the forward and the whole backward of one stage and microbatch."""
-    if not isinstance(task, FusedTask):
-        return False
-    first, second = task.forward, task.backward
-    same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
-    return same and first.kind is TaskKind.FORWARD and second.kind is TaskKind.BACKWARD
 
 
 def deadlock_error(lists: TaskLists, blocked: Sequence[Blocked]) -> ScheduleError:

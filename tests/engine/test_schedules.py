@@ -14,7 +14,6 @@ from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Program, Run
 from jaxpp_flax.schedules import (
     CustomSchedule,
-    FusedTask,
     Schedule,
     Task,
     TaskKind,
@@ -61,7 +60,7 @@ def tasks_run(program: Program) -> list[list[Any]]:
             continue
         task: Any = Task(made.kind, made.stage, instruction.microbatch)
         if made.fused:
-            task = FusedTask(task, Task(TaskKind.BACKWARD, made.stage, instruction.microbatch))
+            task = Task(TaskKind.FUSED, made.stage, instruction.microbatch)
         ranks[instruction.rank].append(task)
     return ranks
 

@@ -16,7 +16,7 @@ from jaxpp_flax.planning.choice import OPTIONS, LimitError, best_mixture, choose
 from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.schedules import Interleaved1F1B, ScheduleError, Std1F1B
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan
-from jaxpp_flax.schedules.task import FusedTask
+from jaxpp_flax.schedules.task import TaskKind
 from tests.planning.test_model import models
 
 # With 16 simulations, the greedy plan and the local search found the best step of 66 random models that need a change,
@@ -30,7 +30,7 @@ def fits(found: Prediction, limit: float) -> bool:
 
 def brute_force(model: StepModel, limit: float) -> float:
     """The least seconds of all mixtures within the limit; infinity if there is none."""
-    fused = {t.stage for tasks in model.tasks for t in tasks if isinstance(t, FusedTask)}
+    fused = {t.stage for tasks in model.tasks for t in tasks if t.kind is TaskKind.FUSED}
     options = [(KEEP,) if stage in fused else OPTIONS for stage in range(model.schedule.num_stages)]
     best = math.inf
     for window in (1, 2, 4):

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.planning.model import Hardware, StageLoad, StepModel
-from jaxpp_flax.schedules import ScheduleError, Std1F1B, simulate
+from jaxpp_flax.planning.model import Hardware, StageLoad, StepModel, arrivals, walk_rank
+from jaxpp_flax.schedules import GPipe, ScheduleError, Std1F1B, ZeroBubble, simulate
+from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals, host_copies
 from tests.schedules.helpers import schedules
 
@@ -186,3 +187,34 @@ def test_a_step_without_microbatches_is_refused():
     load = StageLoad(forward=1.0, backward=2.0, residual_bytes=1.0)
     with pytest.raises(ScheduleError, match="num_microbatches=0"):
         StepModel(schedule=Std1F1B(2), num_microbatches=0, stages=[load] * 2, hardware=CARD)
+
+
+def test_a_split_backward_by_hand():
+    """Rank 1 of two runs F I F I W W: at its second F it holds a microbatch, and what the first W reads."""
+    stage = StageBytes(activation=8.0, saved=8.0, kept=3.0, received=2.0, passing=1.0)
+    tasks = ZeroBubble(2).tasks(2)
+    assert [task.kind.value for task in tasks[1]] == ["F", "I", "F", "I", "W", "W"]
+    alone = walk_rank(tasks[1], [stage] * 2)
+    assert (alone.peak, alone.live, alone.at_peak) == (
+        3.0 + 8.0 + 1.0,
+        0.0,
+        {"residuals": 11.0, "arrays between stages": 1.0},
+    )
+    # The second input arrives before the first I; when its F starts, it is a residual.
+    beside = walk_rank(tasks[1], [stage] * 2, arrivals=arrivals(tasks)[1])
+    assert (beside.peak, beside.live) == (12.0, 0.0)
+
+
+def test_what_moves_to_the_host_by_hand():
+    """GPipe on a rank: F0 F1 F2 F3, then the backwards; each microbatch's 4 bytes leave and come back."""
+    stages = [StageBytes(activation=4.0, saved=4.0)] * 2
+    tasks, plan = GPipe(2).tasks(4)[0], ResidualPlan([StageResiduals(offload=1.0), KEEP], offload_within=1)
+    memory = walk_rank(tasks, stages, copies=host_copies(tasks, plan))
+    # In front of F2, microbatch 0 has left; in front of F3 it comes back, and microbatch 1 has left.
+    assert (memory.peak, memory.live) == (12.0, 0.0)
+    assert walk_rank(tasks, stages).peak == 16.0
+
+
+def test_a_stage_that_recomputes_holds_its_activation_in_its_backward():
+    again = StageBytes(activation=8.0, saved=1.0)
+    assert walk_rank(Std1F1B(3).tasks(4)[0], [again] * 3).peak == 1.0 * 3 + 7.0

@@ -30,8 +30,14 @@ from tests.schedules.helpers import shape_of
 
 def test_tasks_print_as_jaxpp_does():
     printed = [repr(Task(kind, 2, 0)) for kind in TaskKind]
-    assert printed == ["fwd_2__0", "bwd_2__0", "bwd_i_2__0", "bwd_w_2__0"]
-    assert repr(fused(3, 0)) == "FusedTask(fwd_3__0, bwd_3__0)"
+    assert printed == ["fwd_2__0", "bwd_2__0", "bwd_i_2__0", "bwd_w_2__0", "FusedTask(fwd_2__0, bwd_2__0)"]
+
+
+def test_a_fused_task_is_a_kind_made_of_its_two_halves():
+    assert FusedTask(forward(3, 0), backward(3, 0)) == fused(3, 0) == Task(TaskKind.FUSED, 3, 0)
+    for halves in ((forward(3, 1), backward(3, 0)), (forward(3, 0), backward_input(3, 0))):
+        with pytest.raises(ScheduleError, match="the forward and the whole backward of one microbatch"):
+            FusedTask(*halves)
 
 
 @pytest.mark.parametrize("cls", [GPipe, Std1F1B, Eager1F1B])
@@ -44,7 +50,7 @@ def test_one_stage_per_rank_is_legal(cls):
         if cls is Std1F1B:
             bounds = [schedule.max_live_microbatches(stage, microbatches) for stage in range(stages)]
             assert bounds == [min(microbatches, stages - stage) for stage in range(stages)]
-        assert {isinstance(task, FusedTask) for task in lists[-1]} == {cls is not GPipe}
+        assert {task.kind is TaskKind.FUSED for task in lists[-1]} == {cls is not GPipe}
 
 
 @pytest.mark.parametrize("cls", [Interleaved1F1B, KimiK2, InterleavedGPipe])
@@ -53,7 +59,7 @@ def test_interleaved_is_legal_for_any_number_of_microbatches(cls):
         for microbatches in (1, 2, 3, 4, 5, 7, 8, 11, 16):
             schedule = cls(ranks * per_rank, ranks)
             validate(schedule, microbatches)
-            fuses = any(isinstance(t, FusedTask) for tasks in schedule.tasks(microbatches) for t in tasks)
+            fuses = any(t.kind is TaskKind.FUSED for tasks in schedule.tasks(microbatches) for t in tasks)
             assert fuses == schedule.fuses_last_stage
 
 

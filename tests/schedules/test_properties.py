@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import CustomSchedule, Link, Transfer, merge_order, normalize, simulate, validate
-from jaxpp_flax.schedules.task import FusedTask, flatten
+from jaxpp_flax.schedules.task import TaskKind, flatten
 from tests.schedules.helpers import brute_force, costs_for, schedules
 
 
@@ -20,7 +20,7 @@ def test_each_task_once_legal_and_in_bound(schedule, microbatches):
     kinds = {stage: {t.kind.value for t in flat if t.stage == stage} for stage in range(schedule.num_stages)}
     for stage, seen in kinds.items():
         assert seen == (set("FIW") if schedule.splits_backward and stage else set("FB"))
-    fused = [task for tasks in lists for task in tasks if isinstance(task, FusedTask)]
+    fused = [task for tasks in lists for task in tasks if task.kind is TaskKind.FUSED]
     assert len(fused) == (microbatches if schedule.fuses_last_stage else 0)
 
 

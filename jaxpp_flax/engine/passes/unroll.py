@@ -19,7 +19,7 @@ from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
 __all__ = ["loop_prefix", "unroll"]
 
@@ -46,11 +46,8 @@ def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
                 f"{type(loop.schedule).__name__} runs {task!r} on rank {rank}, but its `rank_of` gives stage "
                 f"{task.stage} to rank {home}, where the weights are. Make the two agree."
             )
-        if isinstance(task, FusedTask):
-            add(task.forward)
-            add(task.backward)
-        else:
-            add(task)
+        for part in parts(task):
+            add(part)
     _check_order(loop, order)
     return order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["OnePass"]
 
@@ -11,8 +11,8 @@ __all__ = ["OnePass"]
 class OnePass(Schedule):
     """Runs each rank's stages forward, in order, then backward."""
 
-    def tasks(self, num_microbatches: int) -> list[list[Task | FusedTask]]:
-        def of(rank: int) -> list[Task | FusedTask]:
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:
+        def of(rank: int) -> list[Task]:
             stages = self.stages_of(rank)
             ordered = [(TaskKind.FORWARD, s) for s in stages] + [(TaskKind.BACKWARD, s) for s in reversed(stages)]
             return [Task(kind, stage, m) for kind, stage in ordered for m in range(num_microbatches)]

@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["HOST_MEMORY", "Free", "Instruction", "LoopTask", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
 
@@ -45,14 +45,11 @@ class ProgramTask:
     def __repr__(self) -> str:
         return f"{self.name!r} on rank {self.rank}"
 
-    def scheduled(self, microbatch: int) -> Task | FusedTask | None:
+    def scheduled(self, microbatch: int) -> Task | None:
         """Return the task of the schedule that this one runs for a microbatch; None outside loops."""
         if self.stage is None or self.kind is None:
             return None
-        if self.fused:
-            backward = Task(TaskKind.BACKWARD, self.stage, microbatch)
-            return FusedTask(Task(TaskKind.FORWARD, self.stage, microbatch), backward)
-        return Task(self.kind, self.stage, microbatch)
+        return Task(TaskKind.FUSED if self.fused else self.kind, self.stage, microbatch)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

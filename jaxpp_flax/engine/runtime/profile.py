@@ -20,7 +20,7 @@ import jax
 from jaxpp_flax.engine.program.program import Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
-from jaxpp_flax.schedules.task import FusedTask, Task
+from jaxpp_flax.schedules.task import Task
 
 __all__ = [
     "TaskTiming",
@@ -44,7 +44,7 @@ class TaskTiming:
     """A run of one task of the loop; `start` and `end` in seconds since the step began."""
 
     rank: int
-    task: Task | FusedTask
+    task: Task
     start: float
     end: float
 

@@ -14,7 +14,7 @@ from jaxpp_flax.mpmd.options import by_stages
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.schedules import ScheduleError, merge_order
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.task import Task, TaskKind, flatten, parts
 
 __all__ = ["Order", "Stages", "order_of", "split_backward", "stages_of"]
 
@@ -108,10 +108,10 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int) ->
     made.check(num_microbatches)
     listed = made.tasks(num_microbatches)
     merge_order(listed)  # refuses a schedule that deadlocks by itself
-    pairs = [task for tasks in listed for task in tasks if isinstance(task, FusedTask)]
+    pairs = [task for tasks in listed for task in tasks if task.kind is TaskKind.FUSED]
     return Order(
         {rank: tuple(flatten(tasks)) for rank, tasks in zip(used, listed, strict=True)},
-        frozenset(task for pair in pairs for task in (pair.forward, pair.backward)),
+        frozenset(task for pair in pairs for task in parts(pair)),
         name,
     )
 

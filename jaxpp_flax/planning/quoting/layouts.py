@@ -16,7 +16,7 @@ from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
-from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask
+from jaxpp_flax.schedules.task import MEANING, Task, TaskKind
 
 __all__ = ["Layout", "explained", "fullest_moments", "fused_stages", "layouts"]
 
@@ -164,7 +164,7 @@ def _order(name: str, stages: int, ranks: int) -> Schedule:
 def fused_stages(name: str, stages: int, ranks: int) -> frozenset[int]:
     """Return the stages whose forward and backward are one task, which recomputes nothing."""
     tasks = _order(name, stages, ranks).tasks(ranks)
-    return frozenset(task.stage for of in tasks for task in of if isinstance(task, FusedTask))
+    return frozenset(task.stage for of in tasks for task in of if task.kind is TaskKind.FUSED)
 
 
 class Moment(NamedTuple):
@@ -200,17 +200,13 @@ def fullest_moments(name: str, stages: int, ranks: int, num_microbatches: int) -
     return tuple(map(_fullest, _order(name, stages, ranks).tasks(num_microbatches)))
 
 
-def _fullest(tasks: Sequence[AnyTask]) -> Moment:
+def _fullest(tasks: Sequence[Task]) -> Moment:
     held, most, found = Counter[tuple[str, int]](), 0, Moment((), ())
     before: set[tuple[int, int]] = set()  # what a forward just before has saved
     for task in tasks:
-        own = {(task.stage, task.microbatch)}
-        if isinstance(task, FusedTask):
-            takes, leaves, own = ("activation", "region"), (), set[tuple[int, int]]()
-            frees = takes
-        else:
-            meaning = MEANING[task.kind]
-            takes, frees, leaves = meaning.takes, meaning.frees, meaning.leaves
+        own = set[tuple[int, int]]() if task.kind is TaskKind.FUSED else {(task.stage, task.microbatch)}
+        meaning = MEANING[task.kind]
+        takes, frees, leaves = meaning.takes, meaning.frees, meaning.leaves
         held.update((name, task.stage) for name in takes)
         if takes != ("saved",) and held.total() > most:
             most, here = held.total(), tuple(stage for stage, _ in own | before)

@@ -1,4 +1,4 @@
-"""Schedules with one stage on each rank and a whole backward, and the orders that other families share."""
+"""Schedules with one stage on each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backward_weight, forward, fused
+from jaxpp_flax.schedules.task import Task, backward, backward_input, backward_weight, forward, fused
 
 
 class OneStagePerRank(StreamedSchedule):
@@ -37,7 +37,7 @@ class WarmedUp(OneStagePerRank):
         """Return the number of input gradients between a microbatch's input gradient and its weight gradient."""
         return 0
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         if self.fuses_last_stage and rank == self.num_stages - 1:
             yield from (fused(rank, m) for m in range(num_microbatches))
             return
@@ -76,6 +76,28 @@ class GPipe(WarmedUp):
         return sys.maxsize  # as many as there are microbatches
 
 
+class GPipe1F1BLast(GPipe):
+    """:class:`GPipe`, except that the last rank runs each backward directly after its forward.
+
+    The last stage, often the one with the largest activations (the logits), then holds one
+    microbatch instead of all. The makespan is that of GPipe; every other stage holds ``m``.
+
+    The schedule is Shardy:MPMD's "GPipe but 1F1B for the last mesh"; Huang et al., "GPipe", 2019,
+    https://arxiv.org/abs/1811.06965.
+
+    >>> GPipe1F1BLast(2).tasks(2)
+    [[fwd_0__0, fwd_0__1, bwd_0__0, bwd_0__1],
+     [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1)]]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(GPipe1F1BLast(3), 4))
+    rank 0 |F0-F1-F2-F3-.........B0====...B1====...B2====...B3====
+    rank 1 |...F0-F1-F2-F3-B0====...B1====...B2====...B3====......
+    rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====............
+    """
+
+    fuses_last_stage = True
+
+
 class WarmedUpForLatency(WarmedUp):
     """A warm-up that hides transfers of a known time.
 
@@ -87,11 +109,11 @@ class WarmedUpForLatency(WarmedUp):
 
     latency: float
 
-    def __init__(self, num_stages: int, num_ranks: int | None, latency: float) -> None:
+    def __init__(self, num_stages: int, num_ranks: int | None = None, *, latency: float = 0.0) -> None:
         super().__init__(num_stages, num_ranks)
         if not (math.isfinite(latency) and latency >= 0):
             raise ScheduleError(f"latency is a fraction of a forward's time, 0 or more, got {latency!r}")
-        object.__setattr__(self, "latency", float(latency))
+        vars(self).update(latency=float(latency))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_stages={self.num_stages}, latency={self.latency})"
@@ -154,7 +176,75 @@ class Eager1F1B(WarmedUpForLatency):
     fuses_last_stage = True
 
     def __init__(self, num_stages: int, num_ranks: int | None = None, *, latency: float = 1.5) -> None:
-        super().__init__(num_stages, num_ranks, latency)
+        super().__init__(num_stages, num_ranks, latency=latency)
 
     def warmup(self, stage: int) -> int:
         return (self.num_stages - 1 - stage) * (1 + math.ceil(2 * self.latency / 3))
+
+
+class ZeroBubble(WarmedUp):
+    """ZB-H1: 1F1B in which weight gradients fill a part of the bubble, with the memory of 1F1B.
+
+    With ``p`` stages, (nearly) equal costs ``f``, ``i``, ``w``, and ``m >= p``: makespan
+    ``m (f + i + w) + (p - 1)(f + i - w)``; every stage holds at most ``min(m, p)`` microbatches.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
+
+    >>> ZeroBubble(2).tasks(3)[1]
+    [fwd_1__0, bwd_i_1__0, fwd_1__1, bwd_i_1__1, bwd_w_1__0, fwd_1__2, bwd_i_1__2, bwd_w_1__1, bwd_w_1__2]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(ZeroBubble(4), 5))
+    rank 0 |F0-F1-F2-F3-.........B0====F4-B1====B2====B3====B4====
+    rank 1 |...F0-F1-F2-......I0~F3-I1~W0:F4-I2~W1:I3~W2:I4~W3:W4:
+    rank 2 |......F0-F1-...I0~F2-I1~F3-I2~W0:F4-I3~W1:I4~W2:W3:W4:
+    rank 3 |.........F0-I0~F1-I1~F2-I2~F3-I3~W0:F4-I4~W1:W2:W3:W4:
+    """
+
+    splits_backward = True
+
+    def warmup(self, stage: int) -> int:
+        return self.num_stages - 1 - stage
+
+    def lag(self, stage: int) -> int:
+        return stage
+
+
+class ZeroBubbleH2(WarmedUpForLatency):
+    """ZB-H2: twice the warm-up of 1F1B; no rank is idle between its first task and its last.
+
+    Rank ``r`` starts and ends ``r`` forwards after rank 0. So steps that follow one another without
+    a barrier have no bubble (see :attr:`Timeline.period`); with a barrier, the makespan is that of
+    :class:`ZeroBubble`.
+
+    With ``p`` stages of equal costs and ``m >= 2p - 1``: makespan ``m (f + i + w) + (p - 1) f``,
+    period ``m (f + i + w)``; every stage holds at most ``min(m, 2p - 1)`` microbatches.
+
+    With ``latency``, the time of a transfer as a fraction of a forward, the warm-up is longer, so that
+    it hides the transfers of the first microbatch's round trip: stage ``s`` runs
+    ``floor(2(p - s) - 1 + 2(p - s - 1) latency)`` forwards. The period still has no bubble, and the
+    makespan is ``m (f + i + w) + (p - 1)(1 + latency) f``.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
+
+    Args:
+        num_stages: number of stages.
+        num_ranks: number of ranks, the same.
+        latency: time of a transfer as a fraction of a stage's forward, 0 or more.
+
+    >>> ZeroBubbleH2(3).tasks(3)[1]
+    [fwd_1__0, fwd_1__1, fwd_1__2, bwd_i_1__0, bwd_i_1__1, bwd_i_1__2, bwd_w_1__0, bwd_w_1__1, bwd_w_1__2]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(ZeroBubbleH2(3), 6))
+    rank 0 |F0-F1-F2-F3-F4-B0====F5-B1====B2====B3====B4====B5====......
+    rank 1 |...F0-F1-F2-I0~F3-I1~F4-I2~W0:F5-I3~W1:I4~W2:I5~W3:W4:W5:...
+    rank 2 |......F0-I0~F1-I1~F2-I2~F3-I3~F4-I4~W0:F5-I5~W1:W2:W3:W4:W5:
+    """
+
+    splits_backward = True
+
+    def warmup(self, stage: int) -> int:
+        hops = self.num_stages - 1 - stage
+        return math.floor(2 * hops + 2 * hops * self.latency)
+
+    def lag(self, stage: int) -> int:
+        return self.warmup(self.num_stages - 1 - stage)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.task import Task, TaskKind, backward, backward_input, backward_weight, flatten, fused, parts
 from jaxpp_flax.schedules.validate import validate
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_SPLITS = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
 
-def normalize(task_lists: Sequence[Sequence[AnyTask | None]]) -> list[list[AnyTask]]:
+def normalize(task_lists: Sequence[Sequence[Task | None]]) -> list[list[Task]]:
     """Return the same schedule in the form that :func:`validate` and the engine need.
 
     Idle steps (None) are removed. For stage 0, ``I`` becomes the whole ``B``, and ``W`` is removed. If
@@ -25,39 +25,30 @@ def normalize(task_lists: Sequence[Sequence[AnyTask | None]]) -> list[list[AnyTa
     [[FusedTask(fwd_0__0, bwd_0__0)]]
     """
     plain = [list(flatten(task for task in tasks if task is not None)) for tasks in task_lists]
-    splits = any(t.stage and t.kind in (_I, _W) for tasks in plain for t in tasks)
-    last = max((t.stage for tasks in plain for t in tasks), default=0)
-    out: list[list[AnyTask]] = []
-    for tasks in plain:
-        rank: list[AnyTask] = []
-        for task in tasks:
-            if task.stage == 0:
-                if task.kind is not _W:
-                    rank.append(Task(_B, 0, task.microbatch) if task.kind is _I else task)
-            elif splits and task.kind is _B:
-                rank += [Task(_I, task.stage, task.microbatch), Task(_W, task.stage, task.microbatch)]
-            else:
-                rank.append(task)
-        out.append(rank)
-    return [_fuse(tasks, last) for tasks in out]
+    splits = any(task.stage and task.kind in _SPLITS for tasks in plain for task in tasks)
+    last = max((task.stage for tasks in plain for task in tasks), default=0)
+
+    def replaced(task: Task) -> tuple[Task, ...]:
+        stage, m = task.stage, task.microbatch
+        if stage == 0 and task.kind in _SPLITS:
+            return (backward(0, m),) if task.kind is TaskKind.BACKWARD_INPUT else ()
+        if stage and splits and task.kind is TaskKind.BACKWARD:
+            return backward_input(stage, m), backward_weight(stage, m)
+        return (task,)
+
+    return [_fuse([new for task in tasks for new in replaced(task)], last) for tasks in plain]
 
 
-def _fuse(tasks: list[AnyTask], last: int) -> list[AnyTask]:
+def _fuse(tasks: list[Task], last: int) -> list[Task]:
     """One rank's plain tasks, with the last stage's fused if all of them can be."""
-    out: list[AnyTask] = []
-    position = 0
-    while position < len(tasks):
-        task = tasks[position]
-        if isinstance(task, Task) and task.stage == last:
-            backward = Task(_B, last, task.microbatch)
-            if task.kind is not _F or position + 1 == len(tasks) or tasks[position + 1] != backward:
-                return tasks
-            out.append(FusedTask(task, backward))
-            position += 1
+    out: list[Task] = []
+    for task in tasks:
+        pair = fused(last, task.microbatch)
+        if out and parts(pair) == (out[-1], task):
+            out[-1] = pair
         else:
             out.append(task)
-        position += 1
-    return out
+    return out if all(task.kind is TaskKind.FUSED for task in out if task.stage == last) else tasks
 
 
 class CustomSchedule(Schedule):
@@ -80,26 +71,26 @@ class CustomSchedule(Schedule):
     """
 
     num_microbatches: int
+    _lists: list[list[Task]]
+    _home: dict[int, int]
 
-    def __init__(self, task_lists: Sequence[Sequence[AnyTask | None]]) -> None:
+    def __init__(self, task_lists: Sequence[Sequence[Task | None]]) -> None:
         lists = normalize(task_lists)
         everything = [task for tasks in lists for task in tasks]
         if not everything:
             raise ScheduleError("a schedule needs at least one task, got none")
-        object.__setattr__(self, "num_stages", 1 + max(task.stage for task in everything))
-        object.__setattr__(self, "num_ranks", len(lists))
-        object.__setattr__(self, "num_microbatches", 1 + max(task.microbatch for task in everything))
-        object.__setattr__(self, "_lists", tuple(tuple(tasks) for tasks in lists))
+        super().__init__(1 + max(task.stage for task in everything), len(lists))
+        vars(self).update(
+            num_microbatches=1 + max(task.microbatch for task in everything),
+            splits_backward=any(task.kind is TaskKind.BACKWARD_INPUT for task in everything),
+            fuses_last_stage=any(task.kind is TaskKind.FUSED for task in everything),
+            _lists=lists,
+            _home={task.stage: rank for rank, tasks in enumerate(lists) for task in tasks},
+        )
         validate(lists, self.num_microbatches, num_stages=self.num_stages)
-        home = {task.stage: rank for rank, tasks in enumerate(lists) for task in tasks}
-        object.__setattr__(self, "_home", tuple(home[stage] for stage in range(self.num_stages)))
-        splits = any(isinstance(task, Task) and task.kind is _I for task in everything)
-        object.__setattr__(self, "splits_backward", splits)
-        fuses = any(isinstance(task, FusedTask) for task in everything)
-        object.__setattr__(self, "fuses_last_stage", fuses)
 
-    _lists: tuple[tuple[AnyTask, ...], ...]
-    _home: tuple[int, ...]
+    def _check_ranks(self) -> None:
+        """Accept all numbers: any stage may be on any rank."""
 
     def __repr__(self) -> str:
         return (
@@ -117,6 +108,6 @@ class CustomSchedule(Schedule):
                 f"Use num_microbatches={self.num_microbatches}, or write it for {num_microbatches}"
             )
 
-    def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:
         self.check(num_microbatches)
         return [list(tasks) for tasks in self._lists]

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import abc
+import sys
+from collections.abc import Iterator
 from itertools import chain, islice
 
 from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, backward, forward, fused
+from jaxpp_flax.schedules.task import Task, TaskKind, backward, forward, fused
 
 
-class Interleaved1F1B(StreamedSchedule):
+class InRounds(StreamedSchedule):
+    """Base: all microbatches of a round pass through a rank's first stage, then through its second, and so on.
+
+    Forwards to warm up; then a forward and a backward in turn; then the remaining backwards.
+    """
+
+    newest_first: bool = False
+    """True if the backwards are in the reverse order of the forwards."""
+
+    @abc.abstractmethod
+    def round_size(self, num_microbatches: int) -> int:
+        """Return the number of microbatches that go through one stage of a rank before the next stage's turn."""
+
+    @abc.abstractmethod
+    def warmup(self, rank: int, num_microbatches: int) -> int:
+        """Return the number of forwards that ``rank`` runs before its first pair of a forward and a backward."""
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
+        # A last round which is not full is filled up, and the tasks of the microbatches that do not
+        # exist are then left out: without them, a legal schedule is still legal.
+        size = self.round_size(num_microbatches)
+        rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
+        stages = range(rank, self.num_stages, self.num_ranks)
+        forwards = (forward(stage, m) for ms in rounds for stage in stages for m in ms)
+        ordered = [ms[::-1] for ms in rounds[::-1]] if self.newest_first else rounds
+        backwards = (backward(stage, m) for ms in ordered for stage in stages[::-1] for m in ms)
+        warmup = islice(forwards, self.warmup(rank, num_microbatches))
+        pairs = chain.from_iterable(zip(forwards, backwards, strict=False))
+        last = self.num_stages - 1 if self.fuses_last_stage else -1
+        for task in chain(warmup, pairs, backwards):
+            if task.microbatch >= num_microbatches:
+                continue
+            if task.stage != last:
+                yield task
+            elif task.kind is TaskKind.FORWARD:  # and its backward comes next
+                yield fused(last, task.microbatch)
+
+
+class Interleaved1F1B(InRounds):
     """1F1B over ``v`` stages per rank: the bubble shrinks by ``v``, memory and transfers grow.
 
     Microbatches run in rounds of at least ``p``: all of a round pass through the rank's first stage,
@@ -39,48 +79,16 @@ class Interleaved1F1B(StreamedSchedule):
 
     fuses_last_stage = True
 
-    def extra_warmup(self) -> int:
-        return 0
+    ahead: int = 0
+    """The number of forwards added to the warm-up of every rank."""
 
     def round_size(self, num_microbatches: int) -> int:
-        """The number of microbatches that go through one stage of a rank before the next stage's turn."""
         count = max(1, num_microbatches // self.num_ranks)
         return self.num_ranks if num_microbatches % count else num_microbatches // count
 
     def warmup(self, rank: int, num_microbatches: int) -> int:
-        """Return the number of forwards that ``rank`` runs before its first pair of a forward and a backward."""
-        ahead = (self.stages_per_rank - 1) * self.round_size(num_microbatches)
-        ahead += 2 * (self.num_ranks - 1 - rank) + self.extra_warmup()
-        return min(ahead, self._padded(num_microbatches) * self.stages_per_rank)
-
-    def _padded(self, num_microbatches: int) -> int:
-        size = self.round_size(num_microbatches)
-        return -(-num_microbatches // size) * size
-
-    def _passes(self, rank: int, num_microbatches: int, make: Callable[[int, int], Task]) -> Iterator[Task]:
-        size = self.round_size(num_microbatches)
-        stages = range(rank, self.num_stages, self.num_ranks)
-        if make is backward:
-            stages = stages[::-1]
-        for first in range(0, num_microbatches, size):
-            for stage in stages:
-                yield from (make(stage, m) for m in range(first, first + size))
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        # A last round which is not full is filled up, and the tasks of the microbatches that do not
-        # exist are then left out: without them, a legal schedule is still legal.
-        forwards = self._passes(rank, num_microbatches, forward)
-        backwards = self._passes(rank, num_microbatches, backward)
-        last = self.num_stages - 1 if self.fuses_last_stage else -1
-        warmup = self.warmup(rank, num_microbatches)
-        order = chain(islice(forwards, warmup), chain.from_iterable(zip(forwards, backwards, strict=False)))
-        for task in chain(order, backwards):
-            if task.microbatch >= num_microbatches:
-                continue
-            if task.stage != last:
-                yield task
-            elif task.kind is TaskKind.FORWARD:  # and its backward comes next
-                yield fused(last, task.microbatch)
+        before = (self.stages_per_rank - 1) * self.round_size(num_microbatches)
+        return before + 2 * (self.num_ranks - 1 - rank) + self.ahead
 
 
 class KimiK2(Interleaved1F1B):
@@ -101,12 +109,10 @@ class KimiK2(Interleaved1F1B):
     """
 
     fuses_last_stage = False
-
-    def extra_warmup(self) -> int:
-        return 1
+    ahead = 1
 
 
-class InterleavedGPipe(StreamedSchedule):
+class InterleavedGPipe(InRounds):
     """All forwards, then all backwards, over several stages per rank, breadth first.
 
     All microbatches pass through a rank's first stage before the first one enters its second stage.
@@ -123,17 +129,54 @@ class InterleavedGPipe(StreamedSchedule):
     rank 1 |...F0-F1-F2-f0-f1-f2-b0====b1====b2====B0====B1====B2====......
     """
 
-    _newest_first = False  # the order of a rank's backwards
-
-    def _round_size(self, num_microbatches: int) -> int:
-        """Return the number of microbatches that pass a rank's first stage before its second one's turn."""
+    def round_size(self, num_microbatches: int) -> int:
         return num_microbatches
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        stages = range(rank, self.num_stages, self.num_ranks)
-        size = self._round_size(num_microbatches)
-        rounds = [range(at, min(at + size, num_microbatches)) for at in range(0, num_microbatches, size)]
-        yield from (forward(stage, m) for ms in rounds for stage in stages for m in ms)
-        if self._newest_first:
-            rounds = [ms[::-1] for ms in rounds[::-1]]
-        yield from (backward(stage, m) for ms in rounds for stage in stages[::-1] for m in ms)
+    def warmup(self, rank: int, num_microbatches: int) -> int:
+        return sys.maxsize  # as many as there are
+
+
+class Circular(InterleavedGPipe):
+    """All forwards, then all backwards; rounds of ``p`` microbatches go through all stages in turn.
+
+    In :class:`InterleavedGPipe`, all microbatches pass a rank's first stage before its second. Here,
+    ``p`` microbatches pass all ranks ``v`` times, then the next ``p``. A round has as many
+    microbatches as there are ranks, so no rank waits for a microbatch to come back.
+
+    With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b``, and ``m`` a multiple of ``p``: idle
+    ``(p - 1)(f + b)`` on each rank, ``m v`` microbatch-stages held.
+
+    The forward order of circular pipelining; Xu et al., "GSPMD", 2021,
+    https://arxiv.org/abs/2105.04663, section 3.3.
+
+    >>> Circular(4, 2).tasks(3)[0]
+    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, fwd_0__2, fwd_2__2,
+     bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1, bwd_2__2, bwd_0__2]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(Circular(4, 2), 4))
+    rank 0 |F0-F1-f0-f1-F2-F3-f2-f3-.........b0====b1====B0====B1====b2====b3====B2====B3====
+    rank 1 |...F0-F1-f0-f1-F2-F3-f2-f3-b0====b1====B0====B1====b2====b3====B2====B3====......
+    """
+
+    def round_size(self, num_microbatches: int) -> int:
+        return self.num_ranks
+
+
+class CircularReversed(Circular):
+    """:class:`Circular` with the backwards in exactly the reverse order of the forwards.
+
+    The activations of the last microbatch, the newest, are used first. The order of each rank is
+    symmetric in time, so the bubble is the same. Memory is freed last-in first-out, which suits
+    stacked values (scans, saved activations).
+
+    The reversed-backward form of circular pipelining in Shardy:MPMD.
+
+    >>> CircularReversed(4, 2).tasks(2)[0]
+    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__1, bwd_2__0, bwd_0__1, bwd_0__0]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(CircularReversed(4, 2), 3))
+    rank 0 |F0-F1-f0-f1-F2-...f2-.........b2====......B2====b1====b0====B1====B0====
+    rank 1 |...F0-F1-f0-f1-F2-...f2-b2====......B2====b1====b0====B1====B0====......
+    """
+
+    newest_first = True

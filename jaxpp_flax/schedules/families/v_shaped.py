@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Iterator
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.schedule import Schedule, StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backward_weight, forward
+from jaxpp_flax.schedules.schedule import StreamedSchedule
+from jaxpp_flax.schedules.task import Task, TaskKind, backward
 
 
 class VShaped(StreamedSchedule):
@@ -31,67 +32,36 @@ class VShaped(StreamedSchedule):
         return stage if stage < self.num_ranks else self.num_stages - 1 - stage
 
     @abc.abstractmethod
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
+    def order(self, rank: int, num_microbatches: int) -> str:
+        """Return the passes of a rank in their order, with a space after each: ``F0 F0 F1 I1 W1``.
 
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        The number is 0 for the rank's first stage and 1 for its second one. Each pass is of the next microbatch. The
+        weight gradients that are not there follow at the end, oldest first.
+        """
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
         # The orders are written for two microbatches for each rank or more. With fewer, the order is made for
         # more, and tasks that do not exist are left out: a legal schedule without some microbatches is legal.
-        full = max(num_microbatches, 2 * self.num_ranks)
-        return (t for t in self.order(rank, full) if t.microbatch < num_microbatches)
-
-
-class _Writer:
-    """Writes one rank's order, numbering the microbatches of each pass of its two stages.
-
-    Stage 0 has no split backward. Its weight gradient is run with its input gradient, and where an
-    order asks for it later, nothing is written.
-    """
-
-    def __init__(self, schedule: Schedule, rank: int, num_microbatches: int) -> None:
-        self.stages = (rank, schedule.num_stages - 1 - rank)
-        self.count = num_microbatches
-        self.done = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
-
-    def _next(self, kind: str, chunk: int) -> int:
-        m = self.done[kind, chunk]
-        self.done[kind, chunk] = m + 1
-        return m
-
-    def f(self, chunk: int) -> Iterator[AnyTask]:
-        if self.done["F", chunk] < self.count:
-            yield forward(self.stages[chunk], self._next("F", chunk))
-
-    def i(self, chunk: int) -> Iterator[AnyTask]:
-        if self.done["I", chunk] < self.count:
-            m = self._next("I", chunk)
-            stage = self.stages[chunk]
-            yield backward_input(stage, m) if stage else backward(stage, m)
-
-    def w(self, chunk: int) -> Iterator[AnyTask]:
-        if self.done["W", chunk] < self.done["I", chunk]:
-            m = self._next("W", chunk)
-            if self.stages[chunk]:
-                yield backward_weight(self.stages[chunk], m)
-
-    def iw(self, chunk: int) -> Iterator[AnyTask]:
-        yield from self.i(chunk)
-        yield from self.w(chunk)
-
-    def rest(self) -> Iterator[AnyTask]:
-        """The weight gradients still owed, oldest first."""
-        while any(self.done["W", c] < self.done["I", c] for c in (0, 1)):
-            chunk = min((0, 1), key=lambda c: (self.done["W", c] >= self.done["I", c], self.done["W", c]))
-            yield from self.w(chunk)
+        stages, count = (rank, self.num_stages - 1 - rank), max(num_microbatches, 2 * self.num_ranks)
+        passes = self.order(rank, count).split()
+        late = sorted((m, name) for name in ("W0", "W1") for m in range(passes.count(name), count))
+        done: Counter[str] = Counter()
+        for name in (*passes, *(name for _, name in late)):
+            kind, stage, m = TaskKind(name[0]), stages[int(name[1])], done[name]
+            done[name] += 1
+            if m >= num_microbatches:
+                continue
+            if stage or kind is TaskKind.FORWARD:
+                yield Task(kind, stage, m)
+            elif kind is TaskKind.BACKWARD_INPUT:  # stage 0 has no split backward
+                yield backward(stage, m)
 
 
 class ZBV(VShaped):
     """ZB-V: no idle time between a rank's first task and its last, with the memory of 1F1B.
 
     A microbatch passes through the ranks from the first to the last and back, so rank 0 also starts
-    its backward. Let ``a`` be the first stage of a rank and ``b`` its second. Rank ``r`` runs
-    ``2(p - r) - 1`` forwards of ``a``; then ``r`` pairs of a forward of ``b`` and one of ``a``; then
-    ``p - r`` triples ``F``, ``I``, ``W`` of ``b``; then ``F``, ``I``, ``W`` of ``a`` and of ``b`` in
-    turn; last, the remaining input gradients and weight gradients.
+    its backward.
 
     With ``p`` ranks, stage costs ``f = i = w`` and ``m >= 2p``: makespan ``6 m f + (p - 1) f``,
     of which each rank takes ``6 m f`` from its first task to its last. Every rank holds at most
@@ -108,29 +78,17 @@ class ZBV(VShaped):
     rank 1 |...F0-f0-F1-f1-i0~w0:F2-I0~W0:f2-i1~w1:F3-I1~W1:f3-i2~w2:F4-I2~W2:f4-i3~w3:I3~i4~I4~W3:W4:w4:
     """
 
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        write = _Writer(self, rank, num_microbatches)
+    def order(self, rank: int, num_microbatches: int) -> str:
         below = self.num_ranks - rank
-        for _ in range(2 * below - 1):
-            yield from write.f(0)
-        for _ in range(rank):
-            yield from write.f(1)
-            yield from write.f(0)
-        for _ in range(below):
-            yield from write.f(1)
-            yield from write.iw(1)
-        while write.done["F", 1] < num_microbatches or write.done["F", 0] < num_microbatches:
-            yield from write.f(0)
-            yield from write.iw(0)
-            yield from write.f(1)
-            yield from write.iw(1)
-        for _ in range(rank):
-            yield from write.i(0)
-            yield from write.i(1)
-        for _ in range(below):
-            yield from write.i(0)
-            yield from write.w(0)
-        yield from write.rest()
+        return (
+            "F0 " * (2 * below - 1)
+            + "F1 F0 " * rank
+            + "F1 I1 W1 " * below
+            + "F0 I0 W0 F1 I1 W1 " * (num_microbatches - self.num_ranks - below + 1)
+            + "I0 W0 F1 I1 W1 " * (below - 1)
+            + "I0 I1 " * rank
+            + "I0 W0 " * below
+        )
 
 
 class DualPipeV(VShaped):
@@ -156,33 +114,19 @@ class DualPipeV(VShaped):
     rank 1 |...F0-f0-F1-f1-F2-i0~w0:f2-I0~W0:F3-i1~w1:f3-I1~W1:F4-i2~w2:f4-I2~W2:i3~w3:I3~W3:i4~I4~W4:w4:
     """
 
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        write = _Writer(self, rank, num_microbatches)
+    def order(self, rank: int, num_microbatches: int) -> str:
         below = self.num_ranks - rank - 1
-        for _ in range(2 * below):
-            yield from write.f(0)
-        for _ in range(rank + 1):
-            yield from write.f(0)
-            yield from write.f(1)
-        for _ in range(below):
-            yield from write.iw(1)
-            yield from write.f(1)
-        for _ in range(num_microbatches - 2 * self.num_ranks + rank + 1):
-            yield from write.f(0)
-            yield from write.iw(1)
-            yield from write.f(1)
-            yield from write.iw(0)
-        for _ in range(below):
-            yield from write.iw(1)
-            yield from write.f(1)
-            yield from write.iw(0)
-        # From the middle of the way up, weight gradients are kept back to fill the end.
-        late = (rank + 1) // 2
-        for k in range(rank + 1):
-            held = (k >= late, rank % 2)
-            yield from write.i(1) if held == (True, 1) else write.iw(1)
-            yield from write.i(0) if held == (True, 0) else write.iw(0)
-        for _ in range(below):
-            yield from write.w(1) if write.done["W", 1] < write.done["I", 1] else write.w(0)
-            yield from write.i(0)
-        yield from write.rest()
+        # From the middle of the way up, weight gradients of one stage are kept back to fill the end.
+        middle = (rank + 1) // 2
+        kept_back = ["W1"] * middle if rank % 2 else []
+        end = (kept_back + ["W0"] * below)[:below]
+        return (
+            "F0 " * (2 * below)
+            + "F0 F1 " * (rank + 1)
+            + "I1 W1 F1 " * below
+            + "F0 I1 W1 F1 I0 W0 " * (num_microbatches - 2 * self.num_ranks + rank + 1)
+            + "I1 W1 F1 I0 W0 " * below
+            + "I1 W1 I0 W0 " * middle
+            + ("I1 I0 W0 " if rank % 2 else "I1 W1 I0 ") * (rank + 1 - middle)
+            + "".join(f"{weight} I0 " for weight in end)
+        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jaxpp_flax.schedules.gathers import GatheredParameter, Gathers
 from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies
 from jaxpp_flax.schedules.simulation.costs import CostTable, Link
-from jaxpp_flax.schedules.task import AnyTask, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["BetweenTasks", "GatherEvent", "HostEvent", "with_gathers_inside"]
 
@@ -79,8 +79,8 @@ def with_gathers_inside(table: CostTable, gathers: Gathers | None) -> CostTable:
         return [a + turns * b for a, b in zip(times, moving, strict=True)]
 
     # A backward gathers parameters and reduces gradients. A fused task is one program, which gathers once.
-    times = {kind: longer(of, 2 if kind is TaskKind.BACKWARD else 1) for kind, of in table.times.items()}
-    return replace(table, times=times, fused=longer(table.fused, 2))
+    twice = TaskKind.BACKWARD, TaskKind.FUSED
+    return replace(table, times={kind: longer(of, 2 if kind in twice else 1) for kind, of in table.times.items()})
 
 
 class BetweenTasks:
@@ -101,7 +101,7 @@ class BetweenTasks:
     """
 
     def __init__(
-        self, tasks: Sequence[AnyTask], table: CostTable, plan: ResidualPlan, link: Link, gathers: Gathers | None
+        self, tasks: Sequence[Task], table: CostTable, plan: ResidualPlan, link: Link, gathers: Gathers | None
     ) -> None:
         self.sizes, self.link, self.gathers = [stage.saved for stage in table.stages], link, gathers
         self.copies: list[HostEvent] = []

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, fields
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.memory import StageBytes
 from jaxpp_flax.schedules.residuals import ResidualPlan
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import Task, TaskKind
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one for each."""
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_F, _B, _I, _W, _FUSED = TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +118,19 @@ class Costs:
                     region=regions[stage],
                 )
             )
-        return CostTable({_F: forward, _B: whole, _I: inputs, _W: weights}, fused, stages, sent)
+        return CostTable({_F: forward, _B: whole, _I: inputs, _W: weights, _FUSED: fused}, stages, sent)
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """:class:`Costs` stage by stage: the times of each kind of task and of fused ones, the bytes held and sent."""
+    """:class:`Costs` stage by stage: the times of each kind of task, the bytes held and sent."""
 
     times: dict[TaskKind, list[float]]
-    fused: list[float]
     stages: list[StageBytes]
     sent: list[float]
 
-    def duration(self, task: AnyTask) -> float:
-        return (self.fused if isinstance(task, FusedTask) else self.times[task.kind])[task.stage]
+    def duration(self, task: Task) -> float:
+        return self.times[task.kind][task.stage]
 
     def sent_bytes(self, result: Task) -> float:
         """Return the bytes of a task's result: its stage's output, or the gradient of its stage's input."""

@@ -18,7 +18,7 @@ from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, task_lists
 from jaxpp_flax.schedules.simulation.between_tasks import BetweenTasks, GatherEvent, HostEvent, with_gathers_inside
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.task import Task
 from jaxpp_flax.schedules.validate import deadlock_error
 
 
@@ -26,7 +26,7 @@ from jaxpp_flax.schedules.validate import deadlock_error
 class Event:
     """The run of one task."""
 
-    task: AnyTask
+    task: Task
     rank: int
     start: float
     end: float
@@ -207,7 +207,7 @@ def simulate(
         between = [BetweenTasks(tasks, table, moved, host_link or Link(), gathers) for tasks in lists]
     events: list[list[Event]] = [[] for _ in lists]
 
-    def record(rank: int, task: AnyTask, start: float, end: float) -> None:
+    def record(rank: int, task: Task, start: float, end: float) -> None:
         if between:
             between[rank].ended(len(events[rank]), end)
         events[rank].append(Event(task, rank, start, end))

@@ -14,11 +14,10 @@ from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.tools.drawing import draw
-from jaxpp_flax.schedules.tools.drawing.scene import Panels
 from jaxpp_flax.schedules.tools.exit_status import exit_status
 from jaxpp_flax.schedules.tools.table import read_csv
 
-__all__ = ["add_counts", "add_model", "add_pictures", "costs_of", "draw_panels", "main", "run"]
+__all__ = ["main", "run"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,59 +49,37 @@ def _parser() -> argparse.ArgumentParser:
         description="Show and compare pipeline schedules.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
     show = commands.add_parser("show", help="validate and draw one schedule")
+    show.set_defaults(run=_show)
+    compare = commands.add_parser("compare", help="a table of all named schedules that fit, at equal total work")
+    compare.set_defaults(run=_compare)
+
     show.add_argument(
         "schedule",
         help="a CSV file, with a row for each rank and cells such as 0F0, 1B0, 1I0, 1W0, empty where it idles; "
         f"or one of: {', '.join(names())}",
     )
-    add_counts(show)
-    add_model(show)
-    add_pictures(show)
-    show.set_defaults(run=_show)
-
-    compare = commands.add_parser("compare", help="a table of all named schedules that fit, at equal total work")
-    compare.add_argument("--ranks", type=int, default=4, help=_RANKS)
-    compare.add_argument("--microbatches", type=int, default=8, help=_MICROBATCHES)
+    for command in (show, compare):
+        add = command.add_argument
+        add("--ranks", type=int, default=4, help="groups of devices, each of which runs its own stages (default: 4)")
+        add("--microbatches", type=int, default=8, help="parts of a batch (default: 8)")
+        add(
+            "--forward",
+            default="1",
+            help="time of a forward: one number, or one for each stage with commas (default: 1)",
+        )
+        add("--input-gradient", default="1", help="time of an input gradient, likewise (default: 1)")
+        add("--weight-gradient", default="1", help="time of a weight gradient, likewise (default: 1)")
+        add("--costs", help="a JSON file with arguments of Costs, such as measured ones, in place of the three above")
+        add("--latency", type=float, default=0.0, help="time of every transfer between ranks (default: 0)")
+    show.add_argument("--stages-per-rank", type=int, help="default: 1, or 2 for a schedule in a V")
+    show.add_argument("--output", "-o", help="also draw to this file: .svg, .json (Chrome trace) or .txt")
+    show.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
     compare.add_argument("--stages-per-rank", default="1,2", help="numbers with commas between (default: 1,2)")
-    add_model(compare)
-    compare.set_defaults(run=_compare)
-
     return parser
 
 
-_RANKS = "groups of devices, each of which runs its own stages (default: 4)"
-_MICROBATCHES = "parts of a batch (default: 8)"
-
-
-def add_counts(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ranks, microbatches and stages."""
-    parser.add_argument("--ranks", type=int, default=4, help=_RANKS)
-    parser.add_argument("--microbatches", type=int, default=8, help=_MICROBATCHES)
-    parser.add_argument("--stages-per-rank", type=int, help="default: 1, or 2 for `show` with a schedule in a V")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options of times, which `costs_of` reads."""
-    parser.add_argument(
-        "--forward", default="1", help="time of a forward: one number, or one for each stage with commas (default: 1)"
-    )
-    parser.add_argument("--input-gradient", default="1", help="time of an input gradient, likewise (default: 1)")
-    parser.add_argument("--weight-gradient", default="1", help="time of a weight gradient, likewise (default: 1)")
-    parser.add_argument(
-        "--costs", help="a JSON file with arguments of Costs, such as measured ones, in place of the three above"
-    )
-    parser.add_argument("--latency", type=float, default=0.0, help="time of every transfer between ranks (default: 0)")
-
-
-def add_pictures(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a drawing, which `draw_panels` reads."""
-    parser.add_argument("--output", "-o", help="also draw to this file: .svg, .json (Chrome trace) or .txt")
-    parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
-
-
-def costs_of(options: argparse.Namespace) -> Costs:
+def _costs_of(options: argparse.Namespace) -> Costs:
     """Return the costs that the options name."""
     if options.costs:
         try:
@@ -137,36 +114,27 @@ def _named(options: argparse.Namespace) -> tuple[Schedule, int]:
     return by_name(options.schedule, options.ranks * per_rank, options.ranks), options.microbatches
 
 
-def draw_panels(options: argparse.Namespace, panels: Panels) -> None:
-    """Print the timelines, and write the file that the options name."""
-    width = options.width or shutil.get_terminal_size((120, 24)).columns
-    print(draw(panels, options.output, width=width))
-    if options.output:
-        print(f"wrote {options.output}")
-
-
 def _show(options: argparse.Namespace) -> int:
     schedule, microbatches = _named(options)
-    step = simulate(schedule, costs_of(options), options.latency, num_microbatches=microbatches)
-    draw_panels(options, [(options.schedule, step)])
+    step = simulate(schedule, _costs_of(options), options.latency, num_microbatches=microbatches)
+    width = options.width or shutil.get_terminal_size((120, 24)).columns
+    print(draw(step, options.output, title=options.schedule, width=width))
+    if options.output:
+        print(f"wrote {options.output}")
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    whole = costs_of(options)
+    whole = _costs_of(options)
     rows: list[tuple[float, str]] = []
     for per_rank in [int(part) for part in options.stages_per_rank.split(",")]:
         costs = _shared_out(whole, per_rank)
         for name in names(options.ranks * per_rank, options.ranks):
             schedule = by_name(name, options.ranks * per_rank, options.ranks)
             step = simulate(schedule, costs, options.latency, num_microbatches=options.microbatches)
-            rows.append(
-                (
-                    step.makespan,
-                    f"{name:28} {per_rank:>6} {step.makespan:>9.4g} {step.bubble:>7.1%} {step.steady_bubble:>13.1%} "
-                    f"{min(step.peak_memory):>7.3g} {max(step.peak_memory):>7.3g}",
-                )
-            )
+            row = f"{name:28} {per_rank:>6} {step.makespan:>9.4g} {step.bubble:>7.1%} {step.steady_bubble:>13.1%} "
+            row += f"{min(step.peak_memory):>7.3g} {max(step.peak_memory):>7.3g}"
+            rows.append((step.makespan, row))
     print(
         f"{options.ranks} ranks, {options.microbatches} microbatches; fastest first. Stages of a rank share its work."
     )

@@ -63,7 +63,7 @@ class ForwardOnly(Schedule):
 
     def __init__(self, training: Schedule) -> None:
         super().__init__(training.num_stages, training.num_ranks)
-        object.__setattr__(self, "_home", tuple(training.rank_of(stage) for stage in range(training.num_stages)))
+        vars(self).update(_home=tuple(map(training.rank_of, range(training.num_stages))))
 
     _home: tuple[int, ...]
 

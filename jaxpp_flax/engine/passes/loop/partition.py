@@ -36,7 +36,7 @@ from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op, state_ty
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
-from jaxpp_flax.schedules.task import MEANING, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import MEANING, TaskKind
 
 __all__ = ["CarryError", "partition", "partition_loops"]
 
@@ -66,7 +66,7 @@ def _cut(loop: LabelledLoop, residuals: ResidualPlan | None) -> CutLoop:
     except ScheduleError as error:
         raise ScheduleError(f"residuals= of the treduce at {loop.where}: {error}") from error
     tasks = [t for rank in schedule.tasks(loop.body.length) for t in rank if t.stage == last]
-    fuse_last = all(isinstance(t, FusedTask) for t in tasks)
+    fuse_last = all(t.kind is TaskKind.FUSED for t in tasks)
     part = partition(
         loop.labels,
         fuse_last=fuse_last,

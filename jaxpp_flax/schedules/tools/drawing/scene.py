@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxpp_flax.schedules.simulation.costs import CostTable
 from jaxpp_flax.schedules.simulation.simulate import Event, Timeline
-from jaxpp_flax.schedules.task import MEANING, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import MEANING, TaskKind
 
 Panels = Sequence[tuple[str, Timeline]]
 """Titled timelines, drawn one under the other on one scale of time."""
@@ -62,18 +63,19 @@ def bars(timeline: Timeline) -> list[Bar]:
         stages = sorted({event.task.stage for event in events})
         for event in events:
             task, later = event.task, stages.index(event.task.stage) / max(1, len(stages) - 1)
-            for kind, start, end in _pieces(event, table.times[TaskKind.FORWARD], table.fused):
+            for kind, start, end in _pieces(event, table):
                 style = TASKS[kind]
                 out.append(Bar(rank, style, start, end, task.stage, task.microbatch, colour(style, later)))
     return out
 
 
-def _pieces(event: Event, forward: Sequence[float], fused: Sequence[float]) -> list[tuple[TaskKind, float, float]]:
+def _pieces(event: Event, table: CostTable) -> list[tuple[TaskKind, float, float]]:
     task = event.task
-    if not isinstance(task, FusedTask):
+    if task.kind is not TaskKind.FUSED:
         return [(task.kind, event.start, event.end)]
     # A measured fused task has one length: it is shared out as the costs say.
-    share = forward[task.stage] / fused[task.stage] if fused[task.stage] else 0.5
+    forward, whole = (table.times[kind][task.stage] for kind in (TaskKind.FORWARD, TaskKind.FUSED))
+    share = forward / whole if whole else 0.5
     middle = event.start + share * (event.end - event.start)
     return [(TaskKind.FORWARD, event.start, middle), (TaskKind.BACKWARD, middle, event.end)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxpp_flax.schedules.task import FusedTask
 from jaxpp_flax.schedules.tools.drawing.scene import Panels
 
 
@@ -29,7 +28,7 @@ def chrome_trace(panels: Panels, microseconds: float = 1000.0) -> str:
                     {
                         "ph": "X",
                         "name": repr(task),
-                        "cat": "F+B" if isinstance(task, FusedTask) else task.kind.value,
+                        "cat": task.kind.value,
                         "pid": process,
                         "tid": rank,
                         "ts": event.start * microseconds,
