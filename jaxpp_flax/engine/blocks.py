@@ -20,13 +20,12 @@ from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.analyses.held_inside import held_inside
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.analyses.work import work_of
-from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.label import label
-from jaxpp_flax.engine.passes.loop.loop import Labels, Partition
+from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
 from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import Atom, Value, memory_kind_of, values
+from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.task import TaskKind
@@ -83,24 +82,20 @@ class Blocks:
     """A loop body divided at every mark, with the facts about the step that are known before the cut.
 
     Args:
-      body: an inlined body.
-      split_backward: whether the schedule runs input and weight gradients apart.
+      loop: the loop, opened.
       arguments: for each constant and carry leaf that is an argument of the step: its position from the end, and its
         spec.
-      batch_dims: for each result, the dimension of its accumulator over the shards of the batch, and the mesh axes of
-        that dimension; or None.
       shards_of: the number of shards over an entry of a PartitionSpec.
-      batch_shards: the number of parts into which the examples of a microbatch are cut.
-      gathered: the constants that are parameters gathered for the loop (with `fsdp=`).
     """
 
-    body: LoopBody
-    split_backward: bool
-    arguments: Mapping[Atom, tuple[int, PartitionSpec]] = field(default_factory=dict)
-    batch_dims: Sequence[Any] = ()
+    loop: Loop
+    arguments: Mapping[Value, tuple[int, PartitionSpec]] = field(default_factory=dict[Value, tuple[int, PartitionSpec]])
     shards_of: ShardCounts = field(default_factory=lambda: ShardCounts({}))
-    batch_shards: int = 1
-    gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
+
+    @property
+    def body(self) -> LoopBody:
+        """The loop's body, with all marks."""
+        return self.loop.body
 
     @cached_property
     def labels(self) -> Labels:
@@ -114,7 +109,7 @@ class Blocks:
         Raises:
           ValueError: if the body cannot be cut at some mark.
         """
-        return partition(self.labels, fuse_last=False, split_backward=self.split_backward)
+        return partition(self.labels, fuse_last=False, split_backward=self.loop.schedule.splits_backward)
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
         """Estimate the work of each block; the last block is the work after the last mark.
@@ -131,7 +126,7 @@ class Blocks:
     def can_cut(self, cuts: Sequence[int]) -> bool:
         """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""
         try:
-            partition(label(self.body, cuts), fuse_last=False, split_backward=self.split_backward)
+            partition(label(self.body, cuts), fuse_last=False, split_backward=self.loop.schedule.splits_backward)
         except CarryError:
             return False
         return True
@@ -145,7 +140,7 @@ class Blocks:
         """Return the spec of each accumulator; see `accumulator_spec`."""
         part, found = self.partition, dict[Value, PartitionSpec]()
         for accumulator in part.accumulators:
-            batch_dim = self.batch_dims[accumulator.part_of] if self.batch_dims else None
+            batch_dim = self.loop.batch_dims[accumulator.part_of]
             inputs = part.tasks[accumulator.task].graph.inputs
             # A sum may be wider than its parameter is in the loop.
             dtype = accumulator.state.aval.dtype
@@ -184,9 +179,9 @@ class Blocks:
                     shards=shards,
                 )
             )
-            if value in self.gathered:
+            if value in self.loop.gathered:
                 blocks = tuple(sorted(stages))
-                found.append(Holding(kind="gathered", nbytes=float(self.gathered[value].nbytes), blocks=blocks))
+                found.append(Holding(kind="gathered", nbytes=float(self.loop.gathered[value].nbytes), blocks=blocks))
         for accumulator in part.accumulators:
             stage = part.tasks[accumulator.task].stage
             nbytes = accumulator.state.nbytes / self._shards(specs[accumulator.state])
@@ -271,7 +266,7 @@ class Blocks:
 
     def _spec_read(self, value: Value) -> PartitionSpec:
         """Return the partition in which tasks read a constant or carry leaf: whole, where it is gathered."""
-        return self.gathered[value].spec if value in self.gathered else self.spec_of(value)
+        return self.loop.gathered[value].spec if value in self.loop.gathered else self.spec_of(value)
 
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)

@@ -103,12 +103,5 @@ def _blocks(loop: Loop, arguments: Mapping[Value, tuple[int, PartitionSpec]], sh
     outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
     outer.update({value: gather.parameter for value, gather in loop.gathered.items()})
     outer.update(zip(loop.body.carry, loop.carry_init, strict=True))
-    return Blocks(
-        loop.body,
-        loop.schedule.splits_backward,
-        arguments={v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments},
-        batch_dims=loop.batch_dims,
-        shards_of=shards,
-        batch_shards=loop.batch_shards,
-        gathered=loop.gathered,
-    )
+    known = {v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments}
+    return Blocks(loop, known, shards)

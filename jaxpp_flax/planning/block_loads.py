@@ -86,7 +86,7 @@ class BlockLoads:
         return cls(
             work=work,
             holdings=holdings,
-            sent=[0.0, *(nbytes / blocks.batch_shards for nbytes in sent)],
+            sent=[0.0, *(nbytes / blocks.loop.batch_shards for nbytes in sent)],
             passing=[0.0, *blocks.passing],
             with_effects=blocks.with_effects,
             hardware=hardware,

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import label
-from jaxpp_flax.engine.passes.loop.loop import Labels, Partition
+from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.pipeline import Built, prepare
@@ -25,7 +25,7 @@ from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Op, treduce, treduce_p
-from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules import GPipe, Schedule
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 from tests.helpers import DIM, tree_allclose
@@ -90,6 +90,21 @@ def opened(
     """A loop body whose inputs are constants, the microbatch's index and a carry."""
     params = {"num_consts": num_consts, "num_carry": num_carry, "operations": tuple(operations), "length": length}
     return LoopBody.of(graph, {**params, "carry_names": ()})
+
+
+def opened_loop(body: LoopBody) -> Loop:
+    """A loop of one stage over a body."""
+    none = (None,) * len(body.operations)
+    return Loop(
+        primitive=treduce_p,
+        params={},
+        inputs=(*body.constants, *body.carry),
+        outputs=tuple(Value(atom.aval) for atom in body.outputs),
+        schedule=GPipe(1),
+        body=body,
+        data_axes=none,
+        batch_dims=none,
+    )
 
 
 def indexless(graph: Graph, operations: Sequence[Op]) -> LoopBody:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
 from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
-from jaxpp_flax.engine.passes.liveness import donate_and_free
+from jaxpp_flax.engine.passes.liveness import check_ends, donate_and_free
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.hoist_constants import hoist_constants
 from jaxpp_flax.engine.passes.loop.label import label_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
-from jaxpp_flax.engine.passes.loop.open_loops import open_loops
+from jaxpp_flax.engine.passes.loop.open_loops import check_opened, open_loops
 from jaxpp_flax.engine.passes.loop.partition import partition_loops
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.passes.normalise_results import normalise_results
+from jaxpp_flax.engine.passes.normalise_results import check_results, normalise_results
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.passes.runner import Passes
@@ -41,6 +41,7 @@ PREPARING = (
         lambda graph, _: normalise_results(graph),
         requires="loops at the top",
         ensures="every result of a loop is read; no two results are one array, arguments and host memory aside",
+        check=check_results,
     )
     .then(
         "open_loops",
@@ -48,6 +49,7 @@ PREPARING = (
         requires="loops at the top",
         ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side "
         "effects, no partial sums among the types",
+        check=check_opened,
     )
     .then(
         "hoist_constants",
@@ -129,6 +131,7 @@ WRITING = (
         ),
         requires="all readers of each value",
         ensures="values are donated or freed at their last use",
+        check=check_ends,
     )
 )
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from jaxpp_flax.engine.analyses.donation_pairs import donation_pairs, order_of_outputs
 from jaxpp_flax.engine.program.program import Free, Instruction, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.tracing.ir import VerificationError
 
-__all__ = ["donate_and_free"]
+__all__ = ["check_ends", "donate_and_free"]
 
 
 def donate_and_free(
@@ -43,6 +44,14 @@ def donate_and_free(
         ends.pop(value, None)
     pairs = _donations(program, ends, _never_donated(program, keep_received), donatable)
     return _with_frees(_in_order(program, pairs), program.ranks, ends, given)
+
+
+def check_ends(program: Program) -> None:
+    """Check that every value ends that the program makes and does not return."""
+    freed = {value for free in program.instructions if isinstance(free, Free) for value in free.values}
+    for value, (number, _) in program.makers.items():
+        if value not in freed and value not in program.donated and value not in program.returned:
+            raise VerificationError(f"value {value}, which instruction {number} makes, never ends")
 
 
 def _never_donated(program: Program, keep_received: bool) -> set[int]:

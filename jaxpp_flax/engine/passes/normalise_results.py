@@ -10,10 +10,20 @@ from dataclasses import replace
 
 import jax
 
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, memory_kind_of, prune
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Equation,
+    Graph,
+    Value,
+    VerificationError,
+    emit,
+    memory_kind_of,
+    prune,
+    values,
+)
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
-__all__ = ["normalise_results"]
+__all__ = ["check_results", "normalise_results"]
 
 
 def normalise_results(graph: Graph) -> Graph:
@@ -30,6 +40,16 @@ def normalise_results(graph: Graph) -> Graph:
         seen.add(atom)
         outputs.append(atom)
     return prune(replace(graph, outputs=tuple(outputs), equations=(*graph.equations, *copies)), _narrowed)
+
+
+def check_results(step: Graph) -> None:
+    """Check that results of loops are read, and results of the step apart."""
+    for loop in step.equations:
+        if loop.primitive is treduce_p and not all(v in step.reads for v in loop.outputs[loop.params["num_carry"] :]):
+            raise VerificationError(f"nothing reads a result of the loop at {loop.where}")
+    own = [v for v in values(step.outputs) if v not in step.inputs and memory_kind_of(v.aval) is None]
+    if len({*own}) < len(own):
+        raise VerificationError("two results of the step are one array")
 
 
 def _narrowed(equation: Equation, needed: set[Value]) -> Equation:

@@ -86,12 +86,21 @@ class Pass(Generic[First, Last]):
       run: takes the structure before the pass, and returns the structure after it.
       requires: the conditions on the structure before the pass.
       ensures: the conditions on the structure after the pass.
+      check: raises a `VerificationError` if the structure after the pass breaks what the pass ensures, and the
+        structure's own `verify` does not see it.
     """
 
     name: str
     run: Callable[[First, Settings], Last] = field(repr=False)
     requires: str
     ensures: str
+    check: Callable[[Last], None] | None = field(default=None, repr=False)
+
+    def verify(self, structure: Last) -> None:
+        """Check the structure after the pass."""
+        structure.verify()
+        if self.check is not None:
+            self.check(structure)
 
 
 Observer = Callable[[int, Pass[Any, Any], Structure], None]
@@ -111,10 +120,16 @@ class Passes(Generic[First, Last]):
     before: int = 0
 
     def then(
-        self, name: str, run: Callable[[Last, Settings], Next], *, requires: str, ensures: str
+        self,
+        name: str,
+        run: Callable[[Last, Settings], Next],
+        *,
+        requires: str,
+        ensures: str,
+        check: Callable[[Next], None] | None = None,
     ) -> Passes[First, Next]:
-        """Return these passes and one more."""
-        return Passes((*self.rows, Pass(name, run, requires, ensures)), self.before)
+        """Return these passes and one more; see `Pass`."""
+        return Passes((*self.rows, Pass(name, run, requires, ensures, check)), self.before)
 
     def joined(self, others: Passes[Last, Next]) -> Passes[First, Next]:
         """Return these passes and others behind them."""
@@ -148,7 +163,7 @@ def observers() -> list[Observer]:
     if folder := os.environ.get("JAXPP_FLAX_DUMP"):
         found.append(_write_into(_new_folder(Path(folder))))
     if wants_verification():
-        found.append(lambda _number, _pass, structure: structure.verify())
+        found.append(lambda _number, each, structure: each.verify(structure))
     return found
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
-from jaxpp_flax.engine.passes.loop.loop import LoweredLoop
+from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, Partition
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.program.builder import ProgramBuilder
@@ -79,114 +78,113 @@ def loop_prefix(number: int) -> str:
     return f"loop{number}_" if number else ""
 
 
-class _LoopUnroller:
-    """Writes the runs and the transfers of a loop, in the order of its schedule.
+@dataclass(frozen=True, eq=False, slots=True)
+class _LoopRun:
+    """One run of a loop's task, by its number, over values of its own."""
 
-    A task reads edges of the whole loop (operands and accumulators), edges of its own microbatch, and in place of the
-    carry's leaves what a task has made of them in the microbatch before. `shared` and `own` hold their values by rank;
-    `own[m + 1]` is of microbatch m, and `own[0]` holds the first carry.
+    task: int
+    microbatch: int
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+
+
+def _runs(loop: LoweredLoop, indices: Sequence[Value]) -> tuple[list[_LoopRun], dict[Value, Atom]]:
+    """Return the runs of a loop in the order of its schedule, and the last value of each result.
+
+    A task reads operands, accumulators as the run before has left them, edges of its own microbatch, and in place of
+    the carry's leaves what a task has made of them in the microbatch before. `indices` are those of the microbatches.
     """
-
-    def __init__(
-        self, builder: ProgramBuilder, loop: LoweredLoop, number: int, specs: Mapping[Atom, PartitionSpec]
-    ) -> None:
-        self.builder, self.loop, self.part, self.specs = builder, loop, loop.partition, specs
-        self.name = loop_prefix(number)
-        self.rank = [task.rank for task in self.part.tasks]
-        self.accumulated = {a.result: a.state for a in self.part.accumulators}
-        self.of_the_loop = {*self.part.operands, *self.accumulated.values()}
-        self.shared: dict[tuple[Value, int], int] = {}
-        self.own: list[dict[tuple[Value, int], int]] = [{} for _ in range(loop.body.length + 1)]
-        self.carries = [self._carries_read(task) for task in self.part.tasks]
-        self.carried: dict[Value, set[int]] = {  # the ranks that read each next value of the carry
-            c.result: {self.rank[i] for i, read in enumerate(self.carries) if c.result in read.values()}
-            for c in self.part.carries
-        }
-        self.sends = cache(self._sends)
-
-    def _carries_read(self, task: LoopTask) -> dict[Value, Value]:
-        """Return the next value of each leaf of the carry that a task reads: its own stage's copy, or the only one."""
-        found: dict[Value, Value] = {}
-        for carry in self.part.carries:
-            own = self.part.tasks[carry.task].stage == task.stage
-            if carry.state in task.graph.inputs and (own or carry.state not in found):
-                found[carry.state] = carry.result
-        return found
-
-    def run(self) -> None:
-        at = self.builder.at
-        for operand, edge in zip(values(self.loop.constants), self.part.operands, strict=True):
-            self.shared.update({(edge, rank): at[operand, rank] for rank in self.part.readers.get(edge, ())})
-        self._initial_accumulators()
-        for carry in self.part.carries:
-            for rank in {self.rank[carry.task], *self.carried[carry.result]}:
-                self.own[0][carry.result, rank] = at[self.loop.carry_init[carry.leaf], rank]
-        numbers = [self.builder.task(replace(task, name=self.name + task.name)) for task in self.part.tasks]
-        for task, microbatch in _scheduled(self.loop):
-            self._run_task(task, numbers[task], microbatch)
-        for edge, accumulator in zip(self.loop.results, self.part.accumulators, strict=True):
-            rank = self.rank[accumulator.task]
-            at[edge, rank] = self.shared[accumulator.state, rank]
-        for carry in self.part.carries:
-            rank = self.rank[carry.task]
-            at[self.loop.carry_results[carry.leaf], rank] = self.own[-1][carry.result, rank]
-
-    def _initial_accumulators(self) -> None:
-        by_rank: dict[int, list[int]] = {}
-        for k, accumulator in enumerate(self.part.accumulators):
-            by_rank.setdefault(self.rank[accumulator.task], []).append(k)
-        for rank, members in by_rank.items():
-            graphs = [self.part.accumulators[k].init for k in members]
-            graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
-            specs = tuple(map(self._spec_of, members))
-            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, out_specs=specs)
-            made = self.builder.run(self.builder.task(task), ())
-            self.shared.update(
-                {(self.part.accumulators[k].state, rank): value for k, value in zip(members, made, strict=True)}
-            )
-
-    def _spec_of(self, number: int) -> PartitionSpec:
-        accumulator, like = self.part.accumulators[number], self.loop.like[number]
-        outer = dict(zip(self.part.operands, self.loop.constants, strict=True))
-        read = self.part.tasks[accumulator.task].graph.inputs
-        known = [(v.aval, self.specs[outer[v]]) for v in read if v in outer and outer[v] in self.specs]
-        wish = None if like is None else [*self.specs.values()][like]
-        return accumulator_spec(accumulator.state.aval, self.loop.batch_dims[number], wish, known)
-
-    def _run_task(self, index: int, number: int, microbatch: int) -> None:
-        graph, rank, carries = self.part.tasks[index].graph, self.rank[index], self.carries[index]
-        before, own, edges = self.own[microbatch], self.own[microbatch + 1], values(graph.outputs)
-        if self.part.index in graph.inputs:
-            own[self.part.index, rank] = self.builder.index(rank, microbatch)
-
-        def value_of(edge: Value) -> int:
-            if edge in self.of_the_loop:
-                return self.shared[edge, rank]
-            return before[carries[edge], rank] if edge in carries else own[edge, rank]
-
-        made = self.builder.run(number, [value_of(edge) for edge in graph.inputs], microbatch)
-        self._keep(own, edges, made, rank)
-        for target, positions in self.sends(index, microbatch + 1 == self.loop.body.length).items():
-            received = self.builder.transfer(rank, target, [made[position] for position in positions])
-            self._keep(own, [edges[position] for position in positions], received, target)
-
-    def _keep(self, own: dict[tuple[Value, int], int], edges: Sequence[Value], made: Sequence[int], rank: int) -> None:
-        for edge, value in zip(edges, made, strict=True):
-            if edge in self.accumulated:
-                self.shared[self.accumulated[edge], rank] = value
+    part, tasks = loop.partition, loop.partition.tasks
+    states = {a.result: a.state for a in part.accumulators}
+    whole: dict[Value, Atom] = dict(zip(part.operands, loop.constants, strict=True))
+    whole |= {state: state for state in states.values()}
+    carries = [_carries_read(part, task) for task in tasks]
+    first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
+    made = [first, *({part.index: index} for index in indices)]  # by a microbatch, counted from 1
+    runs: list[_LoopRun] = []
+    for number, microbatch in _scheduled(loop):
+        graph, carried = tasks[number].graph, carries[number]
+        before, own, inputs = made[microbatch], made[microbatch + 1], list[Atom]()
+        for edge in graph.inputs:
+            if edge in whole:
+                inputs.append(whole[edge])
             else:
-                own[edge, rank] = value
+                inputs.append(before[carried[edge]] if edge in carried else own[edge])
+        edges = values(graph.outputs)
+        outputs = tuple([Value(edge.aval) for edge in edges])
+        for edge, value in zip(edges, outputs, strict=True):
+            if edge in states:
+                whole[states[edge]] = value
+            else:
+                own[edge] = value
+        runs.append(_LoopRun(number, microbatch, tuple(inputs), outputs))
+    last = {a.result: whole[a.state] for a in part.accumulators} | {c.result: made[-1][c.result] for c in part.carries}
+    return runs, last
 
-    def _sends(self, index: int, last: bool) -> dict[int, list[int]]:
-        """Return the outputs of a task, by position, that other ranks read; the last microbatch passes no carry on."""
-        found: dict[int, list[int]] = {}
-        for position, edge in enumerate(values(self.part.tasks[index].graph.outputs)):
-            if edge in self.accumulated or (last and edge in self.carried):
-                continue
-            readers = self.carried.get(edge) or self.part.readers.get(edge, set[int]())
-            for target in sorted(readers - {self.rank[index]}):
-                found.setdefault(target, []).append(position)
-        return found
+
+def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:
+    """Return the next value of each leaf of the carry that a task reads: its own stage's copy, or the only one."""
+    found: dict[Value, Value] = {}
+    for carry in part.carries:
+        own = part.tasks[carry.task].stage == task.stage
+        if carry.state in task.graph.inputs and (own or carry.state not in found):
+            found[carry.state] = carry.result
+    return found
+
+
+def _unroll_loop(builder: ProgramBuilder, loop: LoweredLoop, prefix: str, specs: Mapping[Atom, PartitionSpec]) -> None:
+    """Write the runs of a loop; a value goes to the ranks that read it right behind the run that makes it."""
+    part, at = loop.partition, builder.at
+    _initial_accumulators(builder, loop, prefix, specs)
+    numbers = [builder.task(replace(task, name=prefix + task.name)) for task in part.tasks]
+    indices = [Value(part.index.aval) for _ in range(loop.body.length)]
+    runs, last = _runs(loop, indices)
+    readers: defaultdict[Atom, set[int]] = defaultdict(set)
+    for run in runs:
+        for value in run.inputs:
+            readers[value].add(part.tasks[run.task].rank)
+    for run in runs:
+        rank, index = part.tasks[run.task].rank, indices[run.microbatch]
+        if index in run.inputs:
+            at[index, rank] = builder.index(rank, run.microbatch)
+        builder.run_on(numbers[run.task], run.inputs, run.outputs, run.microbatch)
+        sent: dict[int, list[Value]] = {}
+        for value in run.outputs:
+            for target in sorted(readers[value] - {rank}):
+                sent.setdefault(target, []).append(value)
+        for target, edges in sent.items():
+            builder.send(edges, rank, target)
+    for edge, accumulator in zip(loop.results, part.accumulators, strict=True):
+        rank = part.tasks[accumulator.task].rank
+        at[edge, rank] = at[last[accumulator.result], rank]
+    for carry in part.carries:
+        rank = part.tasks[carry.task].rank
+        at[loop.carry_results[carry.leaf], rank] = at[last[carry.result], rank]
+
+
+def _initial_accumulators(
+    builder: ProgramBuilder, loop: LoweredLoop, prefix: str, specs: Mapping[Atom, PartitionSpec]
+) -> None:
+    """Write a task for each rank that makes its accumulators, before the first microbatch."""
+    by_rank: dict[int, list[int]] = {}
+    for k, accumulator in enumerate(loop.partition.accumulators):
+        by_rank.setdefault(loop.partition.tasks[accumulator.task].rank, []).append(k)
+    for rank, members in by_rank.items():
+        accumulators = [loop.partition.accumulators[k] for k in members]
+        outputs = tuple(a.init.outputs[0] for a in accumulators)
+        graph = Graph((), outputs, tuple(e for a in accumulators for e in a.init.equations))
+        out_specs = tuple(_spec_of(loop, k, specs) for k in members)
+        task = ProgramTask(f"{prefix}init_{rank}", rank, graph, out_specs=out_specs)
+        builder.run_on(builder.task(task), (), [a.state for a in accumulators])
+
+
+def _spec_of(loop: LoweredLoop, number: int, specs: Mapping[Atom, PartitionSpec]) -> PartitionSpec:
+    accumulator, like = loop.partition.accumulators[number], loop.like[number]
+    outer = dict(zip(loop.partition.operands, loop.constants, strict=True))
+    read = loop.partition.tasks[accumulator.task].graph.inputs
+    known = [(v.aval, specs[outer[v]]) for v in read if v in outer and outer[v] in specs]
+    wish = None if like is None else [*specs.values()][like]
+    return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, known)
 
 
 def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
@@ -208,7 +206,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
             builder.run_on(task, graph.inputs, graph.outputs)
             outer += 1
         if (loop := rounds.loops.get(at)) is not None:
-            _LoopUnroller(builder, loop, loops, spec_of).run()
+            _unroll_loop(builder, loop, loop_prefix(loops), spec_of)
             loops += 1
         for (source, target), edges in rounds.moves.get(at, {}).items():
             builder.send(edges, source, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.passes.runner import observers
 from jaxpp_flax.engine.pipeline import prepare
-from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
+from jaxpp_flax.engine.program.program import Free
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import GPipe
 from tests.engine.toys import built, chain, mesh_of, sgd_step
 from tests.helpers import batch_of
@@ -134,3 +135,29 @@ def test_dump_writes_every_structure_of_every_function(texts: list[dict[str, str
     assert all(sorted(file.name for file in step.iterdir()) == files for step in folder.iterdir())
     assert found[0] == texts[0], "made again, it is the same"
     assert "over 3 microbatches" in found[1]["place"]
+
+
+def closed(equation: Equation) -> Equation:
+    return Equation(**{each.name: getattr(equation, each.name) for each in fields(Equation)})
+
+
+def without_free(instruction: Any) -> Any:
+    return replace(instruction, values=(), delete=()) if isinstance(instruction, Free) else instruction
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("normalise_results", lambda g: replace(g, outputs=(*g.outputs, g.outputs[0])), "are one array"),
+        ("normalise_results", lambda g: replace(g, outputs=g.inputs[:1]), "nothing reads a result of the loop"),
+        ("open_loops", lambda g: replace(g, equations=tuple(map(closed, g.equations))), "a loop that is not opened"),
+        ("liveness", lambda p: replace(p, instructions=tuple(map(without_free, p.instructions))), "never ends"),
+    ],
+)
+def test_what_a_pass_promises_beyond_its_structure_is_checked(name: str, fault: Callable[[Any], Any], message: str):
+    graph, specs = traced(chain(2), batch_of(2))
+    settings = prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, n: [0]).settings
+    each, structure = next(pair for pair in PASSES.steps(graph, settings) if pair[0].name == name)
+    each.verify(structure)
+    with pytest.raises(VerificationError, match=message):
+        each.verify(fault(structure))

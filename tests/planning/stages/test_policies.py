@@ -26,7 +26,7 @@ from jaxpp_flax.planning import (
     sizes,
 )
 from jaxpp_flax.trainers.stages.assignment import resolve
-from tests.engine.toys import opened
+from tests.engine.toys import opened, opened_loop
 
 
 def blocks(count):
@@ -202,7 +202,7 @@ def marks_before(head_width: int) -> Marks:
     )
     body = inline(from_jaxpr(jaxpr)[0])
     operations = (Add,) * len(body.outputs)
-    return Marks(Blocks(opened(body, len(body.inputs) - 1, operations=operations, length=1), False))
+    return Marks(Blocks(opened_loop(opened(body, len(body.inputs) - 1, operations=operations, length=1))))
 
 
 def test_the_engine_counts_contractions_and_the_head() -> None:

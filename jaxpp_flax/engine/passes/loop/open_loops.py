@@ -8,12 +8,12 @@ from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
-from jaxpp_flax.engine.tracing.ir import Equation, Graph
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["open_loops"]
+__all__ = ["check_opened", "open_loops"]
 
 
 def open_loops(graph: Graph, num_ranks: int) -> Graph:
@@ -32,6 +32,14 @@ def open_loops(graph: Graph, num_ranks: int) -> Graph:
         )
     equations = (_open(e, num_ranks) if e.primitive is treduce_p else e for e in graph.equations)
     return replace(graph, equations=tuple(equations))
+
+
+def check_opened(step: Graph) -> None:
+    """Check that no loop is left closed, at the top or inside of an equation."""
+    for equation in step.equations:
+        inner = (each for each in inside(equation.params) if each.primitive is treduce_p)
+        if (equation.primitive is treduce_p and not isinstance(equation, Loop)) or any(inner):
+            raise VerificationError(f"`{equation.name}` at {equation.where} holds a loop that is not opened")
 
 
 def _open(equation: Equation, num_ranks: int) -> Loop:
