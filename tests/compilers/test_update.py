@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.planning.compilers.tasks import read_task
 from tests.compilers.machines import ONE_HOST
 from tests.compilers.small import PARAMETER_BYTES, around_loop, compiled_for, moved, of_loop, told
@@ -17,7 +17,7 @@ LOSS = 4  # bytes
 
 
 @cache
-def trained(machine: str) -> Compiled:
+def trained(machine: str) -> CompiledPipeline:
     """Adam, on two stages of two shards of the batch."""
     return compiled_for(machine, {"data": 2})
 
