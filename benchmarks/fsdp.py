@@ -35,7 +35,7 @@ def in_one_step(compiled: Any) -> tuple[Counter[str], Counter[str]]:
     """The same for a step of all ranks, each task as often as it runs."""
     number: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    found = [collectives(executable.as_text()) for executable in compiled._executables.tasks]
+    found = [collectives(executable.as_text()) for executable in compiled.executables.tasks]
     for instruction in compiled.program.instructions:
         if (task := getattr(instruction, "task", None)) is not None:
             number.update(found[task][0])

@@ -32,7 +32,7 @@ def live_peaks(compiled: Any, contestant: Contestant, kind: str = "device") -> l
 
     import jax
 
-    runtime, mesh = compiled._bound.runtime, compiled.mpmd_mesh
+    runtime, mesh = compiled.runtime, compiled.mpmd_mesh
     devices = list(dict.fromkeys(mesh.rank_devices(rank)[0] for rank in range(mesh.mpmd_dim)))
 
     def held() -> list[int]:
@@ -99,7 +99,7 @@ def recomputing(params: Any, data: Any, stages: int) -> list[dict[str, object]]:
         residuals = ResidualPlan([StageResiduals(recompute=True)] * stages)
         step = train_step(stages, by_name(name, stages, stages))
         compiled = mpmd_jit_with_loop(step, mesh(stages), residuals=residuals).compile(params, data)
-        for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+        for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
             whole = [PartitionSpec()] * len(task.graph.inputs)
             inside = held_inside(task.graph, whole, {}, fused=task.fused)
             if inside:

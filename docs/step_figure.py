@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec
 
 import jaxpp_flax
 from jaxpp_flax import mark_stage_end, treduce
-from jaxpp_flax.engine.blocks import cut_at_every_mark
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.runner import Pass
-from jaxpp_flax.engine.pipeline import prepare
+from jaxpp_flax.engine.passes.runner import Pass, Settings
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
 
@@ -80,12 +79,15 @@ def _structures() -> Iterator[tuple[Pass[Any, Any], type]]:
         jax.jit(step).trace([jnp.ones((4, 4))] * 2, jnp.ones((2, 8, 4))).jaxpr
     )
     nothing = [PartitionSpec()] * len(graph.inputs)
-    built = prepare(graph, 2, [False] * len(nothing), nothing, {}).build(
-        cut_at_every_mark
+    settings = Settings(
+        num_ranks=2,
+        donated=[False] * len(nothing),
+        specs=nothing,
+        shards=ShardCounts({}),
+        choose_cuts=lambda loop: [0],
     )
     return (
-        (each, type(structure))
-        for each, structure in PASSES.steps(graph, built.settings)
+        (each, type(structure)) for each, structure in PASSES.steps(graph, settings)
     )
 
 

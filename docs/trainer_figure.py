@@ -11,7 +11,7 @@ import jaxpp_flax
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler
 from jaxpp_flax.checkpoint.reading import RestorePlan
-from jaxpp_flax.engine.bound_program import BoundProgram
+from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch import split_batch
@@ -43,7 +43,7 @@ _BATCH: _Walk = (
     ("the step compiled for these shapes is found, or made", CompiledSteps),
     (
         "each leaf goes to the devices of the ranks that read it; the program runs",
-        BoundProgram,
+        Compiled,
     ),
     ("back: the loss of an earlier step is looked at", StepsUnderWay),
     ("metrics come to the host, one step late", LogMetrics),

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages
 from jaxpp_flax.engine.arrays.layouts import (
     Layout,
     broadcast_layouts,
     broadcast_prefix,
     check_divides,
     layout_of,
-    layouts_of,
     with_memories,
 )
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
-from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.placed import ResultRanks
+from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
-from jaxpp_flax.engine.pipeline import prepare
-from jaxpp_flax.engine.plan import Plan, PreparedStep, passes_context
+from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, paths_of, without_statics
+from jaxpp_flax.engine.traced import Traced, passes_context, prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
@@ -40,17 +41,7 @@ from jaxpp_flax.schedules.residuals import ResidualPlan
 __all__ = ["MpmdFunction", "check_mesh", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]
 
 
-class _Key(NamedTuple):
-    """The parts of a call that decide what is compiled."""
-
-    tree: Any
-    types: tuple[Any, ...]
-    layouts: tuple[Layout, ...]
-    statics: Hashable
-    settings: Hashable
-
-
-class MpmdFunction:
+class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
     """Compile a train step with a `treduce` loop into one SPMD program for each stage, and run them as a pipeline.
 
     Like a function under `jax.jit`, the step is traced and compiled once for each structure, shape and dtype of its
@@ -106,7 +97,8 @@ class MpmdFunction:
     """
 
     _idle_everywhere: ClassVar[bool] = False
-    _compiled_type: ClassVar[type[Compiled]] = Compiled
+    _placed_type: ClassVar[type[PlacedPipeline]] = PlacedPipeline
+    _instead_of_arrays = "name the argument in `static_argnums`/`static_argnames`"
 
     def __init__(
         self,
@@ -127,49 +119,53 @@ class MpmdFunction:
         residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
         fsdp: Fsdp = "microbatch",
     ) -> None:
+        super().__init__(fun)
         check_mesh(mpmd_mesh)
         self._fsdp: Fsdp = check_fsdp(fsdp)
-        functools.update_wrapper(self, fun)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
         self._fun = fun
         self._in_specs = _one_of(in_specs, in_shardings, "in")
         self._out_specs = _one_of(out_specs, out_shardings, "out")
-        self._parameters = Parameters.of(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
         self._policy = cut_policy
         self._everywhere = everywhere
         self._residuals = residuals
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
-        fun = with_memories(fun, self._out_specs)
-        nums, names = self._parameters.static_argnums, self._parameters.static_argnames
-        self._jitted = jax.jit(fun, static_argnums=nums, static_argnames=names)
-        self._plans: dict[_Key, Plan] = {}
-        self._compiled: dict[Plan, Compiled] = {}
-        self._latest: Compiled | None = None
+        self._statics = statics = Statics.of(fun, static_argnums, static_argnames)
+        self._jitted = jax.jit(
+            with_memories(fun, self._out_specs),
+            static_argnums=statics.positions,
+            static_argnames=statics.names,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+        )
+        self._latest: PlacedPipeline | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, compiled first if the signature is new; return `MpmdArray` leaves."""
-        call = self._parameters.split(self._fun, args, kwargs)
-        return self._get(call).run(call.leaves)
+        leaves, tree = self._statics.flatten(self._fun, args, kwargs)
+        self._latest = placed = self._find(leaves, tree)
+        return placed.compiled.run(leaves)
 
-    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledPipeline:
         """Compile ahead of time for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
 
         Raises:
           ValueError: if the step does not fit a pipeline; see `mpmd_jit_with_loop`.
           RuntimeError: under `jax.disable_jit`.
         """
-        return self._get(self._parameters.split(self._fun, args, kwargs))
+        self._latest = placed = self.place(*args, **kwargs)
+        return placed.compiled
 
-    def place(self, *args: Any, **kwargs: Any) -> Plan:
+    def place(self, *args: Any, **kwargs: Any) -> PlacedPipeline:
         """Trace a step for arguments like these and place it on ranks; nothing is compiled. See `compile`."""
-        return self._plan(self._parameters.split(self._fun, args, kwargs))
+        return self._find(*self._statics.flatten(self._fun, args, kwargs))
 
-    def prepare(self, *args: Any, **kwargs: Any) -> PreparedStep:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace a step for arguments like these, to place it with several policies, residuals and schedules."""
-        call = self._parameters.split(self._fun, args, kwargs)
-        asked, structs = self._asked(call, self._key(call))
+        leaves, tree = self._statics.flatten(self._fun, args, kwargs)
+        types = self._types(leaves, tree)
         with context_mesh(None):
-            return self._prepare(call, structs, asked.layouts)
+            return self._trace(tree, types, self._layouts(tree, leaves))
 
     @property
     def in_shardings(self) -> Any:
@@ -178,78 +174,63 @@ class MpmdFunction:
             raise RuntimeError("nothing is compiled yet: call `.compile(*args)`, or the function itself, first.")
         return self._latest.in_shardings
 
-    def _get(self, call: Call) -> Compiled:
-        self._latest = self._compile(self._plan(call))
-        return self._latest
-
-    def _compile(self, plan: Plan) -> Compiled:
-        if plan not in self._compiled:
-            with context_mesh(None):
-                self._compiled[plan] = self._compiled_type(plan, self._compiler)
-        return self._compiled[plan]
-
-    def _key(self, call: Call) -> _Key:
-        try:
-            types = tuple(map(type_of, call.leaves))
-            layouts = tuple(layouts_of(call.leaves, self.mpmd_mesh))
-        except TypeError as error:
-            raise not_an_array(call) from error
-        except ValueError:  # paths are made only for the message
-            for leaf, path in zip(call.leaves, call.paths(), strict=True):
-                layout_of(leaf, self.mpmd_mesh, f"argument{path}")
-            raise
-        return _Key(call.tree, types, layouts, call.statics, trace_settings())
-
-    def _plan(self, call: Call) -> Plan:
-        """Trace a step and place it on ranks; steps whose arguments end up in the same layouts share a plan."""
-        key = self._key(call)
-        if (known := self._plans.get(key)) is not None:
-            return known
-        asked, structs = self._asked(call, key)
-        if asked not in self._plans:
-            with context_mesh(None):  # no mesh around the call may change what is compiled
-                self._plans[asked] = self._make_plan(call, structs, asked.layouts)
-        self._plans[key] = self._plans[asked]
-        return self._plans[asked]
-
-    def _asked(self, call: Call, key: _Key) -> tuple[_Key, list[jax.ShapeDtypeStruct]]:
-        """Return the key with the layouts that arguments end up in, and the types of the arguments."""
-        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in key.types]
+    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[Layout, ...]:
+        tree = without_statics(tree)
+        paths = paths_of(tree)
+        own = [layout_of(leaf, self.mpmd_mesh, f"argument{path}") for leaf, path in zip(leaves, paths, strict=True)]
+        if self._in_specs is None:
+            return tuple(own)
         # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
-        return key._replace(layouts=tuple(self._argument_layouts(call.tree, key.layouts, structs))), structs
+        args, _ = jax.tree_util.tree_unflatten(tree, leaves)
+        given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
+        wanted = broadcast_layouts(tuple(given), args, "in_specs", self.mpmd_mesh)
+        merged = [wish.over(layout) for wish, layout in zip(wanted, own[: len(wanted)], strict=True)]
+        return (*merged, *own[len(wanted) :])
 
-    def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
-        return self._prepare(call, structs, layouts).place(self._policy, self._residuals)
+    def _place(self, tree: Any, types: Types, layouts: tuple[Layout, ...]) -> PlacedPipeline:
+        return self._trace(tree, types, layouts).place(self._policy, self._residuals)
 
-    def _prepare(self, call: Call, structs: Sequence[Any], layouts: tuple[Layout, ...]) -> PreparedStep:
+    def _trace(self, tree: Any, types: Types, layouts: Sequence[Layout]) -> Traced:
         refuse_disabled_jit("a pipelined step")
-        mesh, paths = self.mpmd_mesh, call.paths()
+        mesh, paths = self.mpmd_mesh, [f"argument{path}" for path in paths_of(without_statics(tree))]
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
-        sizes = dict(mesh.unstack[0].shape)
-        check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
-        traced = self._trace(call, structs, layouts)
-        graph, consts = from_jaxpr(traced.jaxpr)
+        structs, sizes = structs_of(types), dict(mesh.unstack[0].shape)
+        check_divides(paths, structs, in_specs, sizes)
+        traced, donated = self._trace_for_stages(tree, structs, layouts)
+        graph, constants = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, mesh)
-        donated = self._parameters.donated(call)
         everywhere = [bool(flag) for _, flag in broadcast_prefix(self._everywhere, traced.out_info, "everywhere")]
-        names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
-        rule = FsdpRule(mesh=mesh.abstract_submesh, names=dict(zip(graph.inputs, names, strict=True)))
+        names = dict(zip(graph.inputs, ["a captured array"] * len(constants) + paths, strict=True))
+        settings = Settings(
+            num_ranks=mesh.mpmd_dim,
+            donated=(*[False] * len(constants), *donated),
+            specs=(*[PartitionSpec()] * len(constants), *in_specs),
+            shards=ShardCounts(sizes),
+            result_ranks=ResultRanks.of(mesh, everywhere),
+            idle_ranks=frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1)),
+            fsdp=FsdpRule(mesh=mesh.abstract_submesh, names=names) if self._fsdp == "step" else None,
+        )
+        observe = observers()
         with passes_context(mesh):
-            prepared = prepare(
-                graph, mesh.mpmd_dim, [False] * len(consts) + list(donated),
-                [PartitionSpec()] * len(consts) + in_specs, sizes,
-                result_ranks=ResultRanks.of(mesh, everywhere),
-                idle_ranks=frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1)),
-                fsdp=rule if self._fsdp == "step" else None,
-            )  # fmt: skip
+            step = prepare(graph, settings, observe)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
-        signature = Signature.of(call, structs, in_specs, jax.tree.structure(traced.out_info), donated)
-        return PreparedStep(mesh, prepared, signature, tuple(consts), out_specs)
+        return Traced(
+            step=step,
+            settings=settings,
+            observe=observe,
+            signature=Signature.of(traced.in_tree, structs, in_specs, jax.tree.structure(traced.out_info), donated),
+            constants=tuple(constants),
+            out_specs=out_specs,
+            compiler=self._compiler,
+            placed_type=self._placed_type,
+        )
 
-    def _trace(self, call: Call, structs: Sequence[Any], layouts: Sequence[Layout]) -> Any:
+    def _trace_for_stages(
+        self, tree: Any, structs: Sequence[Any], layouts: Sequence[Layout]
+    ) -> tuple[Any, tuple[bool, ...]]:
         mesh = self.mpmd_mesh
 
         def typed(struct: Any, layout: Layout, abstract: AbstractMesh) -> Any:
@@ -258,21 +239,11 @@ class MpmdFunction:
             sharding = NamedSharding(abstract, spec) if mesh.is_explicit else None
             return struct.update(sharding=in_memory(sharding, layout.memory_kind))
 
-        def trace(abstract: AbstractMesh) -> Any:
+        def trace_on(abstract: AbstractMesh) -> tuple[Any, tuple[bool, ...]]:
             leaves = [typed(struct, layout, abstract) for struct, layout in zip(structs, layouts, strict=True)]
-            args, kwargs = call.with_leaves(leaves)
-            return self._jitted.trace(*args, **kwargs)
+            return trace(self._jitted, *arguments_of(tree, leaves))
 
-        return trace_for_stages(trace, mesh)
-
-    def _argument_layouts(self, tree: Any, found: Sequence[Layout], structs: Sequence[Any]) -> list[Layout]:
-        if self._in_specs is None:
-            return list(found)
-        shapes = jax.tree_util.tree_unflatten(tree, structs)[0]
-        given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(shapes)
-        wanted = broadcast_layouts(tuple(given), shapes, "in_specs", self.mpmd_mesh)
-        merged = [wish.over(layout) for wish, layout in zip(wanted, found[: len(wanted)], strict=True)]
-        return [*merged, *found[len(wanted) :]]
+        return trace_for_stages(trace_on, mesh)
 
 
 mpmd_jit_with_loop = MpmdFunction

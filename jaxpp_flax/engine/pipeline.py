@@ -1,107 +1,163 @@
-"""Turn the graph of a step into its program, in two parts: the passes before the choices, and those after them."""
+"""A step with loops over microbatches, on its ranks and compiled: its results are `MpmdArray`s."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
+import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
-from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
-from jaxpp_flax.engine.passes import PLACING, PREPARING, WRITING
-from jaxpp_flax.engine.passes.loop.loop import Loop, LoweredLoop, each_loop
-from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.passes.runner import Observer, Residuals, Settings, observers
-from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
-from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.passes.loop.loop import LoweredLoop
+from jaxpp_flax.engine.placed import Placed
+from jaxpp_flax.engine.runtime.profile import TaskTiming
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
+from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
-__all__ = ["Built", "Prepared", "ScheduleOf", "prepare"]
-
-ScheduleOf = Callable[[Schedule], Schedule]
+__all__ = ["CompiledPipeline", "PlacedPipeline"]
 
 
-@dataclass(frozen=True, eq=False)
-class Built:
-    """The program, the placed step, and the settings of the passes."""
+class CompiledPipeline(Compiled):
+    """A step compiled for one signature: it takes only arguments of this structure, these shapes and dtypes."""
 
-    program: Program
-    placed: Placed
-    settings: Settings
+    _array_type: ClassVar[type[MpmdArray]] = MpmdArray  # of the results
+
+    def __init__(self, placed: PlacedPipeline) -> None:
+        self.placed, self.mpmd_mesh = placed, placed.mpmd_mesh
+        self._shardings: dict[Any, MpmdSharding] = {}  # of results; those that lie alike share one
+        executables, signature = placed.executables, placed.signature
+        self.program, self.executables = executables.program, executables
+        results = [self._result(position) for position in range(len(self.program.results))]
+        super().__init__(executables, signature, placed.constants, results)
 
     @property
-    def loops(self) -> tuple[LoweredLoop, ...]:
-        """The loops of the step in program order."""
-        return self.placed.loops
+    def compiler(self) -> TaskCompiler[MpmdMesh]:
+        """The compiler of all programs of the step's function; it counts them."""
+        return self.placed.compiler
 
+    def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
+        """Run one real step and measure it: return the results, and the times of each task of the loop on its rank.
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A step after the passes that no choice of schedules, cuts and residuals changes; a planner tries many."""
+        The step waits for each task and each transfer, so it is slower than others. The start times are then computed
+        from the measured durations: a task starts when its rank is free and its inputs have arrived.
 
-    step: Graph
-    settings: Settings
-    observe: Sequence[Observer]
-    arguments: Mapping[Value, tuple[int, PartitionSpec]]  # of the step: the place of each, and its spec
-
-    def build(self, policy: CutPolicy, residuals: Residuals = None, schedule_of: ScheduleOf | None = None) -> Built:
-        """Run the other passes; `schedule_of` gives a loop another schedule than its own, for as many ranks.
+        With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
-          ValueError: if a loop's marks or residuals do not fit its schedule.
+          FloatingPointError: if `jax.debug_nans` or `jax.debug_infs` is set, and a result has such a value.
         """
-        shards, arguments = self.settings.shards, _with_converted(self.step, self.arguments)
+        return self._measure(self._signature.leaves_of(args, kwargs))
 
-        def choose_cuts(loop: Loop) -> Sequence[int]:
-            return policy(Marks(_blocks(loop, arguments, shards)), loop.schedule.num_stages)
+    def _result_sharding(self, position: int) -> MpmdSharding:
+        result, atom = self.program.results[position], self.placed.outputs[position]
+        if isinstance(result, dict):
+            ranks = set(result)
+        else:  # a constant costs no transfer, so every process gets it
+            everywhere = range(self.mpmd_mesh.mpmd_dim)
+            ranks = self.placed.idle_ranks if self.executables.distributed is None else everywhere
+        spec = self.executables.out_specs[position] or PartitionSpec()
+        memory = memory_kind_of(atom.aval)
+        key = frozenset(ranks), spec, memory
+        if key not in self._shardings:
+            self._shardings[key] = MpmdSharding(self.mpmd_mesh, ranks, spec, memory)
+        return self._shardings[key]
 
-        settings, step = replace(self.settings, choose_cuts=choose_cuts, residuals=residuals), self.step
-        if schedule_of is not None:
-            step = each_loop(step, Loop, lambda loop: replace(loop, schedule=schedule_of(loop.schedule)))
-        placed = PLACING.run(step, settings, self.observe)
-        return Built(WRITING.run(placed, settings, self.observe), placed, settings)
+    def _result(self, position: int) -> Callable[[list[Any]], MpmdArray]:
+        """Return a function that makes a result from the environment after a run."""
+        result, aval = self.program.results[position], self.placed.outputs[position].aval
+        sharding = self._result_sharding(position)
+        local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
+
+        make = self._array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        if isinstance(result, dict):
+            value_of = {rank: result[rank] for rank in local}
+            if len(value_of) == 1:  # nearly every result; a comprehension takes longer
+                ((only, value),) = value_of.items()
+                return lambda environment: make(sharding, {only: environment[value]}, aval)
+            return lambda environment: make(sharding, {r: environment[v] for r, v in value_of.items()}, aval)
+
+        def parts() -> dict[int, jax.Array]:
+            value = np.asarray(result.value, aval.dtype)
+            if aval.weak_type and value.ndim == 0:
+                value = value.item()
+            return {rank: place(value, sharding.local_sharding(rank)) for rank in local}
+
+        return lambda _: make(sharding, parts(), aval)
+
+    @property
+    def in_shardings(self) -> Any:
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; without ranks if nothing reads it."""
+        return self.placed.in_shardings
+
+    @property
+    def read_here(self) -> Any:
+        """For each argument, whether a rank of this process reads it: a tree like `in_shardings`.
+
+        If it is False, a `jax.ShapeDtypeStruct` may replace the argument's value.
+        """
+        return jax.tree_util.tree_unflatten(self._signature.tree, self.placed.read_here)
+
+    @property
+    def out_shardings(self) -> Any:
+        """The `MpmdSharding` of each result, as a tree like the results."""
+        shardings = map(self._result_sharding, range(len(self.program.results)))
+        return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
+
+    def as_text(self) -> str:
+        """Return the program as it runs: a line for each task, transfer and deletion."""
+        return self.program.as_text()
+
+    @cached_property
+    def stages(self) -> tuple[StageSummary, ...]:
+        """A summary of each stage of the last loop: an earlier one computes what the last one trains on."""
+        return summarise_stages(self.placed.loops[-1], self.mpmd_mesh)
+
+    @cached_property
+    def argument_paths(self) -> tuple[str, ...]:
+        """The path of each argument of the program: of captured constants, then of a call's leaves."""
+        return ("",) * len(self.placed.constants) + tuple(leaf.path for leaf in self._signature.leaves)
+
+    @cached_property
+    def result_paths(self) -> tuple[str, ...]:
+        """The path of each result."""
+        results = jax.tree_util.tree_unflatten(self._signature.out_tree, range(len(self.program.results)))
+        return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results))
+
+    def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
+        """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""
+        return analyse_memory(self.executables)
 
 
-def prepare(
-    graph: Graph,
-    num_ranks: int,
-    donated: Sequence[bool],
-    specs: Sequence[PartitionSpec],
-    axis_sizes: Mapping[str, int],
-    **others: Any,
-) -> Prepared:
-    """Run the first passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the others.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlacedPipeline(Placed[CompiledPipeline]):
+    """A step on its ranks. `idle_ranks` have the results that every rank can compute by itself."""
 
-    Raises:
-      ValueError: if the step holds no loop, a loop's schedule does not fit, or a marker cannot cut.
-    """
-    position = {value: i - len(graph.inputs) for i, value in enumerate(graph.inputs)}
-    arguments = {value: (position[value], spec) for value, spec in zip(graph.inputs, specs, strict=True)}
-    settings = Settings(
-        num_ranks=num_ranks, donated=tuple(donated), specs=tuple(specs), shards=ShardCounts(axis_sizes), **others
-    )
-    observe = observers()
-    return Prepared(PREPARING.run(graph, settings, observe), settings, observe, arguments)
+    _compiled_type: ClassVar[type[CompiledPipeline]] = CompiledPipeline
 
+    loops: tuple[LoweredLoop, ...]
+    idle_ranks: frozenset[int]
 
-def _with_converted(
-    graph: Graph, arguments: Mapping[Value, tuple[int, PartitionSpec]]
-) -> Mapping[Value, tuple[int, PartitionSpec]]:
-    """Return the arguments of a step, and the values that are one of them in another dtype: those of a precision."""
-    found = dict(arguments)
-    for equation in graph.equations:
-        source = equation.inputs[0] if equation.name == "convert_element_type" else None
-        if isinstance(source, Value) and source in found:
-            found[equation.outputs[0]] = found[source]
-    return found
+    @property
+    def mpmd_mesh(self) -> MpmdMesh:
+        """The ranks."""
+        return self.compiler.mesh
 
+    @property
+    def in_shardings(self) -> Any:
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; it has no ranks if nothing reads it."""
+        found = [
+            MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(value.aval))
+            for ranks, spec, value in zip(self.program.arguments, self.in_specs, self.inputs, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(self.signature.tree, found[len(self.constants) :])
 
-def _blocks(loop: Loop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:
-    """Make a loop's blocks for a policy; `arguments` gives the place of each argument of the step and its spec."""
-    outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
-    outer.update({value: gather.parameter for value, gather in loop.gathered.items()})
-    outer.update(zip(loop.body.carry, loop.carry_init, strict=True))
-    known = {v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments}
-    return Blocks(loop, known, shards)
+    def _compile(self) -> CompiledPipeline:
+        return self._compiled_type(self)

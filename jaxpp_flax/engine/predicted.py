@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.plan import Plan
+from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.program.program import ProgramTask
-from jaxpp_flax.engine.runtime.executables import Executables, compile_program
+from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, analyse_memory
 from jaxpp_flax.engine.tracing.ir import Value
@@ -20,20 +20,18 @@ from jaxpp_flax.engine.tracing.ir import Value
 __all__ = ["predict_memory", "predicted_executables"]
 
 
-def predict_memory(plan: Plan) -> tuple[MemoryAnalysis, ...]:
+def predict_memory(placed: PlacedPipeline) -> tuple[MemoryAnalysis, ...]:
     """Return what `memory_analysis` of the compiled step will say, without XLA's workspace."""
-    return analyse_memory(predicted_executables(plan))
+    return analyse_memory(predicted_executables(placed))
 
 
-def predicted_executables(plan: Plan) -> Executables:
+def predicted_executables(placed: PlacedPipeline) -> Executables:
     """Return a step's program as if it was compiled.
 
     The partitions of what tasks return are predicted, not XLA's own: see `specs_after`. Nothing is compiled, and other
     processes take no part.
     """
-    predictor = cast(TaskCompiler[MpmdMesh], _Predictor(plan.mesh))
-    program, specs = plan.built.program, (plan.in_specs, plan.result_specs)
-    return compile_program(program, predictor, *specs, plan.avals, alone=True)
+    return placed.executables_by(cast(TaskCompiler[MpmdMesh], _Predictor(placed.mpmd_mesh)), alone=True)
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""A call of a compiled function, split once: its leaves, their types, and its static arguments."""
+"""The arguments of a compiled function: their types, their paths in messages, and the static ones among them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -13,86 +13,64 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
-__all__ = ["Call", "Leaf", "Parameters", "Signature", "not_an_array", "type_of"]
+__all__ = [
+    "Leaf", "Signature", "Statics", "arguments_of", "not_an_array", "paths_of", "type_of", "without_statics",
+]  # fmt: skip
 
 Positions: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
 
 
-class Call(NamedTuple):
-    """The arguments of one call: leaves in the order of `tree`, and the static arguments by position and by name.
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """A static argument in the tree of a call: a node without leaves. As for `jax.jit`, 2 and 2.0 are different."""
 
-    `tree` is the structure of `(args, kwargs)` without the static arguments.
-    """
-
-    leaves: list[Any]
-    tree: Any
-    positional: tuple[tuple[int, Any], ...] = ()
-    named: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def statics(self) -> Hashable:
-        """The static arguments, as a part of a compilation's key: as for `jax.jit`, 2 and 2.0 are different."""
-        return tuple((where, type(value), value) for where, value in (*self.positional, *self.named))
-
-    def paths(self) -> tuple[str, ...]:
-        """Return the name of each leaf, as messages write it after "argument"."""
-        return _paths(self.tree, self.leaves)
-
-    def with_leaves(self, leaves: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return all arguments, static ones too, with other leaves."""
-        traced, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
-        static, rest = dict(self.positional), iter(traced)
-        args = [static[i] if i in static else next(rest) for i in range(len(traced) + len(static))]
-        return args, {**kwargs, **dict(self.named)}
+    kind: type
+    value: Any
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """The static and the donated parameters of a function, each by position and by name."""
+class Statics:
+    """The static parameters of a function, by position and by name."""
 
-    static_argnums: tuple[int, ...] = ()
-    static_argnames: tuple[str, ...] = ()
-    donate_argnums: tuple[int, ...] = ()
-    donate_argnames: tuple[str, ...] = ()
+    positions: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, fun: Callable[..., Any], static_argnums: Positions, static_argnames: Names,
-        donate_argnums: Positions, donate_argnames: Names,
-    ) -> Parameters:  # fmt: skip
-        """Read the parameters as `jax.jit` does: the function's signature gives missing positions or names."""
-        return cls(*_both_ways(fun, static_argnums, static_argnames), *_both_ways(fun, donate_argnums, donate_argnames))
+    def of(cls, fun: Callable[..., Any], argnums: Positions, argnames: Names) -> Statics:
+        """Read them as `jax.jit` does: the function's signature gives missing positions or names."""
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
+        names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):  # some callables have no signature
+            return cls(numbers, names)
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            numbers = tuple(n + len(positional) if n < 0 else n for n in numbers)
+        if numbers and not names:
+            names = tuple(positional[n] for n in numbers if 0 <= n < len(positional))
+        elif names and not numbers:
+            numbers = tuple(positional.index(name) for name in names if name in positional)
+        return cls(numbers, names)
 
-    def split(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Split a call of `fun` into leaves and static arguments.
+    def flatten(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        """Flatten a call of `fun`; the tree of `(args, kwargs)` holds the values of the static arguments.
 
         Raises:
           TypeError: if a static argument cannot be hashed.
         """
-        if not self.static_argnums and not self.static_argnames:
-            return Call(*jax.tree_util.tree_flatten((tuple(args), kwargs)))
-        static, names = _positions(self.static_argnums, len(args)), self.static_argnames
-        positional = tuple((i, args[i]) for i in sorted(static))
-        named = tuple((name, kwargs[name]) for name in sorted(kwargs) if name in names)
-        for where, value in (*positional, *named):
-            _check_hashable(fun, where, value)
-        traced = tuple(argument for i, argument in enumerate(args) if i not in static)
-        rest = {name: argument for name, argument in kwargs.items() if name not in names}
-        return Call(*jax.tree_util.tree_flatten((traced, rest)), positional, named)
-
-    def donated(self, call: Call) -> tuple[bool, ...]:
-        """Return, for each leaf of a call, whether its argument is donated."""
-        args, kwargs = call.with_leaves(call.leaves)
-        donated = _positions(self.donate_argnums, len(args))
-        static = {position for position, _ in call.positional} | {name for name, _ in call.named}
-        given = [(i, argument, i in donated) for i, argument in enumerate(args)]
-        given += [(name, kwargs[name], name in self.donate_argnames) for name in sorted(kwargs)]
-        return tuple(flag for where, tree, flag in given if where not in static for _ in jax.tree.leaves(tree))
+        if self.positions or self.names:
+            count = len(args)
+            static = {n % count for n in self.positions if count and -count <= n < count}
+            args = [_static(fun, i, value) if i in static else value for i, value in enumerate(args)]
+            kwargs = {k: _static(fun, k, value) if k in self.names else value for k, value in kwargs.items()}
+        return jax.tree_util.tree_flatten((tuple(args), kwargs))
 
 
-def _check_hashable(fun: Callable[..., Any], where: int | str, value: Any) -> None:
-    """Refuse a static argument, by position or name, that cannot be hashed."""
+def _static(fun: Callable[..., Any], where: int | str, value: Any) -> _Static:
+    """Return a static argument, by position or name, as a node of the tree."""
     try:
         hash(value)
     except TypeError as error:
@@ -103,28 +81,25 @@ def _check_hashable(fun: Callable[..., Any], where: int | str, value: Any) -> No
             "compiled for it could not be found again. Pass a hashable value (a tuple, a frozen dataclass), or "
             "an array that is not static."
         ) from error
+    return _Static(type(value), value)
 
 
-def _positions(numbers: Iterable[int], count: int) -> set[int]:
-    return {n % count for n in numbers if count and -count <= n < count}
+def arguments_of(tree: Any, leaves: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call with these leaves, and with the static arguments of its tree."""
+    args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+
+    def value_of(argument: Any) -> Any:
+        return argument.value if isinstance(argument, _Static) else argument
+
+    return list(map(value_of, args)), {name: value_of(argument) for name, argument in kwargs.items()}
 
 
-def _both_ways(fun: Callable[..., Any], argnums: Positions, argnames: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return positions and names of the same parameters; as in `jax.jit`, the signature gives the missing ones."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
-    names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # some callables have no signature
-        return numbers, names
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        numbers = tuple(n + len(positional) if n < 0 else n for n in numbers)
-    if numbers and not names:
-        names = tuple(positional[n] for n in numbers if 0 <= n < len(positional))
-    elif names and not numbers:
-        numbers = tuple(positional.index(name) for name in names if name in positional)
-    return numbers, names
+def without_statics(tree: Any) -> Any:
+    """Return the tree of a call without its static arguments, as JAX has it (`in_tree`)."""
+    args, kwargs = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
+    kept = tuple(argument for argument in args if not isinstance(argument, _Static))
+    named = {name: argument for name, argument in kwargs.items() if not isinstance(argument, _Static)}
+    return jax.tree_util.tree_structure((kept, named))
 
 
 @dataclass(frozen=True)
@@ -157,7 +132,7 @@ class Signature:
     @classmethod
     def of(
         cls,
-        call: Call,
+        tree: Any,
         types: Iterable[jax.ShapeDtypeStruct],
         specs: Iterable[PartitionSpec],
         out_tree: Any,
@@ -165,12 +140,12 @@ class Signature:
         *,
         function: str = "",
     ) -> Signature:
-        """Make the signature of a call from the types and the specs of its leaves."""
+        """Make the signature of calls with this tree, without static arguments, from the types and specs of leaves."""
         leaves = tuple(
             Leaf(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
-            for path, struct, spec in zip(call.paths(), types, specs, strict=True)
+            for path, struct, spec in zip(paths_of(tree), types, specs, strict=True)
         )
-        return cls(call.tree, leaves, out_tree, donated, function)
+        return cls(tree, leaves, out_tree, donated, function)
 
     def specs(self, num_constants: int) -> list[PartitionSpec]:
         """Return the specs of a program's inputs: of captured constants, which are whole, and of the leaves."""
@@ -184,7 +159,7 @@ class Signature:
         """
         leaves, tree = jax.tree_util.tree_flatten((tuple(args), kwargs))
         if tree != self.tree:
-            raise self._refusal("of another structure", self._first_difference(_paths(tree, leaves)))
+            raise self._refusal("of another structure", self._first_difference(paths_of(tree)))
         wrong: list[str] = []
         for leaf, expected in zip(leaves, self.leaves, strict=True):
             try:
@@ -241,9 +216,9 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
     return tuple(aval.shape), aval.dtype, bool(aval.weak_type)
 
 
-def not_an_array(call: Call, remedy: str = "name the argument in `static_argnums`/`static_argnames`") -> TypeError:
+def not_an_array(tree: Any, leaves: Iterable[Any], remedy: str) -> TypeError:
     """Return the error for a call with a leaf whose type is unknown to JAX."""
-    for path, leaf in zip(call.paths(), call.leaves, strict=True):
+    for path, leaf in zip(paths_of(tree), leaves, strict=True):
         try:
             type_of(leaf)
         except TypeError:
@@ -253,6 +228,7 @@ def not_an_array(call: Call, remedy: str = "name the argument in `static_argnums
     return TypeError("an argument is no array.")
 
 
-def _paths(tree: Any, leaves: Sequence[Any]) -> tuple[str, ...]:
-    whole = jax.tree_util.tree_unflatten(tree, leaves)
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """Return the name of each leaf of a call, as messages write it after "argument"."""
+    whole = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     return tuple(jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(whole))

@@ -13,7 +13,6 @@ from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import residuals_of
 from jaxpp_flax.engine.passes.loop.loop import CutLoop, Partition
-from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.program.specs import shard_bytes
@@ -83,9 +82,8 @@ class MemoryAnalysis:
         return self.argument_bytes + max(self.peak_bytes, self.running_bytes)
 
 
-def summarise_stages(built: Built, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
-    """Return a row for each stage of the last loop: an earlier one computes what the last one trains on."""
-    loop = built.loops[-1]
+def summarise_stages(loop: CutLoop, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
+    """Return a row for each stage of a loop."""
     part, blocks = loop.partition, _blocks(loop)
     activations, kept = residuals_of(part)
     rows: list[StageSummary] = []

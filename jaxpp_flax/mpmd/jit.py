@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import moved
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
 from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
+from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.signature import Signature, paths_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
-from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
+from jaxpp_flax.mpmd.lowered import MpmdLowered
 from jaxpp_flax.mpmd.partitioning.build import build
 from jaxpp_flax.mpmd.shardings import Asked, asked_of, check_meshes, spec_of
 
 __all__ = ["MpmdTraced", "MpmdWrapped", "jit"]
+
+
+class _Layout(NamedTuple):
+    """What is asked of an argument, with the requested memory or its own; and its own partition."""
+
+    asked: Asked
+    own_spec: PartitionSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +48,10 @@ class MpmdTraced:
     """
 
     _wrapped: MpmdWrapped
-    _call: Call
+    _layouts: Sequence[_Layout]
     _structs: list[jax.ShapeDtypeStruct]
-    _asked: list[Asked]
     _traced: Any
+    _donated: tuple[bool, ...]
 
     @property
     def fun_name(self) -> str:
@@ -63,30 +70,42 @@ class MpmdTraced:
 
     def lower(self) -> MpmdLowered:
         """Partition the function; see `MpmdWrapped.lower`."""
-        wrapped, call, out_info = self._wrapped, self._call, self.out_info
-        config, parameters = wrapped.mpmd_config, wrapped.parameters
+        wrapped, traced, donated = self._wrapped, self._traced, self._donated
+        config = wrapped.mpmd_config
         with context_mesh(None):  # no mesh around the call may change what is built
-            graph, constants = from_jaxpr(self.jaxpr)
-            asked_out, donated = wrapped.asked_of_results(out_info), parameters.donated(call)
-            in_ranks, out_ranks = ([one.rank for one in of] for of in (self._asked, asked_out))
+            graph, constants = from_jaxpr(traced.jaxpr)
+            asked_out = wrapped.asked_of_results(traced.out_info)
+            in_ranks, out_ranks = [of.asked.rank for of in self._layouts], [asked.rank for asked in asked_out]
             built = build(
                 graph, len(constants), config, in_ranks, out_ranks, donated,
                 specs_on=self._specs_on, keep_unused=wrapped.keep_unused,
             )  # fmt: skip
-            out_tree, out_specs = jax.tree.structure(out_info), [one.spec for one in asked_out]
-            types = Signature.of(call, self._structs, built.in_specs, out_tree, donated, function=self.fun_name)
-            return MpmdLowered(built, types, config, out_specs, tuple(constants), wrapped.compiler, out_info)
+            out_tree = jax.tree.structure(traced.out_info)
+            return MpmdLowered(
+                program=built.program,
+                signature=Signature.of(
+                    traced.in_tree, self._structs, built.in_specs, out_tree, donated, function=self.fun_name
+                ),
+                constants=tuple(constants),
+                inputs=built.placed.inputs,
+                outputs=built.placed.outputs,
+                result_specs=[asked.spec for asked in asked_out],
+                compiler=wrapped.compiler,
+                built=built,
+                config=config,
+                out_info=traced.out_info,
+            )
 
     def _specs_on(self, ranks: Sequence[int]) -> list[PartitionSpec]:
         """Return the partition of each argument on the mesh of its rank: as asked for, or its own."""
         homes = [self._wrapped.mpmd_config.meshes.unstack[rank].axis_names for rank in ranks]
         return [
-            one.spec if one.spec is not None else canonical(keep_axes(spec_of(leaf), axes.__contains__))
-            for one, leaf, axes in zip(self._asked, self._call.leaves, homes, strict=True)
+            asked.spec if asked.spec is not None else canonical(keep_axes(own_spec, axes.__contains__))
+            for (asked, own_spec), axes in zip(self._layouts, homes, strict=True)
         ]
 
 
-class MpmdWrapped:
+class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
     """The result of `jit`: `lower(*args)` partitions the function; a call compiles it once for each signature."""
 
     def __init__(
@@ -99,11 +118,9 @@ class MpmdWrapped:
         keep_unused: bool,
         name: str,
     ) -> None:
-        functools.update_wrapper(self, fun)
+        super().__init__(fun)
         self.mpmd_config, self.name, self.keep_unused = config, name, keep_unused
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
-        numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
-        self._fun, self.parameters = fun, Parameters(donate_argnums=numbers)
 
         @functools.wraps(fun)
         def moving(*args: Any) -> Any:
@@ -112,18 +129,16 @@ class MpmdWrapped:
             asked = self.asked_of_results(jax.tree.unflatten(tree, leaves))
             return jax.tree.unflatten(tree, [moved(leaf, one.memory) for leaf, one in zip(leaves, asked, strict=True)])
 
-        self._jitted = jax.jit(moving)
+        self._jitted = jax.jit(moving, donate_argnums=donate_argnums)
         self.compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
-        self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function. A new structure, type or spec of an argument, or new settings of JAX, compile it again."""
-        call = self.parameters.split(self._fun, args, {})
-        key = call.tree, tuple(zip(_structs(call), map(spec_of, call.leaves), strict=True)), trace_settings()
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self.lower(*args).compile()
-        return compiled.run(call.leaves)
+        """Run the function. A new structure, type or sharding of an argument, or new settings of JAX, compile it again.
+
+        A sharding that the program would change anyhow compiles nothing.
+        """
+        leaves, tree = jax.tree.flatten((args, {}))
+        return self._find(leaves, tree).compiled.run(leaves)
 
     def asked_of_results(self, results: Any) -> list[Asked]:
         """Return the mesh, partition and memory that are requested for each result."""
@@ -138,17 +153,8 @@ class MpmdWrapped:
           ValueError: if an argument is on a mesh whose axes differ from those of the topology's meshes.
           RuntimeError: under `jax.disable_jit`.
         """
-        refuse_disabled_jit("a function under mpmd.jit")
-        config = self.mpmd_config
-        call = self.parameters.split(self._fun, args, {})
-        leaves = _arguments(call, call.leaves)
-        check_meshes(leaves, config)
-        asked = asked_of(leaves, self._in_shardings, config.input_mesh_assignment, config, "in")
-        with context_mesh(None):  # no mesh around the call may change what is built
-            structs = _structs(call, list(call.paths()), [one.memory for one in asked])
-            with context_mesh(config.sharding_mesh):
-                traced = self._jitted.trace(*_arguments(call, structs))
-        return MpmdTraced(self, call, structs, asked, traced)
+        leaves, tree = jax.tree.flatten((args, {}))
+        return self._trace(tree, self._types(leaves, tree), self._layouts(tree, leaves))
 
     def lower(self, *args: Any) -> MpmdLowered:
         """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -160,31 +166,29 @@ class MpmdWrapped:
         """
         return self.trace(*args).lower()
 
+    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[_Layout, ...]:
+        args, _ = jax.tree.unflatten(tree, leaves)
+        config = self.mpmd_config
+        check_meshes(args, config)
+        asked = asked_of(args, self._in_shardings, config.input_mesh_assignment, config, "in")
+        found: list[_Layout] = []
+        for leaf, path, wish in zip(leaves, paths_of(tree), asked, strict=True):
+            own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
+            found.append(_Layout(wish if wish.memory is not None else wish._replace(memory=own), spec_of(leaf)))
+        return tuple(found)
 
-def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    args, _ = call.with_leaves(leaves)
-    return tuple(args)
+    def _place(self, tree: Any, types: Types, layouts: tuple[_Layout, ...]) -> MpmdLowered:
+        return self._trace(tree, types, layouts).lower()
 
-
-def _structs(
-    call: Call, paths: Iterable[str] = repeat(""), memories: Iterable[str | None] = repeat(None)
-) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the arguments: with the requested memory or their own, but without their partition.
-
-    Raises:
-      TypeError: if an argument is not an array.
-    """
-    try:
-        return [_struct_of(*found) for found in zip(call.leaves, paths, memories, strict=False)]
-    except TypeError as error:
-        raise not_an_array(call, "close over it") from error
-
-
-def _struct_of(leaf: Any, path: str, wanted: str | None) -> jax.ShapeDtypeStruct:
-    shape, dtype, weak_type = type_of(leaf)
-    own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
-    kind = own if wanted is None else wanted
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=in_memory(None, kind))
+    def _trace(self, tree: Any, types: Types, layouts: Sequence[_Layout]) -> MpmdTraced:
+        refuse_disabled_jit("a function under mpmd.jit")
+        with context_mesh(None):  # no mesh around the call may change what is built
+            memories = [in_memory(None, layout.asked.memory) for layout in layouts]
+            structs = [s.update(sharding=memory) for s, memory in zip(structs_of(types), memories, strict=True)]
+            args, _ = jax.tree.unflatten(tree, structs)
+            with context_mesh(self.mpmd_config.sharding_mesh):
+                traced, donated = trace(self._jitted, args)
+        return MpmdTraced(self, layouts, structs, traced, donated)
 
 
 def jit(

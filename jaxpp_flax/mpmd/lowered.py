@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.bound_program import BoundProgram, array_result
-from jaxpp_flax.engine.runtime.executables import Executables, compile_program
+from jaxpp_flax.engine.compiled import Compiled, array_result
+from jaxpp_flax.engine.placed import Placed
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, analyse_memory, sum_costs
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
-from jaxpp_flax.mpmd.config import MpmdConfig, Topology
+from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.options import options_of_ranks
 from jaxpp_flax.mpmd.partitioning.build import Built
 from jaxpp_flax.mpmd.shardings import check_home, check_within
@@ -25,23 +24,19 @@ from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, FunctionNamedShardin
 __all__ = ["MpmdCompiled", "MpmdLowered"]
 
 
-@dataclass(frozen=True, eq=False)
-class MpmdLowered:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MpmdLowered(Placed["MpmdCompiled"]):
     """A function partitioned into programs for the meshes of a topology; `compile()` makes it run."""
 
     built: Built
-    signature: Signature
     config: MpmdConfig
-    out_specs: Sequence[PartitionSpec | None]
-    constants: tuple[Any, ...]
-    compiler: TaskCompiler[Topology]
     out_info: Any
 
     def __post_init__(self) -> None:
         meshes = self.config.meshes
         for leaf, home in zip(self.signature.leaves, self._homes, strict=True):
             check_within(leaf.spec, meshes, home, f"argument{leaf.path}")
-        for position, (spec, rank) in enumerate(zip(self.out_specs, self.built.placed.results, strict=True)):
+        for position, (spec, rank) in enumerate(zip(self.result_specs, self.built.placed.results, strict=True)):
             check_within(spec, meshes, rank, f"result {position}")
 
     @property
@@ -81,7 +76,7 @@ class MpmdLowered:
     @property
     def input_shardings(self) -> Any:
         """See `function_named_shardings`."""
-        meshes, values = self.config.meshes.unstack, self.built.placed.inputs[len(self.constants) :]
+        meshes, values = self.config.meshes.unstack, self.inputs[len(self.constants) :]
         places = zip(self._homes, self.signature.leaves, values, strict=True)
         return self._like_arguments(
             [NamedSharding(meshes[home], leaf.spec, memory_kind=memory_kind_of(v.aval)) for home, leaf, v in places]
@@ -106,16 +101,12 @@ class MpmdLowered:
         """The rank of each argument."""
         return [ranks[0] for ranks in self.built.placed.arguments[len(self.constants) :]]
 
-    @cached_property
-    def _specs(self) -> list[PartitionSpec]:
-        return self.signature.specs(len(self.constants))
-
     @property
     def _result_shardings(self) -> list[NamedSharding]:
-        placed, meshes = self.built.placed, self.config.meshes.unstack
+        ranks, meshes = self.built.placed.results, self.config.meshes.unstack
         return [
             NamedSharding(meshes[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
-            for rank, spec, atom in zip(placed.results, self.executables.out_specs, placed.outputs, strict=True)
+            for rank, spec, atom in zip(ranks, self.executables.out_specs, self.outputs, strict=True)
         ]
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> MpmdCompiled:
@@ -135,25 +126,14 @@ class MpmdLowered:
           ValuesMismatchError: if the arrays that the function closes over differ between the processes.
         """
         if not compiler_options:
-            return self._compiled
+            return self.compiled
         options = options_of_ranks(compiler_options, self.config.meshes.names)
-        return replace(self, compiler=TaskCompiler(self.config.meshes, rank_options=options))._compiled
+        return replace(self, compiler=TaskCompiler(self.config.meshes, rank_options=options)).compiled
 
-    @cached_property
-    def _compiled(self) -> MpmdCompiled:
-        results = [
-            array_result(result, sharding, atom.aval)
-            for result, sharding, atom in zip(
-                self.executables.program.results, self._result_shardings, self.built.placed.outputs, strict=True
-            )
-        ]
-        return MpmdCompiled(self, BoundProgram(self.executables, self.signature, self.constants, results))
-
-    @cached_property
-    def executables(self) -> Executables:
-        """The compiled tasks of the program."""
-        avals = [value.aval for value in self.built.placed.inputs]
-        return compile_program(self.built.program, self.compiler, self._specs, self.out_specs, avals)
+    def _compile(self) -> MpmdCompiled:
+        types = [atom.aval for atom in self.outputs]
+        results = list(map(array_result, self.executables.program.results, self._result_shardings, types))
+        return MpmdCompiled(self, results)
 
     def as_text(self, dialect: str | None = None) -> str:
         """Return the program as text: a line for each run of a fragment, transfer and deletion, and each fragment.
@@ -169,12 +149,17 @@ class MpmdLowered:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class MpmdCompiled:
-    """A compiled program; it takes arguments of the structure and types for which it was lowered."""
+class MpmdCompiled(Compiled):
+    """A compiled program; it takes arguments of the structure and types for which it was lowered.
 
-    _lowered: MpmdLowered
-    _bound: BoundProgram
+    A call copies host arrays and uncommitted arrays to the mesh on which the program reads them. It raises a
+    `ValueError` if an array was placed on another mesh than its own.
+    """
+
+    def __init__(self, lowered: MpmdLowered, results: Sequence[Callable[[list[Any]], Any]]) -> None:
+        super().__init__(lowered.executables, lowered.signature, lowered.constants, results)
+        self._lowered = lowered
+        self._ranks = lowered.program.arguments[len(lowered.constants) :]  # the meshes that read each argument
 
     @property
     def input_shardings(self) -> Any:
@@ -204,16 +189,6 @@ class MpmdCompiled:
         """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
         return dict(zip(self._lowered.topology, analyse_memory(self._lowered.executables), strict=True))
 
-    def __call__(self, *args: Any) -> Any:
-        """Run the program. Host arrays and uncommitted arrays are copied to the mesh on which the program reads them.
-
-        Raises:
-          TypeError: if an argument differs in structure or type from the lowered program.
-          ValueError: if an array was placed on another mesh than its own.
-          RuntimeError: if an argument was donated to an earlier call.
-        """
-        return self.run(self._lowered.signature.leaves_of(args, {}))
-
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the program; the types are not checked.
 
@@ -223,9 +198,4 @@ class MpmdCompiled:
         lowered = self._lowered
         for leaf, known, ranks in zip(leaves, lowered.signature.leaves, self._ranks, strict=True):
             check_home(leaf, known.path, lowered.name, lowered.config.meshes, ranks)
-        return self._bound.run(leaves)
-
-    @cached_property
-    def _ranks(self) -> Sequence[Collection[int]]:
-        """The meshes that read each argument."""
-        return self._lowered.built.program.arguments[len(self._lowered.constants) :]
+        return super().run(leaves)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol, cast
 
 from jaxpp_flax.engine.blocks import CutPolicy, Marks, Work
-from jaxpp_flax.engine.plan import Plan as PlacedStep
+from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.predicted import predict_memory
 from jaxpp_flax.engine.summary import MemoryAnalysis
 from jaxpp_flax.messages import listed
@@ -82,7 +82,7 @@ class PlanningStep:
     fsdp: Fsdp
     kept: Sequence[tuple[float, float]]
     argument_bytes: Sequence[float]
-    place: Callable[[Schedule, CutPolicy, ResidualPlan | None], PlacedStep]
+    place: Callable[[Schedule, CutPolicy, ResidualPlan | None], PlacedPipeline]
     update: Callable[[], TracedUpdate]
     cuts: CutPolicy | None = None
     residuals: ResidualPlan | None = None

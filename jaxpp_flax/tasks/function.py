@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.jit import check_mesh
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
+from jaxpp_flax.engine.signature import Signature, paths_of
 from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
-from jaxpp_flax.tasks.lowered import CompiledMpmdFun, LoweredMpmdFun
+from jaxpp_flax.tasks.lowered import LoweredMpmdFun
 from jaxpp_flax.tasks.program import build
 from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording
 
 __all__ = ["MpmdFunction", "mpmd"]
 
+Place = tuple[int, NamedSharding]  # the rank of an argument, and its sharding there
 
-class MpmdFunction:
+
+class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
     """A function of tasks and transfers; see `mpmd`. It is lowered and compiled once for each type of its arguments."""
 
     def __init__(
@@ -36,24 +40,19 @@ class MpmdFunction:
         donate_argnums: int | Sequence[int] | None,
         infer_donation: bool,
     ) -> None:
-        functools.update_wrapper(self, fun)
+        super().__init__(fun)
         self.mpmd_mesh, self.in_shardings, self.infer_donation = mpmd_mesh, in_shardings, infer_donation
-        numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
-        self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
+        self._fun, self._donate_argnums = fun, donate_argnums
         self._name = getattr(fun, "__name__", type(fun).__name__)
-        self._compiled: dict[Hashable, CompiledMpmdFun] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on its ranks. For new types, compile it first; inside a trace of JAX, trace it instead."""
-        call = self._split(args, kwargs)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
-            results, _, tree = self._record(call, call.leaves, self._places(call))
-            return jax.tree_util.tree_unflatten(tree, results)
-        key = call.tree, tuple(map(type_of, call.leaves)), trace_settings()
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self.lower(*args).compile()
-        return compiled.run(call.leaves)
+        leaves, tree = self._flatten(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            self._types(leaves, tree)
+            results, _, out_tree = self._record(args, self._layouts(tree, leaves))
+            return jax.tree_util.tree_unflatten(out_tree, results)
+        return self._find(leaves, tree).compiled.run(leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> LoweredMpmdFun:
         """Trace the function for arguments like these, arrays or `jax.ShapeDtypeStruct`s, and make its programs.
@@ -61,60 +60,62 @@ class MpmdFunction:
         Raises: see `mpmd`.
         """
         refuse_disabled_jit("a function under mpmd")
+        leaves, tree = self._flatten(args, kwargs)
+        types = self._types(leaves, tree)
         with context_mesh(None):  # no mesh around the call may change what is built
-            return self._lower(self._split(args, kwargs))
+            return self._place(tree, types, self._layouts(tree, leaves))
 
-    def _split(self, args: Sequence[Any], kwargs: Any) -> Call:
+    def _flatten(self, args: Sequence[Any], kwargs: Any) -> tuple[list[Any], Any]:
         if kwargs:
             raise ValueError(
                 f"{self._name} was called with keyword arguments ({', '.join(sorted(kwargs))}), but in_shardings has "
                 "one tree for each positional argument. Pass them by position."
             )
-        call = self._parameters.split(self._fun, args, {})
-        try:
-            for leaf in call.leaves:
-                type_of(leaf)
-        except TypeError as error:
-            raise not_an_array(call, "close over it") from error
-        return call
+        return jax.tree_util.tree_flatten((tuple(args), kwargs))
 
-    def _places(self, call: Call) -> list[tuple[int, NamedSharding]]:
-        args, _ = jax.tree_util.tree_unflatten(call.tree, call.leaves)
+    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[Place, ...]:
+        args, _ = jax.tree_util.tree_unflatten(tree, leaves)
         prefix = tuple(self.in_shardings) if isinstance(self.in_shardings, list) else self.in_shardings
         nodes = broadcast_prefix(prefix if prefix is not None else (), args, f"in_shardings of {self._name}")
-        return [on_rank(self.mpmd_mesh, node, where) for where, node in nodes]
+        return tuple(on_rank(self.mpmd_mesh, node, where) for where, node in nodes)
 
-    def _lower(self, call: Call) -> LoweredMpmdFun:
-        places = self._places(call)
-        types = [type_of(leaf) for leaf in call.leaves]
-        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
-        specs = [sharding.spec for _, sharding in places]
-        paths = [f"argument{path}" for path in call.paths()]
+    def _place(self, tree: Any, types: Types, layouts: tuple[Place, ...]) -> LoweredMpmdFun:
+        refuse_disabled_jit("a function under mpmd")
+        structs, in_shardings = structs_of(types), [sharding for _, sharding in layouts]
+        specs = [sharding.spec for sharding in in_shardings]
+        paths = [f"argument{path}" for path in paths_of(tree)]
         check_divides(paths, structs, specs, dict(self.mpmd_mesh.abstract_submesh.shape))
-        typed = [_typed(struct, sharding) for struct, (_, sharding) in zip(structs, places, strict=True)]
-        traced: list[Any] = []
+        recorded: list[Any] = []
 
-        def flat(*leaves: Any) -> list[Any]:
-            results, shardings, tree = self._record(call, leaves, places)
-            traced[:] = [shardings, tree]
+        @functools.wraps(self._fun)
+        def flat(*args: Any) -> list[Any]:
+            results, shardings, out_tree = self._record(args, layouts)
+            recorded[:] = [shardings, out_tree]
             return results
 
-        jaxpr = jax.make_jaxpr(flat)(*typed)
-        graph, constants = from_jaxpr(jaxpr)
-        donated = self._parameters.donated(call)
+        args, _ = jax.tree_util.tree_unflatten(tree, map(_typed, structs, in_shardings))
+        traced, donated = trace(jax.jit(flat, donate_argnums=self._donate_argnums), args)
+        graph, constants = from_jaxpr(traced.jaxpr)
         program = build(
             graph,
             self.mpmd_mesh,
-            [None] * len(constants) + [rank for rank, _ in places],
+            [None] * len(constants) + [rank for rank, _ in layouts],
             [False] * len(constants) + list(donated),
             infer_donation=self.infer_donation,
             keep_received=len(self.mpmd_mesh.processes) > 1,
         )
-        shardings, out_tree = traced
-        signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name)
-        in_shardings = [sharding for _, sharding in places]
-        outs = [self._result_sharding(*found) for found in zip(graph.outputs, shardings, strict=True)]
-        return LoweredMpmdFun(program, graph, signature, self.mpmd_mesh, tuple(constants), in_shardings, outs)
+        shardings, out_tree = recorded
+        return LoweredMpmdFun(
+            program=program,
+            signature=Signature.of(tree, structs, specs, out_tree, donated, function=self._name),
+            constants=tuple(constants),
+            inputs=graph.inputs,
+            outputs=graph.outputs,
+            result_specs=[None] * len(program.results),
+            compiler=TaskCompiler(self.mpmd_mesh),
+            argument_shardings=in_shardings,
+            result_shardings=list(map(self._result_sharding, graph.outputs, shardings)),
+        )
 
     def _result_sharding(self, atom: Any, known: NamedSharding | None) -> NamedSharding | None:
         if isinstance(atom, Constant):
@@ -122,13 +123,12 @@ class MpmdFunction:
         return known or NamedSharding(self.mpmd_mesh.unstack[0], PartitionSpec())  # a captured array
 
     def _record(
-        self, call: Call, leaves: Sequence[Any], places: Sequence[tuple[int, NamedSharding]]
+        self, args: Sequence[Any], places: Sequence[Place]
     ) -> tuple[list[Any], list[NamedSharding | None], Any]:
-        """Run the function on traced leaves; return the results, their shardings, and their tree."""
+        """Run the function on traced arguments; return the results, their shardings, and their tree."""
         with recording(self.mpmd_mesh) as found:
-            for leaf, (rank, sharding) in zip(leaves, places, strict=True):
+            for leaf, (rank, sharding) in zip(jax.tree.leaves(args), places, strict=True):
                 found.know(leaf, rank, sharding)
-            args, _ = jax.tree_util.tree_unflatten(call.tree, leaves)
             results, tree = jax.tree_util.tree_flatten(self._fun(*args))
             _check_done(self._name, found)
         known = [found.of(result) for result in results]

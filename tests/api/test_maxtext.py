@@ -205,7 +205,7 @@ def batches(microbatches: int, count: int = 2) -> list[dict[str, np.ndarray]]:
 def collectives(compiled: Any) -> tuple[list[str], list[str]]:
     """The collectives of the loop's tasks and of all others, one for each array that is no scalar."""
     found: tuple[list[str], list[str]] = [], []
-    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
         for shapes, name in COLLECTIVES.findall(executable.as_text()):
             found[task.stage is None].extend([name] * len(re.findall(r"\w+\[\d", shapes)))
     return found
@@ -233,7 +233,7 @@ def test_the_step_of_maxtext(scanned: bool, zero: bool, microbatches: int):
         metrics = {}
         for batch in data:
             state, metrics = pipelined(state, batch, steps)
-    (compiled,) = pipelined._compiled.values()  # one compilation: the state is as the step wants it
+    (compiled,) = set(pipelined._placed.values())  # one compilation: the state is as the step wants it
     assert compiled.in_shardings == placed.in_shardings
 
     plain, expected = made(key), {}

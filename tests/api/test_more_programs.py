@@ -95,7 +95,7 @@ BATCH = jax.random.normal(jax.random.key(2), (MICROBATCHES, 4, WIDTH))
 def all_reduces(compiled: Any) -> dict[bool, int]:
     """How many all-reduces of gradients the tasks in the loop hold (True), and those outside of it."""
     found = {True: 0, False: 0}
-    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
         shapes = re.findall(r"= (\(?f32\[.*) all-reduce(?:-start)?\(", executable.as_text())
         found[task.stage is not None] += sum(shape.count(f"{WIDTH},{WIDTH}]") for shape in shapes)
     return found
@@ -170,7 +170,7 @@ def test_reductions_delayed_by_a_mapped_dimension(kind: AxisType):
 def collectives(compiled: Any) -> tuple[list[str], list[str]]:
     """The collectives of the loop's tasks, and those of all others: one entry for each array that they take."""
     found: tuple[list[str], list[str]] = [], []
-    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
         for shapes, name in COLLECTIVES.findall(executable.as_text()):
             found[task.stage is None].extend([name] * len(re.findall(r"\w+\[", shapes)))
     return found

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax._compat_xla.programs import ProgramText
-from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.planning.compilers.report import CompilerReport, compiler_report
 from jaxpp_flax.planning.compilers.tasks import CompiledTask
 from jaxpp_flax.trainers import MeshOptions
@@ -43,7 +43,7 @@ def chain(make: Callable[[nnx.Rngs], Any] = Block, blocks: int = 2) -> Callable[
 def compiled_for(
     machine: str, axes: dict[str, int], make: Callable[[nnx.Rngs], Any] = Block, *, blocks: int = 2, rows: int = 32,
     fsdp: Any = "microbatch", **options: Any,
-) -> Compiled:  # fmt: skip
+) -> CompiledPipeline:  # fmt: skip
     """Compile two stages and 4 microbatches of `rows` rows on each shard of the batch."""
     mesh = mesh_of(machine, {"stage": 2, **axes})
     shards = axes.get("data", 1) * axes.get("fsdp", 1)
@@ -56,7 +56,7 @@ def compiled_for(
     return trainer.compile({"x": x, "y": x})
 
 
-def told(compiled: Compiled) -> CompilerReport:
+def told(compiled: CompiledPipeline) -> CompilerReport:
     return compiler_report(compiled)
 
 

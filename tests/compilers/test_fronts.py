@@ -54,7 +54,7 @@ def check_trainer(mesh: Mesh, model: Any) -> Any:
     shapes = jax.tree.leaves(compiled.in_shardings[0][0])
     assert len(shapes) == len(jax.tree.leaves(made._core.held.memory))
     assert all(memory.argument_bytes > 0 for memory in compiled.memory_analysis())
-    for executable in compiled._executables.tasks:
+    for executable in compiled.executables.tasks:
         assert executable.memory_analysis().output_size_in_bytes > 0
     with pytest.raises(RuntimeError, match=r"trainer\.train_step needs the mesh's devices, but .* a description"):
         made.train_step(BATCH)
@@ -75,7 +75,7 @@ def test_a_trainer_with_a_factory(machine: str):
 def test_a_trainer_with_an_abstract_model_on_hosts_that_hold_stages(machine: str):
     compiled = check_trainer(mesh_of(machine, {"stage": 4, "data": 2}), nnx.eval_shape(lambda: blocks(nnx.Rngs(0))))
     # The stages in the middle are equal: what XLA says of one holds for both.
-    of_rank = {rank: [e for t, e in zip(compiled.program.tasks, compiled._executables.tasks, strict=True)
+    of_rank = {rank: [e for t, e in zip(compiled.program.tasks, compiled.executables.tasks, strict=True)
                       if t.rank == rank] for rank in (1, 2)}  # fmt: skip
     assert of_rank[1] == of_rank[2]
     assert compiled.compiler.compilations == compiled.compiler.lowerings < len(compiled.program.tasks)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpp_flax.api as jaxpp
-from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.planning.compilers.tasks import read_task
 from tests.compilers.machines import ONE_HOST, mesh_of
 from tests.compilers.small import MICROBATCHES, PARAMETER_BYTES, WIDTH, around_loop, compiled_for, moved, of_loop, told
@@ -23,7 +23,7 @@ LOSS = 4  # bytes
 
 
 @cache
-def trained(machine: str) -> Compiled:
+def trained(machine: str) -> CompiledPipeline:
     """Adam, on two stages of two shards of the batch."""
     return compiled_for(machine, {"data": 2})
 
@@ -37,7 +37,7 @@ def test_gradients_are_reduced_over_data_once_in_a_step(machine: str):
     assert moved(around_loop(report)) == {("all-reduce", ("data",)): 2 * PARAMETER_BYTES + LOSS}
 
 
-def of_jaxpp(machine: str) -> Compiled:
+def of_jaxpp(machine: str) -> CompiledPipeline:
     """The step of a program of JaxPP's, whose `treduce` stacks the losses: two stages, two shards of the batch."""
     mesh = jaxpp.MpmdMesh(mesh_of(machine, {"stage": 2, "data": 2}), "stage")
 

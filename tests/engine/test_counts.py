@@ -19,8 +19,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax._compat_executables import Original, compile_original
 from jaxpp_flax.engine.arrays.mesh import canonical
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.runtime import executables as compile_module
 from jaxpp_flax.engine.runtime import held_values, task_compiler
@@ -30,12 +30,12 @@ from tests.engine.toys import chain, chain_loss, gradients, mesh_of, sgd_step
 from tests.helpers import batch_of, cache_on_disk, slow, tree_allclose
 
 
-def compiled_loop(num_stages: int, num_microbatches: int) -> Compiled:
+def compiled_loop(num_stages: int, num_microbatches: int) -> CompiledPipeline:
     """Losses and gradients, with nothing around the loop."""
     return compiled_for(chain(num_stages), batch_of(num_microbatches))
 
 
-def compiled_for(params: Any, batch: Any) -> Compiled:
+def compiled_for(params: Any, batch: Any) -> CompiledPipeline:
     """The same, where making the arguments shall not count."""
     num_stages = len(params)
 
@@ -43,11 +43,13 @@ def compiled_for(params: Any, batch: Any) -> Compiled:
 
 
 @pytest.fixture(scope="module")
-def three_of_four() -> Compiled:
+def three_of_four() -> CompiledPipeline:
     return compiled_loop(3, 4)
 
 
-def test_each_distinct_task_is_lowered_and_compiled_once(three_of_four: Compiled, monkeypatch: pytest.MonkeyPatch):
+def test_each_distinct_task_is_lowered_and_compiled_once(
+    three_of_four: CompiledPipeline, monkeypatch: pytest.MonkeyPatch
+):
     """First, middle and last stage differ in forward and backward (the last one's are fused), and in accumulators."""
     forward, backward, initial, ranks = 3, 2, 2, 3
     counts = three_of_four.compiler
@@ -107,7 +109,7 @@ def test_a_second_start_finds_every_executable_in_the_persistent_cache():
     assert (events["cache_misses"], events["cache_hits"] >= second.compiler.compilations) == (0, True)
 
 
-def test_nothing_grows_with_the_microbatches(three_of_four: Compiled, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_grows_with_the_microbatches(three_of_four: CompiledPipeline, monkeypatch: pytest.MonkeyPatch):
     """Nor what is found out for values before the first step: all microbatches share that."""
     looked_at: list[Any] = []
 
@@ -121,7 +123,7 @@ def test_nothing_grows_with_the_microbatches(three_of_four: Compiled, monkeypatc
     for microbatches in (8, 24):
         looked_at.clear()
         more = compiled_loop(3, microbatches)
-        found.append([len(looked_at), len({id(held) for held in more._executables.held.values()})])
+        found.append([len(looked_at), len({id(held) for held in more.executables.held.values()})])
     assert found[0] == found[1]
     for name in ("lowerings", "executables"):
         assert getattr(more.compiler, name) == getattr(three_of_four.compiler, name)

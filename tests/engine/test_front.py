@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import MpmdFunction, one_pass
+from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from tests.engine.toys import mesh_of
 
@@ -16,12 +16,16 @@ class Named(MpmdArray):
     __slots__ = ()
 
 
-class Step(Compiled):
+class Step(CompiledPipeline):
     _array_type = Named
 
 
-class Function(MpmdFunction):
+class Placed(PlacedPipeline):
     _compiled_type = Step
+
+
+class Function(MpmdFunction):
+    _placed_type = Placed
 
 
 def test_a_step_follows_its_front():

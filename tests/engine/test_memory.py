@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.engine.program.program import Instruction, Run
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
@@ -57,16 +57,16 @@ def pipelined(num_ranks: int) -> MpmdFunction:
     return mpmd_jit_with_loop(hidden_step, mesh_of(num_ranks), static_argnums=2)
 
 
-def compiled_step(schedule: Schedule) -> Compiled:
+def compiled_step(schedule: Schedule) -> CompiledPipeline:
     arguments = two_layers(schedule.num_stages), batch_of(MICROBATCHES, dim=DIM)
     return pipelined(schedule.num_ranks).compile(*arguments, schedule)
 
 
 def observe(
-    compiled: Compiled, arguments: tuple[Any, ...], look: Callable[[Instruction, list[Any], bool], None]
+    compiled: CompiledPipeline, arguments: tuple[Any, ...], look: Callable[[Instruction, list[Any], bool], None]
 ) -> Any:
     """Run a step and call `look(instruction, environment, done)` before and after every instruction."""
-    runtime = compiled._bound.runtime
+    runtime = compiled.runtime
     plain = runtime._steps
 
     def watched(instruction: Instruction, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
@@ -88,13 +88,13 @@ def live() -> list[jax.Array]:
     return [x for x in jax.live_arrays() if not x.is_deleted()]
 
 
-def per_microbatch(compiled: Compiled, stage: int) -> int:
+def per_microbatch(compiled: CompiledPipeline, stage: int) -> int:
     """How many hidden arrays the forward of a stage keeps for its backward."""
     (forward,) = [t for t in compiled.program.tasks if t.name == f"fwd_{stage}"]
     return sum(a.aval.shape == (ROWS, HIDDEN) for a in forward.graph.outputs)
 
 
-def held_by_rank(compiled: Compiled, schedule: Schedule) -> dict[int, int]:
+def held_by_rank(compiled: CompiledPipeline, schedule: Schedule) -> dict[int, int]:
     """The most hidden arrays that are alive on each rank's device at one time."""
     devices = {compiled.mpmd_mesh.rank_devices(r)[0]: r for r in range(schedule.num_ranks)}
     most: Counter[int] = Counter()
@@ -110,7 +110,7 @@ def held_by_rank(compiled: Compiled, schedule: Schedule) -> dict[int, int]:
 
 
 @pytest.fixture(scope="module", params=[GPipe, Std1F1B, slow(Eager1F1B)], ids=lambda make: make.__name__)
-def case(request: pytest.FixtureRequest) -> tuple[Schedule, Compiled]:
+def case(request: pytest.FixtureRequest) -> tuple[Schedule, CompiledPipeline]:
     schedule = request.param(STAGES)
     return schedule, compiled_step(schedule)
 
@@ -124,7 +124,7 @@ def bound(schedule: Schedule, stage: int) -> int:
     return schedule.max_live_microbatches(stage, MICROBATCHES)
 
 
-def test_live_microbatches_on_real_buffers(case: tuple[Schedule, Compiled]):
+def test_live_microbatches_on_real_buffers(case: tuple[Schedule, CompiledPipeline]):
     schedule, compiled = case
     held = held_by_rank(compiled, schedule)
     fused = isinstance(schedule, (Std1F1B, Eager1F1B))
@@ -136,7 +136,7 @@ def test_live_microbatches_on_real_buffers(case: tuple[Schedule, Compiled]):
             assert held[stage] == bound(schedule, stage) * per_microbatch(compiled, stage)
 
 
-def check_bytes(compiled: Compiled, arguments: tuple[Any, ...]) -> None:
+def check_bytes(compiled: CompiledPipeline, arguments: tuple[Any, ...]) -> None:
     """Compare the analysis with the bytes that are alive on each device after every instruction."""
     analysis = compiled.memory_analysis()
     devices = [compiled.mpmd_mesh.rank_devices(row.rank)[0] for row in analysis]
@@ -155,7 +155,7 @@ def check_bytes(compiled: Compiled, arguments: tuple[Any, ...]) -> None:
     assert [row.peak_bytes for row in analysis] == [p - s for p, s in zip(peak, start, strict=True)]
 
 
-def test_bytes_are_those_of_real_buffers(case: tuple[Schedule, Compiled]):
+def test_bytes_are_those_of_real_buffers(case: tuple[Schedule, CompiledPipeline]):
     _, compiled = case
     params, batch = arguments = two_layers(STAGES), batch_of(MICROBATCHES, dim=DIM)
     check_bytes(compiled, arguments)
@@ -175,7 +175,7 @@ def test_interleaved_stages_of_one_rank_share_its_memory():
     assert held[0] >= found[0] * per_microbatch(compiled, 0)
 
 
-def test_accumulators_are_updated_in_place(case: tuple[Schedule, Compiled]):
+def test_accumulators_are_updated_in_place(case: tuple[Schedule, CompiledPipeline]):
     _, compiled = case
     checked = 0
     before: list[Any] = []

@@ -149,14 +149,14 @@ def test_values_on_the_host_between_stages():
     same(pipelined(chain(2), batch_of(2)), jax.jit(step)(chain(2), batch_of(2)))
     compiled = pipelined.compile(chain(2), batch_of(2))
     sent = [
-        compiled._executables.held[value].aval
+        compiled.executables.held[value].aval
         for instruction in compiled.program.instructions
         if isinstance(instruction, Transfer)
         for value in instruction.sent
     ]
     assert any("Host" in str(aval.memory_space) for aval in sent)
     with pytest.raises(ValueError, match=r"float32\[16, ?8\] in 'pinned_host' memory goes from rank 0 to rank 1.*sent"):
-        instruction_loop._refuse_other_memory(compiled.program, compiled._executables)
+        instruction_loop._refuse_other_memory(compiled.program, compiled.executables)
 
 
 def refused(text: str, step: Any, *args: Any, **options: Any) -> None:

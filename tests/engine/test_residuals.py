@@ -128,7 +128,9 @@ def test_stage_table_and_text_tell_what_is_kept():
         built(sgd_step(GPipe(2)), 2, *args, residuals=plan) for plan in (None, ResidualPlan([RECOMPUTE, RECOMPUTE]))
     )
     row = args[1]["x"][0].nbytes
-    before, after = ([s.activation_bytes for s in summarise_stages(step, mesh_of(2))] for step in (kept, again))
+    before, after = (
+        [s.activation_bytes for s in summarise_stages(step.loops[-1], mesh_of(2))] for step in (kept, again)
+    )
     # What the backward reads of the forwards: stage 0 reads the batch alone, stage 1 what stage 0 has sent.
     assert after == [0, row]
     assert all(more > less for more, less in zip(before, after, strict=True))

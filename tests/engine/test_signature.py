@@ -1,4 +1,4 @@
-"""A call is split once: into leaves and static arguments, from which all later steps are fed."""
+"""The arguments of a call: leaves, static arguments, and what messages call them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.engine.jit import mpmd_jit
-from jaxpp_flax.engine.signature import Parameters, Signature
+from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, paths_of, without_statics
 from tests.engine.toys import mesh_of
 
 
@@ -24,22 +24,28 @@ PARAMS, BATCH = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4), None)
     ids=["positions", "keywords"],
 )
 def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[str]):
-    parameters = Parameters.of(function, None, "scale", None, "batch")
-    call = parameters.split(function, (PARAMS, BATCH, 3), kwargs)
-    assert list(call.paths()) == paths
-    assert parameters.donated(call) == (False, False, True, False)
-    args, named = call.with_leaves(call.leaves)
+    leaves, tree = Statics.of(function, None, "scale").flatten(function, (PARAMS, BATCH, 3), kwargs)
+    assert list(paths_of(without_statics(tree))) == paths
+    args, named = arguments_of(tree, leaves)
     assert (args[2], named) == (3, kwargs)
     assert jax.tree.structure(args[:2]) == jax.tree.structure([PARAMS, BATCH])
 
 
 def test_static_arguments_are_no_leaves():
-    parameters = Parameters.of(function, -1, None, 0, None)  # `power`: a keyword-only parameter has no position
-    call = parameters.split(function, (PARAMS, BATCH, 3), {"scale": 2.0})
-    assert call.paths() == ("[0]['a']", "[0]['b']", "[1][0]", "['scale']")
-    assert parameters.donated(call) == (True, True, False, False)
-    args, named = call.with_leaves(call.leaves)
+    statics = Statics.of(function, -1, None)  # `power`: a keyword-only parameter has no position
+    leaves, tree = statics.flatten(function, (PARAMS, BATCH, 3), {"scale": 2.0})
+    traced = jax.jit(function, static_argnums=-1).trace(PARAMS, BATCH, 3, scale=2.0)
+    assert without_statics(tree) == traced.in_tree
+    assert paths_of(traced.in_tree) == ("[0]['a']", "[0]['b']", "[1][0]", "['scale']")
+    args, named = arguments_of(tree, leaves)
     assert (args[2], named) == (3, {"scale": 2.0})
+
+
+def test_the_tree_of_a_call_tells_static_arguments_apart():
+    statics = Statics.of(function, 2, None)
+    trees = [statics.flatten(function, (PARAMS, BATCH, power), {})[1] for power in (1, 1.0, True, 2, 1)]
+    assert len(set(trees)) == 4
+    assert trees[0] == trees[4]
 
 
 @pytest.mark.parametrize("passed", ["position", "name"])
@@ -56,7 +62,7 @@ def test_every_type_of_a_static_argument_runs_its_own_program(passed: str):
         _, actual = pipelined(x, static=static) if passed == "name" else pipelined(x, static)
         _, expected = plain(x, static)
         assert (actual.dtype, float(actual)) == (expected.dtype, float(expected)), static
-    assert len(pipelined._compiled) == len(statics) - 1
+    assert len(set(pipelined._placed.values())) == len(statics) - 1
 
 
 @pytest.mark.parametrize(
@@ -68,9 +74,9 @@ def test_every_type_of_a_static_argument_runs_its_own_program(passed: str):
     ids=["compiled", "lowered"],
 )
 def test_messages_name_the_front(words: dict[str, Any], text: str):
-    call = Parameters().split(function, (jnp.ones(2),), {})
+    leaves, tree = jax.tree.flatten(((jnp.ones(2),), {}))
     struct = jax.ShapeDtypeStruct((2,), jnp.float32)
-    signature = Signature.of(call, [struct], [jax.sharding.PartitionSpec()], call.tree, (False,), **words)
-    assert signature.leaves_of(call.leaves, {}) == call.leaves
+    signature = Signature.of(tree, [struct], [jax.sharding.PartitionSpec()], tree, (False,), **words)
+    assert signature.leaves_of(leaves, {}) == leaves
     with pytest.raises(TypeError, match=text):
         signature.leaves_of([jnp.ones(3)], {})

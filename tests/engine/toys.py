@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,17 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.passes.placed import ResultRanks
-from jaxpp_flax.engine.pipeline import Built, prepare
+from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
+from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
+from jaxpp_flax.engine.traced import build, prepare, with_choices
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
@@ -145,30 +147,44 @@ def same_as_plain(step: Callable[..., Any], num_ranks: int, *args: Any, rtol: fl
     return actual
 
 
+class Built(NamedTuple):
+    """What the passes make of a step."""
+
+    program: Program
+    placed: Placed
+    settings: Settings
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        return tuple(self.placed.loop_of.values())
+
+
 def built(
     step: Callable[..., Any],
     num_ranks: int,
     *args: Any,
     donated: Sequence[bool] | None = None,
-    residuals: ResidualPlan | Callable[[], ResidualPlan] | None = None,
-    policy: CutPolicy = cut_at_every_mark,
     specs: Sequence[PartitionSpec] | None = None,
     axes: Mapping[str, int] | None = None,
+    residuals: ResidualPlan | Callable[[], ResidualPlan] | None = None,
+    policy: CutPolicy = cut_at_every_mark,
     result_ranks: ResultRanks | None = None,
 ) -> Built:
     """All passes over a step and nothing compiled; without `specs` and `axes`, on a mesh of single devices."""
     graph, consts = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
     assert not consts
     size = len(graph.inputs)
-    prepared = prepare(
-        graph,
-        num_ranks,
-        donated or [False] * size,
-        specs or [PartitionSpec()] * size,
-        axes or {},
+    settings = Settings(
+        num_ranks=num_ranks,
+        donated=donated or [False] * size,
+        specs=specs or [PartitionSpec()] * size,
+        shards=ShardCounts(axes or {}),
         result_ranks=result_ranks,
     )
-    return prepared.build(policy, residuals)
+    observe = observers()
+    prepared = prepare(graph, settings, observe)
+    settings = with_choices(settings, prepared, policy, residuals)
+    return Built(*build(prepared, settings, observe), settings)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

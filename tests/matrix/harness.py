@@ -12,8 +12,8 @@ from jax.extend import core as jex_core
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.helpers import tree_allclose
 
@@ -35,7 +35,7 @@ def mesh_of(num_ranks: int, **axes: int) -> MpmdMesh:
 class Checked(NamedTuple):
     """What a step was compiled to, and what its steps returned."""
 
-    compiled: Compiled
+    compiled: CompiledPipeline
     history: list[Any]
 
 
@@ -99,7 +99,7 @@ def replicated(tree: Any) -> list[str]:
     ]
 
 
-def count(compiled: Compiled, primitive: str) -> dict[str, int]:
+def count(compiled: CompiledPipeline, primitive: str) -> dict[str, int]:
     """How often a primitive occurs in each task of the loops, calls looked into."""
     found: dict[str, int] = {}
     for task in compiled.program.tasks:

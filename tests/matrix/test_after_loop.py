@@ -122,7 +122,7 @@ def moved_bytes(compiled: Any) -> int:
     """Bytes that one step transfers between ranks outside of its loop."""
     spans = [i for i, x in enumerate(compiled.program.instructions) if getattr(x, "microbatch", -1) >= 0]
     return sum(
-        sum(compiled._executables.nbytes[value] for value in i.received)
+        sum(compiled.executables.nbytes[value] for value in i.received)
         for number, i in enumerate(compiled.program.instructions)
         if isinstance(i, Transfer) and not spans[0] < number < spans[-1]
     )
@@ -179,7 +179,7 @@ def test_frozen_parameters_cost_nothing():
     state = (params, TX.init([params[0], params[2]]))
     compiled, history = check(step, state, BATCH, mesh_of(3))
     tree_allclose(jax.tree.map(np.asarray, history[-1][0][0][1]), params[1], rtol=0, atol=0)
-    (loop,) = compiled._built.loops
+    (loop,) = compiled.placed.loops
     stages = [loop.partition.tasks[a.task].stage for a in loop.partition.accumulators]
     assert stages.count(1) == 0
     assert stages.count(0) == stages.count(2) - 1 == 2  # the losses are stacked by the last stage

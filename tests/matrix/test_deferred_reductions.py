@@ -158,7 +158,7 @@ def check(rows: list[Row], axis_type: AxisType) -> tuple[set[Row], dict[Row, Any
     wrong = [row for row in keyed if not equal(actual[row], expected[row])]
     told = {row: (np.asarray(actual[row]).ravel()[:4], expected[row].ravel()[:4]) for row in wrong}
     assert not wrong, f"{len(wrong)} rows are not those of plain jit (found, expected): {told}"
-    (loop,) = step.compile(fixed, batch)._built.loops
+    (loop,) = step.compile(fixed, batch).placed.loops
     deferred = {row for row, axes in zip(keyed, loop.batch_dims, strict=False) if axes is not None}
     lossy = [row for row in deferred if not equal(parted[row], expected[row])]
     assert not lossy, f"deferred past what is not linear: {lossy}"
@@ -258,7 +258,7 @@ def test_gradients_and_carries():
     )
     actual = step(params, batch, Std1F1B(STAGES))
     tree_allclose(actual, jax.tree.map(np.asarray, expected), rtol=0, atol=0)
-    (loop,) = step.compile(params, batch, Std1F1B(STAGES))._built.loops
+    (loop,) = step.compile(params, batch, Std1F1B(STAGES)).placed.loops
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     deferred = {path for path, axes in zip(paths, loop.batch_dims, strict=True) if axes is not None}
     gradients = {f"[1]['{name}']" for name in ("bfloat16", "float32", "last")}

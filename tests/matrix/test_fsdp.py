@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpWarning
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
@@ -55,7 +55,7 @@ def check(
     fsdp: Any = "step",
     apply: Callable[..., jax.Array] = model,
     reference: Callable[..., jax.Array] = model,
-) -> Compiled:
+) -> CompiledPipeline:
     """Compare two steps with plain `jax.jit` of the same model without shards; return the compiled step."""
     step, batch = train_step(apply), batch_of(MICROBATCHES, ROWS, DIM, host=True)
     state, (state_specs, data) = state_of(parameters(schedule.num_stages)), specs_of(
@@ -71,12 +71,12 @@ def check(
     return pipelined.compile(state, batch, schedule)
 
 
-def executed(compiled: Compiled, in_loop: bool) -> Counter[str]:
+def executed(compiled: CompiledPipeline, in_loop: bool) -> Counter[str]:
     """The collectives that one step executes, in the tasks of the loop or outside of them."""
     found: Counter[str] = Counter()
     texts = [
         _COLLECTIVES.findall(re.sub(r"/\*.*?\*/", "", executable.as_text()))
-        for executable in compiled._executables.tasks
+        for executable in compiled.executables.tasks
     ]
     for instruction in compiled.program.instructions:
         if isinstance(instruction, Run) and (instruction.microbatch >= 0) == in_loop:
@@ -84,7 +84,7 @@ def executed(compiled: Compiled, in_loop: bool) -> Counter[str]:
     return found
 
 
-def gathered_before(compiled: Compiled, name: str) -> int:
+def gathered_before(compiled: CompiledPipeline, name: str) -> int:
     """The number of gathers that run before the first run of a task, on its rank."""
     tasks = compiled.program.tasks
     found = 0
@@ -93,16 +93,16 @@ def gathered_before(compiled: Compiled, name: str) -> int:
         if isinstance(instruction, Run) and instruction.rank == rank:
             if tasks[instruction.task].name == name:
                 break
-            found += compiled._executables.tasks[instruction.task].as_text().count(" all-gather(")
+            found += compiled.executables.tasks[instruction.task].as_text().count(" all-gather(")
     return found
 
 
 @pytest.fixture(scope="module")
-def trained() -> Compiled:
+def trained() -> CompiledPipeline:
     return check(mesh_of(2, fsdp=4), FSDP, "fsdp", Std1F1B(2))
 
 
-def test_weights_are_gathered_and_gradients_scattered_once(trained: Compiled):
+def test_weights_are_gathered_and_gradients_scattered_once(trained: CompiledPipeline):
     """Whatever the number of microbatches; the stacked losses are reduced once, too."""
     assert executed(trained, in_loop=False) == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES, "all-reduce": 1}
     assert executed(trained, in_loop=True) == {}
@@ -129,7 +129,7 @@ def test_a_replicated_mask_of_the_gradient_changes_nothing():
     assert after == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES, "all-reduce": 1}  # the last, of the losses
 
 
-def test_bytes_are_those_of_real_buffers(trained: Compiled):
+def test_bytes_are_those_of_real_buffers(trained: CompiledPipeline):
     state, batch = state_of(parameters(2)), batch_of(MICROBATCHES, ROWS, DIM, host=True)
     devices = [trained.mpmd_mesh.rank_devices(rank)[0] for rank in range(2)]
     start: list[int] = []

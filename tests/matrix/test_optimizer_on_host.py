@@ -68,7 +68,7 @@ def test_training_equals_plain_jax(layout: str, optimizer: str, num_stages: int)
 def check_donations(compiled: Any) -> None:
     """What the plan of live bytes counts as donated, XLA takes over, each in a result of its own memory."""
     program, donated = compiled.program, 0
-    for task, executable in zip(program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(program.tasks, compiled.executables.tasks, strict=True):
         if task.name.startswith("outer"):
             head = executable.as_text().splitlines()[0]
             aliases = re.search(r"input_output_alias=\{(.*?) \}, entry", head)

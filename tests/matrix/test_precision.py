@@ -59,7 +59,7 @@ def train_step(apply: Any, cast_gradients: Any = None, scale: float = 1.0) -> An
 
 
 def accumulated_in(compiled: Any) -> set[str]:
-    (loop,) = compiled._built.loops
+    (loop,) = compiled.placed.loops
     return {str(a.state.aval.dtype) for a in loop.partition.accumulators if a.state.aval.shape != (MICROBATCHES,)}
 
 
@@ -80,7 +80,7 @@ def test_low_precision_compute(kind: str, dtype: Any):
     apply, params = model_of(kind, dtype)
     step = train_step(apply, scale=128.0 if dtype is jnp.float16 else 1.0)
     compiled, history = check(step, params, BATCH, mesh_of(STAGES), Std1F1B(STAGES), rtol=BOUNDS[dtype])
-    (loop,) = compiled._built.loops
+    (loop,) = compiled.placed.loops
     forward, *_ = loop.partition.tasks
     crossing = {str(v.aval.dtype) for v in forward.graph.outputs if v.aval.size > 1}
     assert crossing == {jnp.dtype(dtype).name}

@@ -134,7 +134,7 @@ def test_where_a_stack_lives(form: str):
     step = mpmd_jit_with_loop(train_step(whole if form == "whole" else split), mesh_of(STAGES), static_argnums=2)
     (after, _), (losses, grads) = run(step, (given, TX.init(given)), BATCH, Std1F1B(STAGES), 2)[-1]
     tree_allclose((losses, grads if form == "whole" else join_layers(grads)), expected)
-    (loop,) = step.compile((given, TX.init(given)), BATCH, Std1F1B(STAGES))._built.loops
+    (loop,) = step.compile((given, TX.init(given)), BATCH, Std1F1B(STAGES)).placed.loops
     sums = [a.state.aval.shape for a in loop.partition.accumulators if a.state.aval.ndim == 3]
     if form == "whole":
         assert after["layers"].mpmd_idxs == (0, 1)

@@ -229,7 +229,7 @@ def test_data_parallel_gradients_are_reduced_once(checked: bool, wrap: Callable[
         expected = jax.tree.map(np.asarray, jax.jit(step, static_argnums=2)(*arguments, None))
     compiled = mpmd_jit_with_loop(step, mesh, in_specs=specs, static_argnums=2).compile(params, BATCH, Std1F1B(2))
     tree_allclose(jax.tree.map(np.asarray, compiled(params, BATCH)), expected, rtol=RTOL)
-    tasks = zip(compiled.program.tasks, compiled._executables.tasks, strict=True)
+    tasks = zip(compiled.program.tasks, compiled.executables.tasks, strict=True)
     counts = {task.name: len(_BETWEEN_DEVICES.findall(executable.as_text())) for task, executable in tasks}
     after = sum(counts.pop(name) for name in list(counts) if name.startswith("outer"))
     assert not any(counts.values())

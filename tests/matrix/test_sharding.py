@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
@@ -69,15 +69,15 @@ def train_step(apply: Callable[..., jax.Array] = model) -> Any:
     return step
 
 
-def collectives(compiled: Compiled) -> dict[str, list[str]]:
+def collectives(compiled: CompiledPipeline) -> dict[str, list[str]]:
     """The collectives in the compiled code of each task."""
     found: dict[str, list[str]] = {}
-    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
         found[task.name] = _COLLECTIVES.findall(executable.as_text())
     return found
 
 
-def in_loop(compiled: Compiled) -> dict[str, list[str]]:
+def in_loop(compiled: CompiledPipeline) -> dict[str, list[str]]:
     """Those of the tasks that run for every microbatch."""
     loop = {t.name for t in compiled.program.tasks if t.stage is not None}
     return {name: found for name, found in collectives(compiled).items() if name in loop and found}
@@ -215,7 +215,7 @@ def test_fsdp():
     (params, _), (_, grads) = actual[-1]
     for layer in (*params, *grads):
         assert {k: v.spec for k, v in layer.items()} == FSDP
-    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
         for output, _ in task.pins:
             spec = executable.output_shardings[output].spec
             assert spec[0] == "fsdp", f"accumulator {output} of {task.name} is partitioned as {spec}"
@@ -256,7 +256,7 @@ def test_constraints(way: str, axis_type: str):
     tree_allclose(actual, plain())
     compiled = pipelined.compile(state, BATCH, Std1F1B(2))
     (task,) = [i for i, t in enumerate(compiled.program.tasks) if t.name == "fwd_0"]
-    specs_out = [s.spec for s in compiled._executables.tasks[task].output_shardings]
+    specs_out = [s.spec for s in compiled.executables.tasks[task].output_shardings]
     assert P("data", "tensor") in specs_out, "the hidden activation is sharded over both axes, as asked"
 
 
@@ -343,7 +343,7 @@ def test_shardings_are_those_of_one_program(names: tuple[str, ...]):
     lies = jax.tree.map(lambda s: NamedSharding(sub, s), ([of_layer] * 2, P(batch_axis), P(batch_axis)))
     one_program = jax.jit(whole, in_shardings=lies).lower(*args).compile().output_shardings
     crossing = {
-        instruction.source: compiled._executables.held[instruction.received[0]].spec
+        instruction.source: compiled.executables.held[instruction.received[0]].spec
         for instruction in compiled.program.instructions
         if isinstance(instruction, Transfer) and len(instruction.sent) == 1
     }

@@ -26,8 +26,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
-from jaxpp_flax.engine.compiled import Compiled  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
+from jaxpp_flax.engine.pipeline import CompiledPipeline  # noqa: E402
 from jaxpp_flax.engine.program.program import Run  # noqa: E402
 from jaxpp_flax.processes import process_group  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
@@ -94,7 +94,7 @@ def compare(case: Case, expected: list[np.ndarray]) -> None:
     print(f"{case.name}: {compared} leaves equal", flush=True)
 
 
-def check_collectives(case: Case, compiled: Compiled) -> None:
+def check_collectives(case: Case, compiled: CompiledPipeline) -> None:
     """Fail unless this process gathers each parameter of its stages once in a step, and scatters its gradient once."""
     tasks = compiled.program.tasks
     here = [rank for rank in range(case.mesh.mpmd_dim) if case.mesh.is_local(rank)]
@@ -104,7 +104,7 @@ def check_collectives(case: Case, compiled: Compiled) -> None:
             instruction.microbatch
             for instruction in compiled.program.instructions
             if isinstance(instruction, Run) and tasks[instruction.task].rank in here
-            for _ in range(compiled._executables.tasks[instruction.task].as_text().count(f" {kind}"))
+            for _ in range(compiled.executables.tasks[instruction.task].as_text().count(f" {kind}"))
         ]
         assert found == [-1] * leaves, f"{case.name}: {kind} of microbatches {found}, for {leaves} leaves"
 

@@ -67,7 +67,7 @@ def test_equal_to_plain_jax_with_a_frozen_base(trained: tuple[PipelineTrainer, l
 
 def arrays_in_step(trainer: PipelineTrainer, shapes: set[tuple[int, ...]]) -> tuple[Counter[Any], Counter[Any]]:
     """For each device: arrays of these shapes before a step, and the most of them after any instruction."""
-    runtime: Any = trainer.compile(BATCHES[0])._bound.runtime
+    runtime: Any = trainer.compile(BATCHES[0]).runtime
     plain, counts = runtime._steps, list[Counter[Any]]()
 
     def look(environment: list[Any]) -> None:

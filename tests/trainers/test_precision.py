@@ -116,7 +116,7 @@ def one_step(precision=None, dtype=None, stages=STAGES, **options):
 def test_gradients_summed_in_bfloat16_by_choice():
     (exact, _, _), (rounded, _, made) = one_step(), one_step(Precision(gradients=jnp.bfloat16))
     compiled = made.compile(batch(0))
-    dtypes = {str(r.aval.dtype) for r in compiled._built.loops[0].results if r.aval.shape}
+    dtypes = {str(r.aval.dtype) for r in compiled.placed.loops[0].results if r.aval.shape}
     assert dtypes == {"bfloat16"}
     # Each summand and each of four sums is rounded by at most 2**-9 of the largest partial sum.
     tree_allclose(rounded, exact, rtol=2 * MICROBATCHES * 2.0**-9)
@@ -149,7 +149,7 @@ def test_gradients_of_bfloat16_weights_summed_in_float32(stages):
     made.train_step(batch(0))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(made.state.params)} == {"bfloat16"}
     if stages > 1:
-        sums = made.compile(batch(0))._built.loops[0].results
+        sums = made.compile(batch(0)).placed.loops[0].results
         assert {str(r.aval.dtype) for r in sums if r.aval.shape} == {"float32"}
     found, wanted = (jax.tree.map(np.asarray, tree) for tree in (made.state.opt_state, expected(params, batch(0))))
     # Backward in bfloat16 through two layers, fused in another way: a rounding of 2**-8 or two in each, as below.

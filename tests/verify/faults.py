@@ -35,7 +35,7 @@ class Fault:
 @contextmanager
 def injected(fault: Fault, *compiled: Any) -> Iterator[None]:
     """Inject a fault into compiled steps."""
-    runtimes = [of._bound.runtime for of in compiled]
+    runtimes = [of.runtime for of in compiled]
     before = [runtime._steps for runtime in runtimes]
     for runtime in runtimes:
         pairs = zip(runtime.program.instructions, runtime._steps, strict=True)

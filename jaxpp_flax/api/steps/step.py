@@ -6,15 +6,13 @@ from typing import Any, ClassVar, cast
 
 from jaxpp_flax.api.steps.array import MpmdArray
 from jaxpp_flax.engine import jit as engine
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.compiled import Compiled
-from jaxpp_flax.engine.plan import Plan
+from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 
 __all__ = ["CompiledStep", "PlacedStep", "StepFunction"]
 
 
-class CompiledStep(Compiled):
-    """The engine's `Compiled` with JaxPP's arrays, which JaxPP's programs print."""
+class CompiledStep(CompiledPipeline):
+    """The engine's compiled step with JaxPP's arrays, which JaxPP's programs print."""
 
     _array_type: ClassVar[type[MpmdArray]] = MpmdArray
 
@@ -22,6 +20,42 @@ class CompiledStep(Compiled):
     def closed_jaxpr(self) -> str:
         """The program as text, which JaxPP prints in its own form: a line for each task, transfer and deletion."""
         return self.as_text()
+
+
+class PlacedStep(PlacedPipeline):
+    """A step whose work is assigned to ranks, before its tasks are compiled; made by `StepFunction.trace_and_place`.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, numpy as np
+      >>> import jaxpp_flax.api as jaxpp
+      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> forward = jaxpp.mpmd_jit_by_yield(lambda w, x, unread: jaxpp.mark_stage_end(x @ w[0]) @ w[1], mesh)
+      >>> matrix = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+      >>> placed = forward.trace_and_place([matrix, matrix], matrix, matrix)
+      >>> [sorted(sharding.mesh_ids) for sharding in jax.tree.leaves(placed.in_shardings)]
+      [[0], [1], [0], []]
+      >>> placed.infer_intermediate_shardings().mpmdify()([jnp.eye(3), jnp.eye(3)], jnp.eye(3), jnp.eye(3)).mpmd_idxs
+      (1,)
+    """
+
+    _compiled_type: ClassVar[type[CompiledPipeline]] = CompiledStep
+
+    @property
+    def closed_jaxpr(self) -> str:
+        """The program as text: a line for each task, transfer and deletion."""
+        return self.program.as_text()
+
+    def infer_intermediate_shardings(self) -> PlacedStep:
+        """Return this step. The partitions of values between tasks are inferred later, by `mpmdify`."""
+        return self
+
+    def mpmdify(self) -> CompiledStep:
+        """Compile the tasks, each for its rank's devices."""
+        return cast("CompiledStep", self.compiled)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call compiles it."""
+        return self.compiled(*args, **kwargs)
 
 
 class StepFunction(engine.MpmdFunction):
@@ -32,7 +66,7 @@ class StepFunction(engine.MpmdFunction):
     """
 
     _idle_everywhere: ClassVar[bool] = True
-    _compiled_type: ClassVar[type[Compiled]] = CompiledStep
+    _placed_type: ClassVar[type[PlacedPipeline]] = PlacedStep
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Compile ahead of time, as the engine's function does; the result has `closed_jaxpr`."""
@@ -49,51 +83,4 @@ class StepFunction(engine.MpmdFunction):
         Raises:
           ValueError: if the step does not fit a pipeline.
         """
-        return PlacedStep(self, self.place(*args, **kwargs))
-
-
-class PlacedStep:
-    """A step whose work is assigned to ranks, before its tasks are compiled; made by `StepFunction.trace_and_place`.
-
-    Example:
-      >>> import functools, jax, jax.numpy as jnp, numpy as np
-      >>> import jaxpp_flax.api as jaxpp
-      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
-      >>> forward = jaxpp.mpmd_jit_by_yield(lambda w, x, unread: jaxpp.mark_stage_end(x @ w[0]) @ w[1], mesh)
-      >>> matrix = jax.ShapeDtypeStruct((3, 3), jnp.float32)
-      >>> placed = forward.trace_and_place([matrix, matrix], matrix, matrix)
-      >>> [sorted(sharding.mesh_ids) for sharding in jax.tree.leaves(placed.in_shardings)]
-      [[0], [1], [0], []]
-      >>> placed.infer_intermediate_shardings().mpmdify()([jnp.eye(3), jnp.eye(3)], jnp.eye(3), jnp.eye(3)).mpmd_idxs
-      (1,)
-    """
-
-    def __init__(self, function: StepFunction, plan: Plan) -> None:
-        self._function, self._plan = function, plan
-
-    @property
-    def mpmd_mesh(self) -> MpmdMesh:
-        """The ranks."""
-        return self._plan.mesh
-
-    @property
-    def in_shardings(self) -> Any:
-        """The `MpmdSharding` of each argument, as a tree like `(args, kwargs)`; an unread argument has no ranks."""
-        return self._plan.in_shardings
-
-    @property
-    def closed_jaxpr(self) -> str:
-        """The program as text: a line for each task, transfer and deletion."""
-        return self._plan.built.program.as_text()
-
-    def infer_intermediate_shardings(self) -> PlacedStep:
-        """Return this step. The partitions of values between tasks are inferred later, by `mpmdify`."""
-        return self
-
-    def mpmdify(self) -> CompiledStep:
-        """Compile the tasks, each for its rank's devices."""
-        return cast("CompiledStep", self._function._compile(self._plan))  # pyright: ignore[reportPrivateUsage]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; the first call compiles it."""
-        return self.mpmdify()(*args, **kwargs)
+        return cast("PlacedStep", self.place(*args, **kwargs))

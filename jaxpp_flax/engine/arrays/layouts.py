@@ -25,7 +25,6 @@ __all__ = [
     "broadcast_prefix",
     "check_divides",
     "layout_of",
-    "layouts_of",
     "moved",
     "with_memories",
 ]
@@ -58,25 +57,6 @@ def layout_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> Layout:
     if not isinstance(sharding, NamedSharding):
         return Layout(PartitionSpec(), memory)
     return Layout(_within_submesh(sharding.spec, mesh, where), memory)
-
-
-def layouts_of(leaves: Sequence[Any], mesh: MpmdMesh) -> list[Layout]:
-    """Return `layout_of` each argument. Leaves of one `MpmdSharding` are looked at once: a state has thousands.
-
-    Raises:
-      ValueError: as `layout_of`.
-    """
-    known: dict[int, Layout] = {}  # by the identity of the sharding, which a leaf keeps alive
-    found: list[Layout] = []
-    for leaf in leaves:
-        if not isinstance(leaf, MpmdArray):
-            found.append(layout_of(leaf, mesh))
-            continue
-        sharding = id(leaf.sharding)
-        if (layout := known.get(sharding)) is None:
-            layout = known[sharding] = layout_of(leaf, mesh)
-        found.append(layout)
-    return found
 
 
 def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh, where: str) -> PartitionSpec:

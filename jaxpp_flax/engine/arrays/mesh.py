@@ -289,8 +289,7 @@ class MpmdSharding(NamedSharding):
             return False
         return super().__eq__(other)
 
-    def __hash__(self) -> int:
-        return super().__hash__()
+    __hash__ = NamedSharding.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.mpmd_mesh, self.mesh_ids, self.spec, self.memory_kind))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.profile import arranged
@@ -85,7 +85,7 @@ class CompilerReport:
         if self.seconds is not None and self.idle is not None:
             taken = amount(self.seconds, "s")
             step = f"A step takes {taken} by the compiler's seconds; ranks wait {self.idle:.0%} of it. "
-        tail = f"{step}Compiled in {amount(self.compile_seconds, 's')}: {len(self.tasks)} distinct programs."
+        tail = f"{step}CompiledPipeline in {amount(self.compile_seconds, 's')}: {len(self.tasks)} distinct programs."
         return "\n".join([
             f"{math.prod(self.layout.values())} x {self.device}: {axes}", "", *rank_table(self.ranks), "",
             *task_table(self.tasks), "", tail, answer(self.ranks, self.memory, self.device),
@@ -100,7 +100,11 @@ class CompilerReport:
 
 
 def compiler_report(
-    compiled: Compiled, *, memory: float | None = None, device: Device | None = None, curves: Curves | None = None
+    compiled: CompiledPipeline,
+    *,
+    memory: float | None = None,
+    device: Device | None = None,
+    curves: Curves | None = None,
 ) -> CompilerReport:
     """Report what the compiler says of a step, for devices that are attached or only described.
 
@@ -113,7 +117,7 @@ def compiler_report(
     Raises:
       TypeError: for a step without ranks: one stage on one device runs under `jax.jit`.
     """
-    if not isinstance(compiled, Compiled):
+    if not isinstance(compiled, CompiledPipeline):
         raise TypeError(
             f"compiler_report needs the compiled step of a pipeline, got {type(compiled).__name__}. One stage on one "
             "device is compiled by `jax.jit`: call `memory_analysis()` of what it returns, or give a mesh."
@@ -153,7 +157,7 @@ def compiler_report(
     )
 
 
-def _texts(compiled: Compiled) -> tuple[dict[int, TaskText], list[tuple[list[int], float | None]]]:
+def _texts(compiled: CompiledPipeline) -> tuple[dict[int, TaskText], list[tuple[list[int], float | None]]]:
     """Read each distinct executable once; return it by task, and the tasks that share one with its seconds."""
     originals = dict[int, Any]()
     groups = defaultdict[int, list[int]](list)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.plan import Plan as PlacedStep
+from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.planning import CutPolicy, PlanningStep
 from jaxpp_flax.processes import compare_hashes, process_group
@@ -94,10 +94,10 @@ class CompiledSteps:
         function = self.training_function(microbatches)
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, **self._form(microbatches, donate=True))
-            prepared = step.prepare(state, microbatches)
+            traced = step.trace(state, microbatches)
 
-        def place(of: Schedule, policy: Any, residuals: ResidualPlan | None) -> PlacedStep:
-            return prepared.place(policy, residuals, lambda own: with_schedule(own, of))
+        def place(of: Schedule, policy: Any, residuals: ResidualPlan | None) -> PlacedPipeline:
+            return traced.place(policy, residuals, lambda own: with_schedule(own, of))
 
         devices = mesh.rank_devices(0)
         return PlanningStep(

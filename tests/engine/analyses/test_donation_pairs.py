@@ -106,7 +106,7 @@ def test_xla_copies_nothing_in_an_update():
     compiled = pipelined.compile(state, batch)
     tasks = [
         task.as_text()
-        for task in compiled._executables.tasks
+        for task in compiled.executables.tasks
         if task is not None and "outer" in task.as_text().partition("\n")[0]
     ]
     assert any("sqrt" in text for text in tasks), "no update found"

@@ -95,7 +95,7 @@ def test_the_workspace_of_xla_is_near():
     """XLA fuses some of these values away, and holds gradients beside the rest."""
     step = jitted(again=True).compile(*ARGUMENTS)
     near: dict[str, float] = {}
-    for task, executable in zip(step.program.tasks, step._executables.tasks, strict=True):
+    for task, executable in zip(step.program.tasks, step.executables.tasks, strict=True):
         if planned := inside(task):
             assert executable is not None
             near[task.name] = executable.memory_analysis().temp_size_in_bytes / planned

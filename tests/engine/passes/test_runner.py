@@ -16,9 +16,8 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.placed import Placed
 from jaxpp_flax.engine.passes.runner import observers
-from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.program.program import Free
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Equation, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import GPipe
 from tests.engine.toys import built, chain, mesh_of, sgd_step
 from tests.helpers import batch_of
@@ -57,11 +56,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return texts_of(lambda: built(STEP, 2, chain(2), batch_of(2)), tmp_path_factory.mktemp("made"))
 
 
-def traced(*args: Any) -> tuple[Graph, list[PartitionSpec]]:
-    graph, _ = from_jaxpr(jax.jit(STEP).trace(*args).jaxpr)
-    return graph, [PartitionSpec()] * len(graph.inputs)
-
-
 def rows_of_the_page(heading: str, row: str) -> list[tuple[str, ...]]:
     page = (ROOT / "docs" / "internals" / "engine.md").read_text(encoding="utf-8")
     return re.findall(row, page.partition(f"## {heading}\n")[2].partition("\n## ")[0])
@@ -88,8 +82,7 @@ def test_text_after_every_pass(texts: list[dict[str, str]], name: str):
 
 
 def test_text_tells_the_chosen_cuts(tmp_path: Path):
-    graph, specs = traced(chain(4), batch_of(2))
-    make = lambda: prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, num_stages: [1])  # noqa: E731
+    make = lambda: built(STEP, 2, chain(4), batch_of(2), policy=lambda marks, num_stages: [1])  # noqa: E731
     assert "marks: layer_0, layer_1 (cuts), layer_2" in texts_of(make, tmp_path)[0]["label"]
 
 
@@ -115,8 +108,8 @@ def test_each_structure_is_verified_before_the_next_pass(monkeypatch: pytest.Mon
         return replace(placed, need={**placed.need, **dict.fromkeys(placed.inputs, frozenset[int]())})
 
     broken = replace(PASSES, rows=(*PASSES.rows[:at], replace(place, run=without_moves), *PASSES.rows[at + 1 :]))
-    graph, specs = traced(chain(2), batch_of(2))
-    settings = prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, n: [0]).settings
+    graph, _ = from_jaxpr(jax.jit(STEP).trace(chain(2), batch_of(2)).jaxpr)
+    settings = built(STEP, 2, chain(2), batch_of(2)).settings
     ran: list[str] = []
     monkeypatch.setenv("JAXPP_FLAX_VERIFY", "1")
     with pytest.raises(VerificationError, match="a rank does not have"):
@@ -155,8 +148,8 @@ def without_free(instruction: Any) -> Any:
     ],
 )
 def test_what_a_pass_promises_beyond_its_structure_is_checked(name: str, fault: Callable[[Any], Any], message: str):
-    graph, specs = traced(chain(2), batch_of(2))
-    settings = prepare(graph, 2, [False] * len(specs), specs, {}).build(lambda marks, n: [0]).settings
+    graph, _ = from_jaxpr(jax.jit(STEP).trace(chain(2), batch_of(2)).jaxpr)
+    settings = built(STEP, 2, chain(2), batch_of(2)).settings
     each, structure = next(pair for pair in PASSES.steps(graph, settings) if pair[0].name == name)
     each.verify(structure)
     with pytest.raises(VerificationError, match=message):

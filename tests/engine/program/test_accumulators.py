@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.pipeline import prepare
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
-from tests.engine.toys import chain, gradients, mesh_of
+from tests.engine.toys import built, chain, gradients, mesh_of
 from tests.helpers import DIM, batch_of, tree_allclose
 
 
@@ -58,7 +56,7 @@ def specs_of_sums(step: Any, weights: P, **options: Any) -> set[P]:
     """The specs of the first values of a step that updates nothing, on a mesh of data and tensor."""
     in_specs = ([{"w": weights, "b": P()}] * 2, P(None, "data"))
     jitted = mpmd_jit_with_loop(step, mesh_of(2, data=2, tensor=2), in_specs=in_specs, **options)
-    program = jitted.place(chain(2), batch_of(4, rows=DIM)).built.program
+    program = jitted.place(chain(2), batch_of(4, rows=DIM)).program
     return {spec for task in program.tasks if task.name.startswith("init") for spec in task.out_specs}
 
 
@@ -97,7 +95,6 @@ def test_shards_keep_their_dimension():
 
 def test_the_estimate_before_the_cut_follows_the_same_rule():
     """A policy that fills memory counts a gradient's shards over the axes of the batch and of the parameter."""
-    graph, _ = from_jaxpr(jax.jit(gradients(GPipe(2))).trace(chain(2), batch_of(2)).jaxpr)
     spec_of = {1: P(), 2: P(None, "tensor"), 3: P(None, "data")}
     found: dict[tuple[int, ...], P] = {}
 
@@ -105,7 +102,7 @@ def test_the_estimate_before_the_cut_follows_the_same_rule():
         found.update({value.aval.shape: spec for value, spec in marks.blocks.state_specs().items()})
         return [0]
 
-    specs = [spec_of[value.aval.ndim] for value in graph.inputs]
-    prepare(graph, 2, [False] * len(specs), specs, {"data": 2, "tensor": 2}).build(policy)
+    specs = [spec_of[leaf.ndim] for leaf in jax.tree.leaves((chain(2), batch_of(2)))]
+    built(gradients(GPipe(2)), 2, chain(2), batch_of(2), specs=specs, axes={"data": 2, "tensor": 2}, policy=policy)
     assert found[2, DIM, DIM] == P("data", None, "tensor")
     assert found[2, DIM] == P("data")

@@ -35,7 +35,7 @@ def predicted(compiled: Any) -> list[tuple[list[int], list[int]]]:
     """The live bytes of devices and hosts after each instruction."""
     memory, found = LiveMemory(compiled.program), []
     for instruction in compiled.program.instructions:
-        memory.step(instruction, [compiled._executables.nbytes[value] for value in instruction.writes()])
+        memory.step(instruction, [compiled.executables.nbytes[value] for value in instruction.writes()])
         found.append(([m.live for m in memory.devices], [m.live for m in memory.hosts]))
     return found
 
@@ -111,7 +111,7 @@ def test_what_a_sender_in_another_process_holds(forward_only: bool):
     walks = [LiveMemory(compiled.program, processes=processes) for processes in ((), [frozenset({0}), frozenset({1})])]
     for instruction in compiled.program.instructions:
         for memory in walks:
-            memory.step(instruction, [compiled._executables.nbytes[value] for value in instruction.writes()])
+            memory.step(instruction, [compiled.executables.nbytes[value] for value in instruction.writes()])
     (first, second), (sender, receiver) = (memory.devices for memory in walks)
     # In training, what comes back ends what is in flight: one transfer at a time, in each direction.
     ahead, back = (AHEAD, 0) if forward_only else (1, 1)

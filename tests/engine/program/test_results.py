@@ -81,7 +81,7 @@ def test_results_are_partitioned_as_they_are_wanted(kind: AxisType):
 def test_no_task_for_a_result_that_comes_as_it_is_wanted():
     mesh = mesh_of(2, x=2)
     plain, asked = (
-        mpmd_jit_with_loop(step, mesh, out_specs=specs).place(chain(2), batch_of(2), jnp.arange(8.0)).built.program
+        mpmd_jit_with_loop(step, mesh, out_specs=specs).place(chain(2), batch_of(2), jnp.arange(8.0)).program
         for specs in (None, P())
     )
     assert [t.name for t in asked.tasks] == [t.name for t in plain.tasks]

@@ -51,7 +51,7 @@ def test_a_value_is_offloaded_in_several_processes_too():
     """What a rank moves between its own memories is not sent."""
     step = mpmd_jit_with_loop(sgd_step(GPipe(2)), mesh_of(2), residuals=ResidualPlan([StageResiduals(offload=1.0)] * 2))
     compiled = step.compile(chain(2), batch_of(4))
-    instruction_loop._refuse_other_memory(compiled.program, compiled._executables)
+    instruction_loop._refuse_other_memory(compiled.program, compiled.executables)
 
 
 class SlowCopy:
@@ -92,7 +92,7 @@ def test_with_a_slow_link_the_devices_hold_what_is_predicted_if_the_plan_waits(
             in_use.append(sum(c.nbytes for c in copies if not c.has_ended and c.source not in held))
 
     monkeypatch.setattr(instruction_loop, "to_memory", slow)
-    compiled._bound.runtime = instruction_loop.Runtime(compiled._executables)
+    compiled.runtime = instruction_loop.Runtime(compiled.executables)
     results = observe(compiled, arguments, look)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, results), expected)
     assert copies

@@ -63,7 +63,7 @@ def test_a_transfer_between_processes_is_planned_once_for_each_kind(monkeypatch:
         here: Any = OneRankHere(mesh_of(3))
         distributed: Any = SimpleNamespace(connection=connection)
         planned.clear()
-        instruction_loop.Runtime(replace(compiled._executables, mesh=here, distributed=distributed))
+        instruction_loop.Runtime(replace(compiled.executables, mesh=here, distributed=distributed))
         transfers = [i for i in compiled.program.instructions if isinstance(i, Transfer) and 1 in (i.source, i.target)]
         counts.append((len(planned), len(transfers)))
     assert counts == [(4, 16), (4, 48)]  # activations to the next rank, gradients to the one before

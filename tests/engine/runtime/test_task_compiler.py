@@ -17,4 +17,4 @@ def test_compiled_code_keeps_the_scopes():
         return mark_stage_end(x) @ w[1]
 
     compiled = mpmd_jit(forward, mesh_of(2)).compile([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
-    assert "my_scope/tanh" in compiled._executables.tasks[1].as_text()
+    assert "my_scope/tanh" in compiled.executables.tasks[1].as_text()

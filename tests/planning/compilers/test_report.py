@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.planning import CompilerReport, compiler_report, device_named
 from jaxpp_flax.planning.compilers import report as reports
 from jaxpp_flax.planning.compilers.tasks import TaskText, read_task
@@ -27,7 +27,7 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # the bytes of a layer's parameters
 
 
 @cache
-def compiled(stages: int, data: int) -> Compiled:
+def compiled(stages: int, data: int) -> CompiledPipeline:
     def model(rngs: nnx.Rngs) -> nnx.Sequential:
         return nnx.Sequential(*[PipelineStage(nnx.Linear(WIDTH, WIDTH, rngs=rngs)) for _ in range(LAYERS)])
 
@@ -140,6 +140,6 @@ def test_the_seconds_of_a_cost_model(costs, seconds):
 
 def test_a_step_without_ranks_is_refused():
     with pytest.raises(
-        TypeError, match=r"needs the compiled step of a pipeline, got Compiled\. One stage on one device"
+        TypeError, match=r"needs the compiled step of a pipeline, got CompiledPipeline\. One stage on one device"
     ):
         compiler_report(jax.jit(jnp.tanh).lower(jnp.ones(2)).compile())  # pyright: ignore[reportArgumentType]

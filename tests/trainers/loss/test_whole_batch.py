@@ -256,7 +256,7 @@ def test_both_passes_have_the_stages_that_training_has_and_keep_embeddings_alone
         trainer = t.trainer_of(loss, num_stages=2, num_microbatches=8, assignment="balanced")
         made.append(trainer.compile(t.pairs(examples)))
     assert all(block.backward for block in trainer.plan.blocks)
-    loops = made[1]._built.loops
+    loops = made[1].placed.loops
     marks = ["image_0", "image_1", "text_0", "text_1"]
     assert [mark.name for mark in loops[0].body.marks] == marks
     (cut,) = loops[1].cuts  # which one is cheapest depends on the version's operations

@@ -24,7 +24,7 @@ def make_trainer(num_layers=2, loss_fn=m.squared_error, model=None, **options):
 
 def accumulators(compiled):
     """Shapes of what is summed over the microbatches, without loss and metrics."""
-    return [value.aval.shape for value in compiled._built.loops[0].results if value.aval.shape]
+    return [value.aval.shape for value in compiled.placed.loops[0].results if value.aval.shape]
 
 
 def weights(model):

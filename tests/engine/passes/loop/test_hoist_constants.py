@@ -18,9 +18,9 @@ from flax import linen as nn
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax.engine.analyses.equation_facts import avals_of
-from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.place import PlacementWarning
+from jaxpp_flax.engine.pipeline import CompiledPipeline
 from jaxpp_flax.engine.program.program import Run, Transfer
 from jaxpp_flax.engine.tracing.ir import everywhere
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
@@ -113,14 +113,14 @@ def compiled(loss: Callable[..., Any], schedule: Schedule, mesh: Any = None, bat
     return function.compile(weights(schedule.num_stages), batch, schedule)
 
 
-def sent(found: Compiled) -> set[tuple[int, ...]]:
+def sent(found: CompiledPipeline) -> set[tuple[int, ...]]:
     """The shapes of what goes from rank to rank."""
-    held = found._executables.held  # pyright: ignore[reportPrivateUsage]
+    held = found.executables.held  # pyright: ignore[reportPrivateUsage]
     moves = [i for i in found.program.instructions if isinstance(i, Transfer)]
     return {tuple(held[value].aval.shape) for move in moves for value in move.sent}
 
 
-def check(loss: Callable[..., Any], schedule: Schedule, mesh: Any = None, **specs: Any) -> Compiled:
+def check(loss: Callable[..., Any], schedule: Schedule, mesh: Any = None, **specs: Any) -> CompiledPipeline:
     found = compiled(loss, schedule, mesh, **specs)
     ws = weights(schedule.num_stages)
     tree_allclose(
@@ -233,7 +233,7 @@ def test_second_order_work_is_told_with_its_products():
 # Casts.
 
 
-def casts(found: Compiled, shape: tuple[int, ...] = (D, D)) -> Counter[str]:
+def casts(found: CompiledPipeline, shape: tuple[int, ...] = (D, D)) -> Counter[str]:
     """How often each task makes a bfloat16 array of a shape by a cast of a float32 one, in one step."""
     tasks, counted = found.program.tasks, Counter[str]()
     wanted = f"bfloat16{list(shape)}".replace(" ", "")

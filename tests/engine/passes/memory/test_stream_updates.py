@@ -55,14 +55,14 @@ def fetched(program: Program) -> list[int]:
 def test_each_program_fetches_a_window(monkeypatch: pytest.MonkeyPatch):
     pipelined, arguments = step_and_arguments()
     expected = jax.jit(step)(*arguments)
-    whole = pipelined.place(*arguments).built.program
+    whole = pipelined.place(*arguments).program
     each = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(chain(LAYERS // 2)))  # two moments of a rank's parameters
     assert fetched(whole) == [each, each]
 
     weight = chain(1)[0]["w"].nbytes
     monkeypatch.setattr(stream_updates, "WINDOW_BYTES", 2 * weight)  # the moments of one weight
     divided, arguments = step_and_arguments()
-    program = divided.place(*arguments).built.program
+    program = divided.place(*arguments).program
     moved = fetched(program)
     assert (sum(moved), max(moved), len(moved)) == (2 * each, 2 * weight, 8)
     # A leaf's moments leave in the program that fetched them.
@@ -78,7 +78,7 @@ def test_each_program_fetches_a_window(monkeypatch: pytest.MonkeyPatch):
 
 def test_work_within_the_window_stays_one_program():
     pipelined, arguments = step_and_arguments()
-    outer = [task.graph.equations for task in pipelined.place(*arguments).built.program.tasks if task.stage is None]
+    outer = [task.graph.equations for task in pipelined.place(*arguments).program.tasks if task.stage is None]
     fetching = [equations for equations in outer if any(map(stream_updates._fetched_bytes, equations))]
     assert len(fetching) == 2
     for equations in fetching:

@@ -1,4 +1,4 @@
-"""A step's plan: where its arguments go, before anything is compiled."""
+"""A step that is placed: where its arguments go, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def test_arguments_and_captured_constants():
 
     function = MpmdFunction(one_pass(fun, mesh), mesh)
     compiled = function.compile([matrix, matrix], matrix, matrix)
-    plan = compiled._plan
-    assert [tuple(ranks) for ranks in plan.built.program.arguments] == [(1,), (0,), (1,), (0,), ()]
-    assert plan.in_specs == [P()] * 5
-    assert [aval.shape for aval in plan.avals] == [(3,), *[(3, 3)] * 4]
-    (w, x, unread), kwargs = plan.in_shardings
+    placed = compiled.placed
+    assert [tuple(ranks) for ranks in placed.program.arguments] == [(1,), (0,), (1,), (0,), ()]
+    assert placed.in_specs == [P()] * 5
+    assert [value.aval.shape for value in placed.inputs] == [(3,), *[(3, 3)] * 4]
+    (w, x, unread), kwargs = placed.in_shardings
     assert [sharding.mesh_ids for sharding in (*w, x, unread)] == [{0}, {1}, {0}, set()]
     assert kwargs == {}
     assert jax.tree.leaves(compiled.in_shardings) == [*w, x, unread]

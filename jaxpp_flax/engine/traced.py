@@ -1,0 +1,131 @@
+"""A traced step, and the passes that turn it into a program: those before the choices of a planner, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
+from jaxpp_flax.engine.passes import PLACING, PREPARING, WRITING
+from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
+from jaxpp_flax.engine.passes.placed import Placed as StepOnRanks
+from jaxpp_flax.engine.passes.runner import Observer, Residuals, Settings
+from jaxpp_flax.engine.pipeline import PlacedPipeline
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Program
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
+from jaxpp_flax.engine.signature import Signature
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
+from jaxpp_flax.schedules.schedule import Schedule
+
+__all__ = ["ScheduleOf", "Traced", "build", "passes_context", "prepare", "with_choices"]
+
+ScheduleOf = Callable[[Schedule], Schedule]
+Arguments = Mapping[Value, tuple[int, PartitionSpec]]  # the place of each argument, counted from the end, and its spec
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Traced:
+    """A traced step after the passes that no choice of schedules, cuts and residuals changes; a planner tries many.
+
+    `out_specs` are the requested partitions of the results.
+    """
+
+    step: Graph
+    settings: Settings
+    observe: Sequence[Observer]
+    signature: Signature
+    constants: tuple[Any, ...]
+    out_specs: Sequence[PartitionSpec | None]
+    compiler: TaskCompiler[MpmdMesh]
+    placed_type: type[PlacedPipeline] = PlacedPipeline
+
+    def place(
+        self, policy: CutPolicy, residuals: Residuals = None, schedule_of: ScheduleOf | None = None
+    ) -> PlacedPipeline:
+        """Place the step on ranks; `schedule_of` gives a loop another schedule than its own, for as many ranks.
+
+        Raises:
+          ValueError: if a loop's marks or residuals do not fit its schedule.
+        """
+        mesh, step = self.compiler.mesh, self.step
+        if schedule_of is not None:
+            step = each_loop(step, Loop, lambda loop: replace(loop, schedule=schedule_of(loop.schedule)))
+        settings = with_choices(self.settings, step, policy, residuals)
+        with passes_context(mesh):
+            program, placed = build(step, settings, self.observe)
+        chosen = settings.residual_plan
+        if chosen is not None and any(stage.offload for stage in chosen.stages):
+            check_devices(HOST_MEMORY, mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
+        # A result for all processes is whole on each device, as each of them reads it.
+        specs = [
+            spec if spec is not None or not for_all else PartitionSpec()
+            for spec, for_all in zip(self.out_specs, placed.for_all, strict=True)
+        ]
+        return self.placed_type(
+            program=program,
+            signature=self.signature,
+            constants=self.constants,
+            inputs=placed.inputs,
+            outputs=placed.outputs,
+            result_specs=specs,
+            compiler=self.compiler,
+            loops=placed.loops,
+            idle_ranks=settings.idle_ranks,
+        )
+
+
+def passes_context(mesh: MpmdMesh) -> AbstractContextManager[Any]:
+    """Return the context in which passes trace operations of their own: no mesh of the caller's may change them."""
+    return context_mesh(mesh.abstract_submesh if mesh.is_explicit else None)
+
+
+def prepare(graph: Graph, settings: Settings, observe: Sequence[Observer]) -> Graph:
+    """Run the passes before the choices on the graph of a traced step.
+
+    Raises:
+      ValueError: if the step holds no loop, a loop's schedule does not fit, or a marker cannot cut.
+    """
+    return PREPARING.run(graph, settings, observe)
+
+
+def with_choices(settings: Settings, step: Graph, policy: CutPolicy, residuals: Residuals = None) -> Settings:
+    """Return the settings of the other passes: a step's cuts, and what becomes of its residuals."""
+    arguments = _arguments(step, settings.specs)
+
+    def choose_cuts(loop: Loop) -> Sequence[int]:
+        return policy(Marks(_blocks(loop, arguments, settings.shards)), loop.schedule.num_stages)
+
+    return replace(settings, choose_cuts=choose_cuts, residuals=residuals)
+
+
+def build(step: Graph, settings: Settings, observe: Sequence[Observer]) -> tuple[Program, StepOnRanks]:
+    """Run the passes after the choices; return the program, and the step on ranks of which it is made."""
+    placed = PLACING.run(step, settings, observe)
+    return WRITING.run(placed, settings, observe), placed
+
+
+def _arguments(graph: Graph, specs: Sequence[PartitionSpec]) -> Arguments:
+    """Return the arguments of a step, and the values that are one of them in another dtype: those of a precision."""
+    found = {value: (i - len(specs), spec) for i, (value, spec) in enumerate(zip(graph.inputs, specs, strict=True))}
+    for equation in graph.equations:
+        source = equation.inputs[0] if equation.name == "convert_element_type" else None
+        if isinstance(source, Value) and source in found:
+            found[equation.outputs[0]] = found[source]
+    return found
+
+
+def _blocks(loop: Loop, arguments: Arguments, shards: ShardCounts) -> Blocks:
+    """Make a loop's blocks for a policy."""
+    outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
+    outer.update({value: gather.parameter for value, gather in loop.gathered.items()})
+    outer.update(zip(loop.body.carry, loop.carry_init, strict=True))
+    known = {v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments}
+    return Blocks(loop, known, shards)
