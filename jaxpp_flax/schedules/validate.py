@@ -118,12 +118,7 @@ class _Census:
 
 
 def deadlock_error(lists: TaskLists, blocked: Sequence[Blocked]) -> ScheduleError:
-    """Return the error that shows every rank at its blocked task, with the task it waits for and the reason."""
-    return ScheduleError("deadlock: no rank can go on.\n" + blocked_grid(lists, blocked))
-
-
-def blocked_grid(lists: TaskLists, blocked: Sequence[Blocked]) -> str:
-    """Draw one row for each rank, lined up at the blocked tasks (``>like this<``), each with its reason."""
+    """Return the error with a row for each rank, lined up at the blocked tasks (``>like this<``), with each reason."""
     at = {b.rank: b for b in blocked}
     rows: list[tuple[str, str, str, str]] = []
     for rank, tasks in enumerate(lists):
@@ -139,10 +134,11 @@ def blocked_grid(lists: TaskLists, blocked: Sequence[Blocked]) -> str:
         rows.append((" ".join(before), head, " ".join(after), _reason(lists, b)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     label = len(str(len(rows) - 1))
-    return "\n".join(
+    grid = (
         f"  rank {rank:>{label}} | {before:>{widths[0]}} {head:<{widths[1]}} {after:<{widths[2]}}  {reason}".rstrip()
         for rank, (before, head, after, reason) in enumerate(rows)
     )
+    return ScheduleError("\n".join(["deadlock: no rank can go on.", *grid]))
 
 
 def _reason(lists: TaskLists, b: Blocked | None) -> str:

@@ -43,15 +43,13 @@ class WarmedUp(OneStagePerRank):
             return
         splits = self.splits_backward and rank > 0
         ahead, lag = min(self.warmup(rank), num_microbatches), self.lag(rank)
-        yield from (forward(rank, m) for m in range(ahead))
-        for m in range(num_microbatches):
+        for m in range(-ahead, num_microbatches + lag):
             if m + ahead < num_microbatches:
                 yield forward(rank, m + ahead)
-            yield backward_input(rank, m) if splits else backward(rank, m)
+            if 0 <= m < num_microbatches:
+                yield backward_input(rank, m) if splits else backward(rank, m)
             if splits and m >= lag:
                 yield backward_weight(rank, m - lag)
-        if splits:
-            yield from (backward_weight(rank, m) for m in range(max(0, num_microbatches - lag), num_microbatches))
 
 
 class GPipe(WarmedUp):
@@ -99,13 +97,7 @@ class GPipe1F1BLast(GPipe):
 
 
 class WarmedUpForLatency(WarmedUp):
-    """A warm-up that hides transfers of a known time.
-
-    Args:
-        num_stages: number of stages.
-        num_ranks: number of ranks, the same.
-        latency: time of a transfer as a fraction of a stage's forward, 0 or more.
-    """
+    """A warm-up that hides transfers of a known time."""
 
     latency: float
 
@@ -160,8 +152,6 @@ class Eager1F1B(WarmedUpForLatency):
     https://arxiv.org/abs/2211.05322. Here ``latency`` sets the number of forwards.
 
     Args:
-        num_stages: number of stages.
-        num_ranks: number of ranks, the same.
         latency: the longest transfer to hide, as a fraction of the time of a stage's forward, 0 or more.
 
     >>> Eager1F1B(3).tasks(4)[1]
@@ -227,8 +217,6 @@ class ZeroBubbleH2(WarmedUpForLatency):
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 
     Args:
-        num_stages: number of stages.
-        num_ranks: number of ranks, the same.
         latency: time of a transfer as a fraction of a stage's forward, 0 or more.
 
     >>> ZeroBubbleH2(3).tasks(3)[1]

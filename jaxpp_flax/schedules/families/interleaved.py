@@ -65,10 +65,6 @@ class Interleaved1F1B(InRounds):
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", 2021, https://arxiv.org/abs/2104.04473.
 
-    Args:
-        num_stages: a multiple of the number of ranks.
-        num_ranks: number of ranks.
-
     >>> Interleaved1F1B(4, 2).tasks(2)[0]
     [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1]
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
