@@ -11,6 +11,7 @@ from jaxpp_flax.schedules.task import MEANING, Task, TaskKind, flatten, parts, r
 
 _SPLITS = {TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
 _WINDOW = 5  # tasks shown before a blocked one
+_Seen = list[list[set[TaskKind]]]  # the kinds so far of each stage and microbatch
 
 
 def validate(
@@ -49,81 +50,67 @@ def validate(
     home = {n: schedule.rank_of(n) for n in range(found)} if isinstance(schedule, Schedule) else {}
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
-    census = _Census(num_stages, num_microbatches, home)
+    seen: _Seen = [[set() for _ in range(num_microbatches)] for _ in range(num_stages)]
     for rank, tasks in enumerate(lists):
         for position, task in enumerate(tasks):
-            census.count(rank, position, task)
-    census.check_complete()
+            if fault := _fault(task, rank, home, seen):
+                raise ScheduleError(f"rank {rank}, position {position}: {task.cell}: {fault}")
+            seen[task.stage][task.microbatch] |= {task.kind, *(part.kind for part in parts(task))}
+    _check_complete(seen)
     blocked = advance(lists, num_stages)
     if blocked:
         raise deadlock_error(lists, blocked)
 
 
-class _Census:
-    """Records the kinds of tasks seen so far for each stage and microbatch."""
+def _fault(task: Task, rank: int, home: dict[int, int], seen: _Seen) -> str | None:
+    """Return why a task may not be here, after the tasks that were seen."""
+    stage, m, last = task.stage, task.microbatch, len(seen) - 1
+    if not 0 <= stage <= last:
+        return f"there are {len(seen)} stages, numbered from 0"
+    if not 0 <= m < len(seen[0]):
+        return f"there are {len(seen[0])} microbatches, numbered from 0"
+    if home.setdefault(stage, rank) != rank:
+        return f"stage {stage} belongs to rank {home[stage]}. A stage's weights live on one rank"
+    if task.kind is TaskKind.FUSED and stage != last:
+        return (
+            f"only the last stage ({last}) can be fused, since any other one's backward waits for the next stage. Use "
+            "two tasks"
+        )
+    if stage == 0 and task.kind in _SPLITS:
+        return (
+            "stage 0 has no split backward, since nobody waits for the gradient of its input. "
+            "Use B, or pass the lists through schedules.normalize"
+        )
+    if seen[stage][m].intersection(MEANING[task.kind].excludes):
+        is_twice = seen[stage][m].intersection(part.kind for part in parts(task))
+        again = "is there twice" if is_twice else "comes with both B and I or W"
+        return f"{task.cell} {again}; each task must run exactly once"
+    return None
 
-    def __init__(self, num_stages: int, num_microbatches: int, home: dict[int, int]) -> None:
-        self.num_stages = num_stages
-        self.num_microbatches = num_microbatches
-        self.home = home
-        self.seen: list[list[set[TaskKind]]] = [[set() for _ in range(num_microbatches)] for _ in range(num_stages)]
 
-    def count(self, rank: int, position: int, task: Task) -> None:
-        """Record a task; refuse one that may not be here."""
-        stage, m, kinds = task.stage, task.microbatch, {part.kind for part in parts(task)}
-        if not 0 <= stage < self.num_stages:
-            fault = f"there are {self.num_stages} stages, numbered from 0"
-        elif not 0 <= m < self.num_microbatches:
-            fault = f"there are {self.num_microbatches} microbatches, numbered from 0"
-        elif self.home.setdefault(stage, rank) != rank:
-            fault = f"stage {stage} belongs to rank {self.home[stage]}. A stage's weights live on one rank"
-        elif task.kind is TaskKind.FUSED and stage != self.num_stages - 1:
-            fault = (
-                f"only the last stage ({self.num_stages - 1}) can be fused, since any other one's backward waits "
-                "for the next stage. Use two tasks"
-            )
-        elif stage == 0 and kinds & _SPLITS:
-            fault = (
-                "stage 0 has no split backward, since nobody waits for the gradient of its input. "
-                "Use B, or pass the lists through schedules.normalize"
-            )
-        elif self.seen[stage][m].intersection(MEANING[task.kind].excludes):
-            again = "is there twice" if self.seen[stage][m] & kinds else "comes with both B and I or W"
-            fault = f"{task.cell} {again}; each task must run exactly once"
-        else:
-            self.seen[stage][m] |= {task.kind, *kinds}
-            return
-        raise ScheduleError(f"rank {rank}, position {position}: {task.cell}: {fault}")
-
-    def check_complete(self) -> None:
-        """Refuse a schedule that lacks a task."""
-        splits = any(kinds & _SPLITS for listed in self.seen for kinds in listed)
-        fused = [TaskKind.FUSED in kinds for kinds in self.seen[-1]]
-        for stage, listed in enumerate(self.seen):
-            is_fused = any(fused) and stage == self.num_stages - 1
-            wanted = {TaskKind.FORWARD, *(_SPLITS if splits and stage and not is_fused else (TaskKind.BACKWARD,))}
-            for m, kinds in enumerate(listed):
-                if lacking := [kind for kind in TaskKind if kind in wanted - kinds]:
-                    names = ", ".join(f"{stage}{kind.value}{m}" for kind in lacking)
-                    whole = " (one stage is split, so all but stage 0 are)" if TaskKind.BACKWARD in kinds else ""
-                    raise ScheduleError(
-                        f"missing: {names}{whole}. Each of {self.num_stages} stages needs each of "
-                        f"{self.num_microbatches} microbatches"
-                    )
-        if any(fused) and not all(fused):
-            raise ScheduleError(
-                f"stage {self.num_stages - 1} is fused for some microbatches and not for microbatch "
-                f"{fused.index(False)}. Fuse all or none: schedules.normalize does"
-            )
+def _check_complete(seen: _Seen) -> None:
+    """Refuse a schedule that lacks a task."""
+    splits = any(kinds & _SPLITS for listed in seen for kinds in listed)
+    fused = [TaskKind.FUSED in kinds for kinds in seen[-1]]
+    for stage, listed in enumerate(seen):
+        is_whole = not splits or stage == 0 or (any(fused) and stage == len(seen) - 1)
+        wanted = {TaskKind.FORWARD, *((TaskKind.BACKWARD,) if is_whole else _SPLITS)}
+        for m, kinds in enumerate(listed):
+            if lacking := [kind for kind in TaskKind if kind in wanted - kinds]:
+                names = ", ".join(f"{stage}{kind.value}{m}" for kind in lacking)
+                whole = " (one stage is split, so all but stage 0 are)" if TaskKind.BACKWARD in kinds else ""
+                raise ScheduleError(
+                    f"missing: {names}{whole}. Each of {len(seen)} stages needs each of {len(listed)} microbatches"
+                )
+    if any(fused) and not all(fused):
+        raise ScheduleError(
+            f"stage {len(seen) - 1} is fused for some microbatches and not for microbatch {fused.index(False)}. "
+            "Fuse all or none: schedules.normalize does"
+        )
 
 
 def deadlock_error(lists: TaskLists, blocked: Sequence[Blocked]) -> ScheduleError:
-    """Return the error that shows every rank at its blocked task, with the task it waits for and the reason."""
-    return ScheduleError("deadlock: no rank can go on.\n" + blocked_grid(lists, blocked))
-
-
-def blocked_grid(lists: TaskLists, blocked: Sequence[Blocked]) -> str:
-    """Draw one row for each rank, lined up at the blocked tasks (``>like this<``), each with its reason."""
+    """Return the error with a row for each rank, lined up at the blocked tasks (``>like this<``), with each reason."""
     at = {b.rank: b for b in blocked}
     rows: list[tuple[str, str, str, str]] = []
     for rank, tasks in enumerate(lists):
@@ -139,10 +126,11 @@ def blocked_grid(lists: TaskLists, blocked: Sequence[Blocked]) -> str:
         rows.append((" ".join(before), head, " ".join(after), _reason(lists, b)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     label = len(str(len(rows) - 1))
-    return "\n".join(
+    grid = (
         f"  rank {rank:>{label}} | {before:>{widths[0]}} {head:<{widths[1]}} {after:<{widths[2]}}  {reason}".rstrip()
         for rank, (before, head, after, reason) in enumerate(rows)
     )
+    return ScheduleError("\n".join(["deadlock: no rank can go on.", *grid]))
 
 
 def _reason(lists: TaskLists, b: Blocked | None) -> str:

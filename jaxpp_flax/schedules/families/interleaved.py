@@ -2,51 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-import sys
-from collections.abc import Iterator
-from itertools import chain, islice
-
-from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import Task, TaskKind, backward, forward, fused
-
-
-class InRounds(StreamedSchedule):
-    """Base: all microbatches of a round pass through a rank's first stage, then through its second, and so on.
-
-    Forwards to warm up; then a forward and a backward in turn; then the remaining backwards.
-    """
-
-    newest_first: bool = False
-    """True if the backwards are in the reverse order of the forwards."""
-
-    @abc.abstractmethod
-    def round_size(self, num_microbatches: int) -> int:
-        """Return the number of microbatches that go through one stage of a rank before the next stage's turn."""
-
-    @abc.abstractmethod
-    def warmup(self, rank: int, num_microbatches: int) -> int:
-        """Return the number of forwards that ``rank`` runs before its first pair of a forward and a backward."""
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[Task]:
-        # A last round which is not full is filled up, and the tasks of the microbatches that do not
-        # exist are then left out: without them, a legal schedule is still legal.
-        size = self.round_size(num_microbatches)
-        rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
-        stages = range(rank, self.num_stages, self.num_ranks)
-        forwards = (forward(stage, m) for ms in rounds for stage in stages for m in ms)
-        ordered = [ms[::-1] for ms in rounds[::-1]] if self.newest_first else rounds
-        backwards = (backward(stage, m) for ms in ordered for stage in stages[::-1] for m in ms)
-        warmup = islice(forwards, self.warmup(rank, num_microbatches))
-        pairs = chain.from_iterable(zip(forwards, backwards, strict=False))
-        last = self.num_stages - 1 if self.fuses_last_stage else -1
-        for task in chain(warmup, pairs, backwards):
-            if task.microbatch >= num_microbatches:
-                continue
-            if task.stage != last:
-                yield task
-            elif task.kind is TaskKind.FORWARD:  # and its backward comes next
-                yield fused(last, task.microbatch)
+from jaxpp_flax.schedules.families.basic import InRounds
 
 
 class Interleaved1F1B(InRounds):
@@ -65,12 +21,6 @@ class Interleaved1F1B(InRounds):
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", 2021, https://arxiv.org/abs/2104.04473.
 
-    Args:
-        num_stages: a multiple of the number of ranks.
-        num_ranks: number of ranks.
-
-    >>> Interleaved1F1B(4, 2).tasks(2)[0]
-    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1]
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
     >>> print(sketch(Interleaved1F1B(4, 2), 4))
     rank 0 |F0-F1-f0-f1-F2-...b0====F3-b1====f2-B0====f3-B1====...b2====...b3====B2====B3====
@@ -100,8 +50,6 @@ class KimiK2(Interleaved1F1B):
 
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, https://arxiv.org/abs/2507.20534.
 
-    >>> KimiK2(2, 2).tasks(3)[1]
-    [fwd_1__0, fwd_1__1, bwd_1__0, fwd_1__2, bwd_1__1, bwd_1__2]
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
     >>> print(sketch(KimiK2(4, 2), 4))
     rank 0 |F0-F1-f0-f1-F2-F3-...b0====f2-b1====f3-B0====...B1====...b2====b3====B2====B3====
@@ -129,12 +77,6 @@ class InterleavedGPipe(InRounds):
     rank 1 |...F0-F1-F2-f0-f1-f2-b0====b1====b2====B0====B1====B2====......
     """
 
-    def round_size(self, num_microbatches: int) -> int:
-        return num_microbatches
-
-    def warmup(self, rank: int, num_microbatches: int) -> int:
-        return sys.maxsize  # as many as there are
-
 
 class Circular(InterleavedGPipe):
     """All forwards, then all backwards; rounds of ``p`` microbatches go through all stages in turn.
@@ -149,9 +91,6 @@ class Circular(InterleavedGPipe):
     The forward order of circular pipelining; Xu et al., "GSPMD", 2021,
     https://arxiv.org/abs/2105.04663, section 3.3.
 
-    >>> Circular(4, 2).tasks(3)[0]
-    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, fwd_0__2, fwd_2__2,
-     bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1, bwd_2__2, bwd_0__2]
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
     >>> print(sketch(Circular(4, 2), 4))
     rank 0 |F0-F1-f0-f1-F2-F3-f2-f3-.........b0====b1====B0====B1====b2====b3====B2====B3====
@@ -171,8 +110,6 @@ class CircularReversed(Circular):
 
     The reversed-backward form of circular pipelining in Shardy:MPMD.
 
-    >>> CircularReversed(4, 2).tasks(2)[0]
-    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__1, bwd_2__0, bwd_0__1, bwd_0__0]
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
     >>> print(sketch(CircularReversed(4, 2), 3))
     rank 0 |F0-F1-f0-f1-F2-...f2-.........b2====......B2====b1====b0====B1====B0====

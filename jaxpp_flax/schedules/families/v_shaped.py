@@ -70,8 +70,6 @@ class ZBV(VShaped):
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241, and
     "Pipeline Parallelism with Controllable Memory", 2024, https://arxiv.org/abs/2405.15362.
 
-    >>> ZBV(4).rank_of(3), ZBV(4).tasks(1)[1]
-    (0, [fwd_1__0, fwd_2__0, bwd_i_2__0, bwd_w_2__0, bwd_i_1__0, bwd_w_1__0])
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
     >>> print(sketch(ZBV(4), 5))
     rank 0 |F0-F1-F2-f0-i0~w0:f1-i1~w1:F3-B0====f2-i2~w2:F4-B1====f3-i3~w3:B2====f4-i4~w4:B3====B4====...
@@ -106,8 +104,6 @@ class DualPipeV(VShaped):
     shape is that of Qi et al., "Pipeline Parallelism with Controllable Memory", 2024,
     https://arxiv.org/abs/2405.15362.
 
-    >>> DualPipeV(2, 1).tasks(2)[0][:4]
-    [fwd_0__0, fwd_1__0, fwd_0__1, bwd_i_1__0]
     >>> from jaxpp_flax.schedules.tools.drawing import sketch
     >>> print(sketch(DualPipeV(4), 5))
     rank 0 |F0-F1-F2-f0-i0~w0:f1-F3-i1~w1:f2-B0====F4-i2~w2:f3-B1====i3~w3:f4-B2====i4~w4:B3====...B4====

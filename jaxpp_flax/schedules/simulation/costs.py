@@ -89,15 +89,13 @@ class Costs:
             return list(value)
 
         inputs, weights = spread("backward_input"), spread("backward_weight")
-        whole = (
-            spread("backward") if self.backward is not None else [i + w for i, w in zip(inputs, weights, strict=True)]
-        )
+        halves = [i + w for i, w in zip(inputs, weights, strict=True)]
+        whole = halves if self.backward is None else spread("backward")
         forward, activation = spread("forward"), spread("activation")
         kept = activation if self.weight_activation is None else spread("weight_activation")
         again = forward if self.recomputation is None else spread("recomputation")
         fused = [f + b for f, b in zip(forward, whole, strict=True)]  # which recomputes nothing
-        stage_input, sent, passing = spread("stage_input"), spread("sent"), spread("passing")
-        regions = spread("region")
+        stage_input, sent, passing, regions = map(spread, ("stage_input", "sent", "passing", "region"))
         gradients = [*sent[:-1], 0.0]
         residuals = ResidualPlan.keep(num_stages) if residuals is None else residuals
         residuals.check(num_stages)
@@ -106,11 +104,10 @@ class Costs:
             if entry.recompute:
                 whole[stage] += again[stage]
                 inputs[stage] += again[stage]
-            saved = stage_input[stage] if entry.recompute else activation[stage]
             stages.append(
                 StageBytes(
                     activation=activation[stage],
-                    saved=saved,
+                    saved=stage_input[stage] if entry.recompute else activation[stage],
                     kept=kept[stage],
                     passing=sent[stage] if entry.recompute else passing[stage],
                     received=gradients[stage - 1],

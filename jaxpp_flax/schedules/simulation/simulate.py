@@ -7,7 +7,7 @@ gathers of parameters take the rank's time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -116,49 +116,43 @@ class Timeline:
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """The maximum memory of activations and gathered parameters of each rank's devices at one time."""
-        return tuple(_most(self.memory(rank)) for rank in range(len(self.events)))
+        return tuple(max((live for _, live in self.memory(rank)), default=0.0) for rank in range(len(self.events)))
 
     @cached_property
     def peak_host_memory(self) -> tuple[float, ...]:
         """The maximum activation memory of each rank on its host at one time."""
-        return tuple(_most(self.host_memory(rank)) for rank in range(len(self.events)))
+        return tuple(max((live for _, live in self.host_memory(rank)), default=0.0) for rank in range(len(self.events)))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """Return ``(time, memory from this time on)`` at each change on the devices of ``rank``."""
         stages = self.costs.table(self.num_stages, self.residuals).stages
-        others = [
-            change
-            for events in (self.host_events, self.gather_events)
-            for each in (events[rank] if events else ())
-            for change in each.device_changes()
-        ]
-        # At one time, what frees memory comes first; but a task that takes no time frees after it has taken.
-        changes = [change for change in others if change[1] < 0]
+        of_tasks: list[tuple[float, float]] = []
         for event in self.events[rank]:
             taken, left = stages[event.task.stage].changes(event.task)
-            changes += [(event.start, taken), (event.end, left)]
-        return _live_by_time(changes + [change for change in others if change[1] > 0])
+            of_tasks += [(event.start, taken), (event.end, left)]
+        copies, gathers = (events[rank] if events else () for events in (self.host_events, self.gather_events))
+        return _live_by_time([change for each in (*copies, *gathers) for change in each.device_changes()], of_tasks)
 
     def host_memory(self, rank: int) -> list[tuple[float, float]]:
         """Return ``(time, activation memory from this time on)`` at each change on the host of ``rank``."""
-        changes = [
-            change for copy in (self.host_events[rank] if self.host_events else ()) for change in copy.host_changes()
-        ]
-        return _live_by_time(sorted(changes, key=lambda change: change[1] > 0))
+        copies = self.host_events[rank] if self.host_events else ()
+        return _live_by_time([change for copy in copies for change in copy.host_changes()])
 
 
-def _live_by_time(changes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Walk changes of memory in the order of time; those at one time, in the order in which they are given."""
+def _live_by_time(
+    copies: Sequence[tuple[float, float]], tasks: Sequence[tuple[float, float]] = ()
+) -> list[tuple[float, float]]:
+    """Walk changes of memory in the order of time.
+
+    At one time, what frees memory comes first; but a task that takes no time frees after it has taken.
+    """
+    ordered = [*(each for each in copies if each[1] < 0), *tasks, *(each for each in copies if each[1] > 0)]
     memory, steps = Memory(), list[tuple[float, float]]()
-    for time, change in sorted(changes, key=lambda each: each[0]):
+    for time, change in sorted(ordered, key=lambda each: each[0]):
         if change:
             memory.change(change)
             steps.append((time, memory.live))
     return steps
-
-
-def _most(steps: Iterable[tuple[float, float]]) -> float:
-    return max((live for _, live in steps), default=0.0)
 
 
 def simulate(

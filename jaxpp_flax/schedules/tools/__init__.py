@@ -1,1 +1,1 @@
-"""Searching, drawing and showing schedules."""
+"""Drawing and showing schedules, and their files."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -51,24 +50,19 @@ def draw(
     <BLANKLINE>
     F forward -  B backward =  . idle
     """
-    panels = [(title, timeline)] if isinstance(timeline, Timeline) else _checked(timeline)
-    text = grid(panels, width, max_lines)
+    panels = [(title, timeline)] if isinstance(timeline, Timeline) else list(timeline)
+    if not panels:
+        raise ScheduleError("nothing to draw: give at least one timeline")
     if path is not None:
+        writers = {
+            ".svg": lambda: svg(panels),
+            ".json": lambda: chrome_trace(panels, microseconds),
+            ".txt": lambda: grid(panels, width) + "\n",
+        }
         target = Path(path)
-        if target.suffix == ".svg":
-            target.write_text(svg(panels))
-        elif target.suffix == ".json":
-            target.write_text(chrome_trace(panels, microseconds))
-        elif target.suffix == ".txt":
-            target.write_text(grid(panels, width) + "\n")
-        else:
+        if target.suffix not in writers:
             raise ScheduleError(
                 f"{os.fspath(path)}: cannot draw a {target.suffix!r} file. Use .svg, .json (Chrome trace) or .txt"
             )
-    return text
-
-
-def _checked(panels: Sequence[tuple[str, Timeline]]) -> list[tuple[str, Timeline]]:
-    if not panels:
-        raise ScheduleError("nothing to draw: give at least one timeline")
-    return list(panels)
+        target.write_text(writers[target.suffix]())
+    return grid(panels, width, max_lines)
