@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.loop.loop import Loop, Step
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
-from jaxpp_flax.engine.tracing.ir import Equation, Graph
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 
@@ -16,6 +19,10 @@ __all__ = ["open_loops"]
 
 def open_loops(graph: Graph, num_ranks: int) -> Step:
     """Read the schedule of each loop, and inline its body.
+
+    A call is opened, too, if one of its results needs fewer operands than another. A differentiated `jnp.where` returns
+    its mask and its zeros, at full size, beside its value: opened, they are cheap work that a backward does itself; as
+    results of a call they would be residuals.
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
@@ -34,13 +41,38 @@ def open_loops(graph: Graph, num_ranks: int) -> Step:
 
 def _open(equation: Equation, num_ranks: int) -> Loop:
     schedule = _read_schedule(equation, num_ranks)
-    graph = inline(equation.params["body"], hints=False)
+    graph = inline(equation.params["body"], flatten=_mixes, hints=False)
     check_supported(graph)
     body = LoopBody.of(graph, equation.params)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
     none = (None,) * len(body.operations)
     return Loop(equation, schedule, body, data_axes=none, batch_dims=none)
+
+
+def _mixes(call: Equation) -> bool:
+    """Return whether the results of a call need different operands."""
+    body = facts_of(call.primitive).body_in(call.params)
+    return body is not None and len({*_operands_of_results(body)}) > 1
+
+
+def _operands_of_results(jaxpr: Any) -> list[frozenset[int]]:
+    """Return the places of the operands that each result of a jaxpr needs."""
+    jaxpr = opened(jaxpr)
+    needed: dict[Any, frozenset[int]] = {variable: frozenset({i}) for i, variable in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> frozenset[int]:
+        return frozenset() if hasattr(atom, "val") else needed.get(atom, frozenset())  # a literal has no hash
+
+    for equation in jaxpr.eqns:
+        body, read = facts_of(equation.primitive).body_in(equation.params), [of(atom) for atom in equation.invars]
+        every = range(len(read))
+        places = [every] * len(equation.outvars) if body is None else _operands_of_results(body)
+        needed.update(
+            (variable, frozenset().union(*(read[i] for i in those)))
+            for variable, those in zip(equation.outvars, places, strict=True)
+        )
+    return [of(atom) for atom in jaxpr.outvars]
 
 
 def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:
