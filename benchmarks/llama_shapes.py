@@ -1,6 +1,6 @@
 """Llama 3 in the shapes of 8B and 70B, of the usual parts, annotated for the axes `fsdp` and `tensor`: for compilers.
 
-Grouped heads, rotary positions, a gated MLP, each block recomputed in the backward, and computation in bfloat16.
+Grouped heads, rotary positions, a gated MLP, each block recomputed in the backward (or not), computation in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RULES = (("batch", ("data", "fsdp")), ("fsdp", ("fsdp",)), ("tensor", ("tensor",
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; `length` is the number of tokens of an example."""
+    """The sizes of a model; `length` is the number of tokens of an example; `recompute`: each block in its backward."""
 
     width: int
     hidden: int
@@ -30,6 +30,7 @@ class Shape:
     key_value_heads: int = 8
     vocabulary: int = 128256
     length: int = 8192
+    recompute: bool = True
 
 
 SHAPES = {
@@ -63,7 +64,7 @@ class Block(nnx.Module):
     """A layer, cut as Megatron cuts it: the first products by columns, the second ones by rows."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs) -> None:
-        self.size = shape.width // shape.heads
+        self.size, self.recompute = shape.width // shape.heads, shape.recompute
         columns, rows = ("fsdp", "tensor"), ("tensor", "fsdp")
         self.norm1, self.norm2 = (nnx.RMSNorm(shape.width, dtype=BF16, rngs=rngs) for _ in range(2))
         self.query, self.out = (
@@ -74,8 +75,10 @@ class Block(nnx.Module):
         self.gate, self.up = (dense(shape.width, shape.hidden, columns, rngs) for _ in range(2))
         self.down = dense(shape.hidden, shape.width, rows, rngs)
 
-    @nnx.remat
     def __call__(self, x: jax.Array) -> jax.Array:
+        return (nnx.remat(Block.layer) if self.recompute else Block.layer)(self, x)
+
+    def layer(self, x: jax.Array) -> jax.Array:
         y = by_examples(self.norm1(x))
         query, key, value = (f(y).reshape(*x.shape[:2], -1, self.size) for f in (self.query, self.key, self.value))
         seen = jax.nn.dot_product_attention(rotated(query), rotated(key), value, is_causal=True)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.analyses.data_flow import makers_of
-from jaxpp_flax.engine.analyses.held_inside import held_inside
+from jaxpp_flax.engine.analyses.held_inside import Stored, held_inside
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.analyses.work import work_of
 from jaxpp_flax.engine.passes.loop.label import label
@@ -25,7 +25,8 @@ from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
 from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of, values
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Graph, Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.task import TaskKind
@@ -63,7 +64,8 @@ class Holding:
         all microbatches), "gradients" (accumulators), "gathered" (whole copies of sharded parameters, with
         `fsdp="step"`); while the block's backward runs: "regions" (what the largest `jax.checkpoint` region in the
         block makes again); for each microbatch in flight: "activations" and "kept" (see `residuals_of`), "saved"
-        (activations that a policy of the user saves).
+        (activations that a policy of the user saves), "fused" (what is in memory of the activations if forward and
+        backward are one task).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -193,6 +195,7 @@ class Blocks:
             *self._in_flight("activations", activations),
             *self._in_flight("kept", kept),
             *self._in_flight("saved", {v: stages for v, stages in saved.items() if stages}),
+            *self._in_one_task(activations),
             *self._regions,
         )
 
@@ -225,6 +228,29 @@ class Blocks:
             )
             for value, stages in held.items()
             if memory_kind_of(value.aval) is None  # a policy of the user may have put it on the host
+        ]
+
+    def _in_one_task(self, activations: Mapping[Value, set[int]]) -> list[Holding]:
+        """Return what is in memory of the activations if XLA fuses forwards with the backwards that read them."""
+        ahead = [e for t in self.partition.tasks if t.kind is TaskKind.FORWARD for e in t.graph.equations]
+        equations = tuple(dict.fromkeys(ahead))  # several tasks may have a free one
+        made = {value for equation in equations for value in equation.outputs}
+        read = dict.fromkeys(v for e in equations for v in values(e.inputs) if v not in made)
+        wanted = tuple(v for v in activations if v in made)
+        marked = tuple(v for v in self.labels.marked if v in made)
+        flat = inline(Graph(tuple(read), (*wanted, *marked), equations), flatten=True, remat=True)
+        specs = specs_after(flat, [self._spec_read(v) for v in read], self.shards_of.axes)
+        stored = Stored(flat.equations, flat.equations, values(flat.outputs[len(wanted) :]))
+        found = dict[Value, set[int]]()
+        for value, atom in zip(wanted, flat.outputs, strict=False):
+            for held in stored.for_readers_of(atom) if memory_kind_of(value.aval) is None else ():
+                found.setdefault(held, set()).update(activations[value])
+        return [
+            Holding(
+                kind="fused", nbytes=v.nbytes / self._shards(specs.get(v, PartitionSpec())), blocks=tuple(sorted(s))
+            )
+            for v, s in found.items()
+            if v not in read
         ]
 
     @cached_property

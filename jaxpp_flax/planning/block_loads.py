@@ -37,6 +37,7 @@ class BlockLoads:
       sent: bytes on each device that cross a cut before each block (the first is not used).
       passing: those of them that the block before the cut does not keep.
       again: the seconds that each block takes to be recomputed; empty: those of its forward.
+      saving: the seconds of each block's forward that a task of forward and backward saves; empty: none.
       with_effects: the blocks that may not run twice.
       hardware: the devices and their links.
       fsdp: how often parameters are gathered; see `MeshOptions`.
@@ -50,7 +51,10 @@ class BlockLoads:
     hardware: Hardware
     fsdp: Fsdp = "microbatch"
     again: Sequence[float] = ()
-    _stages: dict[tuple[int, int], StageLoad] = field(default_factory=dict[tuple[int, int], StageLoad], repr=False)
+    saving: Sequence[float] = ()
+    _stages: dict[tuple[int, int, bool], StageLoad] = field(
+        default_factory=dict[tuple[int, int, bool], StageLoad], repr=False
+    )
 
     @classmethod
     def of(
@@ -98,34 +102,39 @@ class BlockLoads:
     ) -> StepModel:
         """Return the model of a step whose stages have these numbers of blocks; see `StepModel` for `beside`."""
         ends = list(itertools.accumulate(sizes))
+        fused = [schedule.fuses_last_stage and end == ends[-1] for end in ends]
         return StepModel(
             schedule=schedule,
             num_microbatches=num_microbatches,
-            stages=[self._stage(end - size, end) for size, end in zip(sizes, ends, strict=True)],
+            stages=[self._stage(end - size, end, of) for size, end, of in zip(sizes, ends, fused, strict=True)],
             hardware=self.hardware,
             fsdp=self.fsdp,
             stream_window=stream_updates.WINDOW_BYTES,
             beside=beside,
         )
 
-    def _stage(self, start: int, end: int) -> StageLoad:
-        if (start, end) not in self._stages:
-            self._stages[start, end] = self._new_stage(start, end)
-        return self._stages[start, end]
+    def _stage(self, start: int, end: int, fused: bool) -> StageLoad:
+        key = start, end, fused
+        if key not in self._stages:
+            self._stages[key] = self._new_stage(*key)
+        return self._stages[key]
 
-    def _new_stage(self, start: int, end: int) -> StageLoad:
+    def _new_stage(self, start: int, end: int, fused: bool) -> StageLoad:
         held: dict[str, list[float]] = {}
         for item in self.holdings:
             if any(start <= block < end for block in item.blocks):
                 held.setdefault(item.kind, []).append(item.nbytes)
-        values, gathered, streamed = (held.pop(kind, []) for kind in ("activations", "gathered", "streamed"))
+        values, inside, gathered, streamed = (
+            held.pop(kind, []) for kind in ("activations", "fused", "gathered", "streamed")
+        )
         kept, saved = (sum(held.pop(kind, [])) for kind in ("kept", "saved"))
         regions = held.pop("regions", [])
         return StageLoad(
-            forward=sum(work.forward for work in self.work[start:end]),
+            forward=sum(work.forward for work in self.work[start:end])
+            - (sum(self.saving[start:end]) if fused else 0.0),
             backward=sum(work.backward for work in self.work[start:end]),
             recomputation=sum(self.again[start:end]) if self.again else None,
-            residual_bytes=sum(values),
+            residual_bytes=sum(inside if fused else values),
             weight_bytes=kept,
             saved_bytes=saved,
             region_bytes=max(regions, default=0.0),

@@ -84,7 +84,7 @@ def test_a_parameter_in_another_dtype_is_still_that_argument():
 
 def test_what_a_backward_makes_again_counts_in_its_block_alone():
     def layer(x: jax.Array, p: Any) -> jax.Array:
-        return jnp.sin(jnp.sin(jnp.sin(x @ p["w"]) * 2) * 3)  # each sine's backward reads the cosine of its input
+        return jnp.sin(jnp.sin(x @ p["w"]) @ p["w"])  # each sine's backward reads the cosine of its input
 
     def loss(params: Any, mb: Any) -> jax.Array:
         x = mark_stage_end(layer(mb["x"], params[0]))
@@ -97,4 +97,30 @@ def test_what_a_backward_makes_again_counts_in_its_block_alone():
     (region,) = [h for h in blocks.holdings if h.kind == "regions"]
     one = batch_of(4)["x"][0].nbytes
     assert region.blocks == (1,)
-    assert 3 * one <= region.nbytes <= 4 * one  # what the three backwards read, and at most one value on the way
+    assert region.nbytes == 3 * one  # the inputs of both sines, and what the second product reads
+
+
+def test_one_task_of_forward_and_backward_holds_what_xla_writes():
+    """What is made element by element has no place of its own: its readers make it again of a product's result."""
+
+    def layer(x: jax.Array, p: Any) -> jax.Array:
+        y = x @ p["w"]
+        return x + jnp.sin(jnp.sin(jnp.exp(y.astype(jnp.bfloat16).astype(jnp.float32)))) @ p["w"]
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        return jnp.mean(layer(mark_stage_end(layer(mb["x"], params[0])), params[1]) ** 2)
+
+    step = lambda params, batch: treduce(  # noqa: E731
+        lambda mb: jax.value_and_grad(loss)(params, mb), batch, GPipe(2)
+    )
+    blocks, one = blocks_of(step, (P(), P()), chain(2), batch_of(4)), batch_of(4)["x"][0].nbytes
+
+    def held(kind: str, block: int) -> float:
+        return sum(h.nbytes for h in blocks.holdings if h.kind == kind and block in h.blocks)
+
+    # As results of a forward: the exponential, two cosines, and the outer sine, which the second product reads.
+    assert held("activations", 0) == 4 * one
+    # In one task: the first product in bfloat16, as it is written, and the outer sine.
+    assert held("fused", 0) == 1.5 * one
+    # The second block reads its input, too, and the loss its result.
+    assert held("activations", 1) - held("activations", 0) == held("fused", 1) - held("fused", 0) == 2 * one

@@ -138,6 +138,27 @@ def test_stage_table_and_text_tell_what_is_kept():
     assert texts[0].count("tanh") == 2 * texts[1].count("tanh")
 
 
+def test_a_mask_and_its_zeros_are_no_residuals():
+    """A differentiated `jnp.where` is a call that returns them at full size; a backward makes them itself."""
+
+    def masked(params: Any, mb: Any) -> jax.Array:
+        x = mb["x"]
+        for i, layer in enumerate(params):
+            x = mark_stage_end(x) if i else x
+            scores = x @ layer["w"]
+            mask = jnp.tril(jnp.ones(scores.shape, bool))
+            x = jnp.exp(jnp.where(mask, scores, -1e9))
+        return jnp.mean((x - mb["y"]) ** 2)
+
+    args = chain(3), batch_of(4)
+    step = built(sgd_step(GPipe(3), masked), 3, *args)
+    row = args[1]["x"][0].nbytes
+    # The batch's own rows are none: what `exp` has made; what a stage was sent; and the loss's difference.
+    assert [s.activation_bytes for s in summarise_stages(step, mesh_of(3))] == [row, 2 * row, 3 * row]
+    pipelined = mpmd_jit_with_loop(sgd_step(GPipe(3), masked), mesh_of(3))
+    tree_allclose(numpy(pipelined(*args)), numpy(jax.jit(sgd_step(None, masked))(*args)), rtol=1e-5)
+
+
 def test_debug_nans_and_profile_walk_through_the_copies():
     args = chain(2), batch_of(4)
     compiled = mpmd_jit_with_loop(sgd_step(GPipe(2)), mesh_of(2), residuals=ResidualPlan([OFFLOAD] * 2)).compile(*args)

@@ -78,24 +78,37 @@ class QuotedStep:
 
 
 class StageTimes(NamedTuple):
-    """The seconds of a stage for one microbatch; `gather`: of its parameters, if each task gathers them."""
+    """The seconds of a stage for one microbatch.
+
+    `saving`: those of the forward in which it writes for a backward of another task alone; `gather`: those of its
+    parameters, if each task gathers them.
+    """
 
     forward: float
     backward: float
     again: float
+    saving: float
     gather: float
+
+    def once(self, *, fused: bool) -> float:
+        """Return the seconds of forward and backward."""
+        return self.forward + self.backward - (self.saving if fused else 0.0)
 
     def busy(self, *, fused: bool, recomputes: bool) -> float:
         """Return the seconds of all tasks: each gathers, a backward reduces; a fused one gathers and reduces."""
         again = self.again if recomputes and not fused else 0.0
-        return self.forward + self.backward + again + (2 if fused else 3) * self.gather
+        return self.once(fused=fused) + again + (2 if fused else 3) * self.gather
 
 
 class BlockTimes(NamedTuple):
-    """The seconds of a block for one microbatch; `again`: what recomputation adds; `sums`: those of them in sums."""
+    """The seconds of a block for one microbatch; `again`: what recomputation adds; `sums`: those of them in sums.
+
+    `saving`: see `StageTimes`.
+    """
 
     work: Work
     again: float
+    saving: float
     sums: Work
 
 
@@ -147,7 +160,7 @@ class Quoter:
             backward += self.curves.moving(2 * nbytes, self.device)  # the gradients are added to the sums
             # A backward that recomputes saves nothing, and neither does the forward then.
             again = max(forward - saving, 0.0)
-            found.append(BlockTimes(Work(forward + saving, backward), again, Work(sums, back_sums)))
+            found.append(BlockTimes(Work(forward + saving, backward), again, saving, Work(sums, back_sums)))
         return tuple(found)
 
     def _groups(self, axes: Axes) -> dict[str, Group]:
@@ -193,6 +206,7 @@ class Quoter:
         return BlockLoads(
             work=[of.work for of in self.work(microbatch, axes)],
             again=[of.again for of in self.work(microbatch, axes)],
+            saving=[of.saving for of in self.work(microbatch, axes)],
             holdings=self.model.holdings(microbatch, axes),
             sent=self.model.sent(microbatch, axes.data),
             passing=self.model.passing(microbatch, axes.data),
@@ -241,7 +255,8 @@ class Quoter:
         for size, moved in zip(sizes, gathered, strict=True):
             part = work[start : start + size]
             forward, backward = (sum(getattr(of.work, name) for of in part) for name in ("forward", "backward"))
-            found.append(StageTimes(forward, backward, sum(of.again for of in part), moved / bandwidth))
+            again, saving = (sum(getattr(of, name) for of in part) for name in ("again", "saving"))
+            found.append(StageTimes(forward, backward, again, saving, moved / bandwidth))
             start += size
         return tuple(found)
 
@@ -320,7 +335,7 @@ class Quoter:
         ]
         busiest = max(range(layout.pipeline), key=lambda rank: busy[rank])
         here, twice = of_rank[busiest], [s for s in of_rank[busiest] if recomputes and s not in whole]
-        main = count * sum(times[s].forward + times[s].backward for s in here)
+        main = count * sum(times[s].once(fused=s in whole) for s in here)
         more = count * sum(times[s].again for s in twice)
         sums = count * (self._sums(layout, here, "forward", "backward") + self._sums(layout, twice, "forward"))
         gathered = busy[busiest] - main - more + self._once(layout)[busiest]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 
@@ -18,6 +20,10 @@ __all__ = ["check_opened", "open_loops"]
 
 def open_loops(graph: Graph, num_ranks: int) -> Graph:
     """Return the step with a `Loop` for each `treduce`.
+
+    A call is opened, too, if one of its results needs fewer operands than another. A differentiated `jnp.where` returns
+    its mask and its zeros, at full size, beside its value: opened, they are cheap work that a backward does itself; as
+    results of a call they would be residuals.
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
@@ -44,7 +50,7 @@ def check_opened(step: Graph) -> None:
 
 def _open(equation: Equation, num_ranks: int) -> Loop:
     schedule = _read_schedule(equation, num_ranks)
-    graph = inline(equation.params["body"], hints=False)
+    graph = inline(equation.params["body"], flatten=_mixes, hints=False)
     check_supported(graph)
     body = LoopBody.of(graph, equation.params)
     if isinstance(schedule, OnePass):
@@ -52,6 +58,31 @@ def _open(equation: Equation, num_ranks: int) -> Loop:
     none = (None,) * len(body.operations)
     # What the parameters say stands in the body from here on.
     return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)
+
+
+def _mixes(call: Equation) -> bool:
+    """Return whether the results of a call need different operands."""
+    body = facts_of(call.primitive).body_in(call.params)
+    return body is not None and len({*_operands_of_results(body)}) > 1
+
+
+def _operands_of_results(jaxpr: Any) -> list[frozenset[int]]:
+    """Return the places of the operands that each result of a jaxpr needs."""
+    jaxpr = opened(jaxpr)
+    needed: dict[Any, frozenset[int]] = {variable: frozenset({i}) for i, variable in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> frozenset[int]:
+        return frozenset() if hasattr(atom, "val") else needed.get(atom, frozenset())  # a literal has no hash
+
+    for equation in jaxpr.eqns:
+        body, read = facts_of(equation.primitive).body_in(equation.params), [of(atom) for atom in equation.invars]
+        every = range(len(read))
+        places = [every] * len(equation.outvars) if body is None else _operands_of_results(body)
+        needed.update(
+            (variable, frozenset().union(*(read[i] for i in those)))
+            for variable, those in zip(equation.outvars, places, strict=True)
+        )
+    return [of(atom) for atom in jaxpr.outvars]
 
 
 def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:

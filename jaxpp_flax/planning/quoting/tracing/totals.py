@@ -46,8 +46,9 @@ def state_bytes(
 
 @lru_cache(maxsize=4096)
 def sums_of_bytes(model: TracedModel, microbatch: int, axes: Axes) -> tuple[float, float]:
-    """Return the bytes of a whole model's weights and what belongs to them, and of one microbatch's residuals."""
+    """Return the bytes of a whole model's weights and what belongs to them, and least of one microbatch's residuals."""
     found = Counter[str]()
     for item in model.holdings(microbatch, axes):
         found[item.kind] += item.nbytes  # type: ignore[assignment]
-    return float(sum(found[kind] for kind in ("parameters", "masters", "gradients", "optimizer"))), found["activations"]
+    state = sum(found[kind] for kind in ("parameters", "masters", "gradients", "optimizer"))
+    return float(state), min(found["activations"], found["fused"])
