@@ -21,7 +21,6 @@ from jax.sharding import Sharding
 __all__ = [
     "ClusterPlace",
     "bind_cpu_collectives",
-    "context_on_mesh",
     "coordination_client",
     "coordinator_address",
     "copy_arrays",
@@ -30,6 +29,7 @@ __all__ = [
     "device_assignment_type",
     "device_list_type",
     "is_described",
+    "is_ordered",
     "needs_devices",
     "nothing_cached",
     "platform_of",
@@ -66,6 +66,9 @@ _device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during
 # The primitives of this kind that have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
 
+# JAX's own list of the kinds of side effects that keep their order; libraries add to this one, too.
+_ordered_effects = _private("jax._src.effects", "ordered_effects")
+
 # The setting of one thread; `jax.config.update` changes it for all of them.
 _least_cached_seconds = _private("jax._src.config", "persistent_cache_min_compile_time_secs")
 
@@ -99,6 +102,7 @@ def private_names_in_use() -> dict[str, bool]:
         "copies_of_executables": None not in (device_list_type, device_assignment_type),
         "described_devices": _compile_only_client is not None,
         "device_primitives": bool(_device_primitives),
+        "ordered_effects": _ordered_effects is not None,
         "trace_context": _trace_context is not None,
     }
 
@@ -306,22 +310,18 @@ def needs_devices(primitive: Any) -> bool:
     return primitive in (_device_primitives or ()) or primitive.name in _NEED_DEVICES
 
 
-def context_on_mesh(context: Any, mesh: Any) -> Any:
-    """Return an equation's context (`eqn.ctx`) with the abstract mesh `mesh` in place of its own.
+def is_ordered(effect: Any) -> bool:
+    """Return whether a side effect of an equation keeps its order: by JAX's own list, or by the names of JAX's classes.
 
-    The context's class is private. If a context cannot be copied by its slots, a fresh context replaces it. The fresh
-    context lacks the settings of `jax.experimental.compute_on` and of XLA metadata.
+    Example:
+      >>> import jax
+      >>> trace = jax.make_jaxpr(lambda x: jax.debug.print("{}", x, ordered=True))(1.0)
+      >>> [is_ordered(effect) for equation in trace.eqns for effect in equation.effects]
+      [True]
     """
-    try:
-        copied = object.__new__(type(context))
-        for slot in type(context).__slots__:
-            if slot != "__weakref__" and hasattr(context, slot):
-                object.__setattr__(copied, slot, getattr(context, slot))
-        object.__setattr__(copied, "cur_abstract_mesh", mesh)
-    except (AttributeError, TypeError):
-        with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):
-            copied = type(context)()
-    return copied
+    if _ordered_effects is not None:
+        return bool(_ordered_effects.contains(effect))
+    return type(effect).__name__.startswith("Ordered")
 
 
 @lru_cache(maxsize=65536)

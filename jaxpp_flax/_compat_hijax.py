@@ -14,10 +14,9 @@ from typing import Any
 import jax
 from jax.extend.core import primitives
 
-__all__ = ["RECOMPUTED", "without_high_calls"]
+from jaxpp_flax._compat_texts.traces import in_context
 
-# The name in JAX's name stacks, for both implementations of `jax.checkpoint`, of what a backward pass computes again.
-RECOMPUTED = "rematted_computation"
+__all__ = ["without_high_calls"]
 
 
 def without_high_calls(jaxpr: Any) -> Any:
@@ -82,6 +81,6 @@ class _Lowered:
         def expanded(*flat: Any) -> Sequence[Any]:
             return jax.tree.leaves(call.expand(*jax.tree.unflatten(call.in_tree, flat)))
 
-        with context.manager:
+        with in_context(context):
             made = jax.make_jaxpr(expanded)(*call.in_avals_flat)  # types of JAX, with their shardings and memories
         return primitives.closed_call_p, {"call_jaxpr": self.jaxpr(made)}

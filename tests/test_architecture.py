@@ -96,6 +96,14 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         [f"engine/jit.py:{line}: " for line in (1, 2, 3, 4)],
     ),
     (
+        imports.words_of_jax_are_read_in_compat,
+        {
+            "_compat_texts/traces.py": "text.count('transpose(')",
+            "engine/jit.py": '"""A context mesh."""\nif "Unknown backend" in str(error):\n    x = f"transpose({x}"',
+        },
+        ["engine/jit.py:2: 'Unknown backend' is a text of JAX", "engine/jit.py:3: "],
+    ),
+    (
         imports.nothing_is_unpickled,
         {"checkpoint/reading.py": "import pickle\nnp.load(f, allow_pickle=True)\nnp.load(f, allow_pickle=False)"},
         ["reading.py:1: pickle", "reading.py:2: allow_pickle"],

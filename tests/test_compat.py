@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import _compat
@@ -33,6 +34,7 @@ def test_the_private_names_exist_in_this_jax():
         "copies_of_executables": True,
         "described_devices": True,
         "device_primitives": True,
+        "ordered_effects": True,
         "trace_context": True,
     }
 
@@ -233,40 +235,6 @@ def test_a_connection_is_poisoned_only_by_the_private_name():
     assert calls == [1]
 
 
-def meshes() -> tuple[AbstractMesh, AbstractMesh]:
-    whole, part = (
-        Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Explicit,)).abstract_mesh
-        for count in (4, 2)
-    )
-    return whole, part
-
-
-def test_an_equations_context_moves_to_another_mesh():
-    whole, part = meshes()
-    with jax.sharding.use_abstract_mesh(whole):
-        (equation,) = jax.make_jaxpr(jnp.sin)(jax.ShapeDtypeStruct((4,), jnp.float32)).eqns
-    assert equation.ctx.cur_abstract_mesh == whole
-    moved = _compat.context_on_mesh(equation.ctx, part)
-    assert type(moved) is type(equation.ctx)
-    assert moved.cur_abstract_mesh == part
-    assert equation.ctx.cur_abstract_mesh == whole
-
-
-class Context:
-    """An equation's context that cannot be copied by its slots: it has none."""
-
-    def __init__(self) -> None:
-        self.mesh = jax.sharding.get_abstract_mesh()
-
-
-def test_a_context_without_slots_is_made_anew_on_the_mesh():
-    whole, part = meshes()
-    with jax.sharding.use_abstract_mesh(whole):
-        context = Context()
-        assert _compat.context_on_mesh(context, part).mesh == part
-    assert context.mesh == whole
-
-
 @pytest.mark.parametrize("listed", [True, False])
 def test_primitives_whose_lowering_needs_devices(monkeypatch: pytest.MonkeyPatch, listed: bool):
     if not listed:
@@ -274,3 +242,19 @@ def test_primitives_whose_lowering_needs_devices(monkeypatch: pytest.MonkeyPatch
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
     sines = jax.make_jaxpr(lambda x: jnp.sin(jax.pure_callback(np.sin, shape, x)))(shape).eqns
     assert [_compat.needs_devices(equation.primitive) for equation in sines] == [True, False]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_side_effects_that_keep_their_order(monkeypatch: pytest.MonkeyPatch, listed: bool):
+    if not listed:
+        monkeypatch.setattr(_compat, "_ordered_effects", None)
+
+    def effects(ordered: bool) -> list[Any]:
+        def calls(x: jax.Array) -> jax.Array:
+            jax.debug.print("{}", x, ordered=ordered)
+            return io_callback(np.sin, jax.ShapeDtypeStruct((), jnp.float32), x, ordered=ordered)
+
+        return [effect for equation in jax.make_jaxpr(calls)(1.0).eqns for effect in equation.effects]
+
+    for ordered in (True, False):
+        assert [_compat.is_ordered(effect) for effect in effects(ordered)] == [ordered] * 2

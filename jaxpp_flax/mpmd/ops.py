@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax._compat_texts.traces import transpositions
+
 __all__ = [
     "call",
     "calls_in",
@@ -51,7 +53,7 @@ def names_in(stack: str, what: str) -> list[tuple[str, int, int]]:
     Each has the number of transpositions that JAX made of it, and the count that is written in its scope.
     """
     found = re.finditer(rf"mpmd\.{what}\[([^\]]*);(\d+)\]", stack)
-    return [(unquote(match[1]), stack.count("transpose(", 0, match.start()), int(match[2])) for match in found]
+    return [(unquote(match[1]), transpositions(stack[: match.start()]), int(match[2])) for match in found]
 
 
 def calls_in(stack: str) -> list[int]:

@@ -21,7 +21,6 @@ __all__ = [
     "WatchedGroup",
     "await_report",
     "first_failure",
-    "may_come_from_a_peer",
     "observe_broken_connection",
 ]
 
@@ -74,12 +73,6 @@ def first_failure(failures: Mapping[str, bytes]) -> Failure:
 
 # -- errors of JAX that another process's failure has caused
 
-# Words in errors of JAX that another process's death may cause: wait for the news of it.
-_WORDS = (
-    "unavailable", "connect", "socket", "peer", "gloo", "poison", "aborted", "cancelled", "transferring", "recv",
-    "broken pipe",
-)  # fmt: skip
-
 # A process that fails by itself reports it before its connections break; the others read reports each second.
 _REPORT_SECONDS = 2.0
 # A process that still lives was hit itself, and waits for a report before it makes one.
@@ -87,20 +80,6 @@ _LIVES_SECONDS = 10.0
 # Heartbeats come each second, and are looked at each second: a living process is heard within two, and a bit.
 _SILENT_SECONDS = 3.5
 _POLL_SECONDS = 0.05
-
-
-def may_come_from_a_peer(error: BaseException) -> bool:
-    """Whether another process's death may have caused an error of JAX.
-
-    >>> may_come_from_a_peer(RuntimeError("INTERNAL: SocketServer: Connection closed"))
-    True
-    >>> may_come_from_a_peer(RuntimeError("recv() failed errno: 107 err: Transport endpoint is not connected"))
-    True
-    >>> may_come_from_a_peer(ValueError("shape"))
-    False
-    """
-    text = str(error).lower()
-    return any(word in text for word in _WORDS)
 
 
 def await_report(group: WatchedGroup, process: int | None) -> None:

@@ -22,13 +22,13 @@ from typing import NoReturn
 import jax
 
 from jaxpp_flax import _compat
+from jaxpp_flax._compat_texts.errors import may_come_from_a_peer
 from jaxpp_flax.processes.barriers import Barriers, SharedValues
 from jaxpp_flax.processes.failures import (
     DEFAULT_FAILURE_TIMEOUT,
     PEER_FAILED_STATUS,
     Failure,
     await_report,
-    may_come_from_a_peer,
 )
 from jaxpp_flax.processes.store import (
     ROOT,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax._compat_texts.errors import has_timed_out
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -61,7 +62,7 @@ class KeyValueStore:
             try:
                 return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):
+                if has_timed_out(error):
                     return None
                 raise
 

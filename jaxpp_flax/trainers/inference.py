@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_flax._compat_texts.errors import is_uneven_split
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
@@ -168,7 +168,7 @@ class Evaluation:
         try:
             return self.executables.get(kind, part.microbatches, build, donate=False)
         except ValueError as error:
-            if part.is_shared or not re.search("divisible|evenly divide", str(error)):
+            if part.is_shared or not is_uneven_split(error):
                 raise
             shards = self.rows.batch_shards
             raise BatchError(

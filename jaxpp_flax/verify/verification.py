@@ -11,6 +11,7 @@ from typing import Any, get_args
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jaxpp_flax._compat_texts.errors import names_mesh
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -212,7 +213,7 @@ def _traced_without_mesh(step: Any, used: list[str], types: Any) -> TracedStep:
     try:
         return trace_step(step, used, *types)
     except (RuntimeError, ValueError) as error:
-        if "mesh" not in str(error):
+        if not names_mesh(error):
             raise
         raise VerifyError(
             f"the model names axes of a mesh, and the plain step runs on one device, without a mesh: {error} The "

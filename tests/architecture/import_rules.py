@@ -12,14 +12,15 @@ from tests.architecture.source import NAME, Source
 MAY_IMPORT = {
     "_compat": set(),
     "_compat_executables": {"_compat"},
-    "_compat_hijax": set(),
+    "_compat_hijax": {"_compat_texts"},
+    "_compat_texts": set(),
     "_compat_xla": set(),
     "counts": set(),
     "globs": set(),
     "messages": set(),
     "error_codes": set(),
     "schedules": {"messages", "error_codes"},
-    "processes": {"messages", "_compat", "error_codes"},
+    "processes": {"messages", "_compat", "_compat_texts", "error_codes"},
     "engine": {
         "schedules",
         "processes",
@@ -28,13 +29,14 @@ MAY_IMPORT = {
         "_compat",
         "_compat_executables",
         "_compat_hijax",
+        "_compat_texts",
         "_compat_xla",
     },
     "layers": {"engine", "globs"},
     "planning": {"engine", "schedules", "counts", "globs", "messages", "error_codes", "_compat_xla"},
     "plan": {"planning"},
     "linen": {"layers"},
-    "mpmd": {"engine", "schedules", "messages"},
+    "mpmd": {"engine", "schedules", "messages", "_compat_texts"},
     "checkpoint": {"engine", "processes", "counts", "globs", "messages", "error_codes"},
     "pretrained": {"checkpoint", "engine", "processes", "counts", "globs"},
     "trainers": {
@@ -49,9 +51,10 @@ MAY_IMPORT = {
         "globs",
         "messages",
         "error_codes",
+        "_compat_texts",
     },
-    "verify": {"trainers", "planning", "checkpoint", "engine", "processes", "error_codes"},
-    "launch": {"processes", "messages", "error_codes", "_compat"},
+    "verify": {"trainers", "planning", "checkpoint", "engine", "processes", "error_codes", "_compat_texts"},
+    "launch": {"processes", "messages", "error_codes", "_compat", "_compat_texts"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},
     "tasks": {"engine", "messages"},
@@ -85,6 +88,12 @@ LARGEST_FACE = 10
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")
 ONLY_FILE_WITH_PRIVATE_JAX = "_compat.py"
+# Words of JAX's name stacks, and of errors of JAX and XLA, by which `_compat*` files decide something.
+WORDS_OF_JAX = (
+    "transpose(", "rematted_computation", "not found in mesh", "of type auto", "context mesh", "unbound axis name",
+    "not supported by dot_general", "unknown backend", "deadline_exceeded", "jaxruntimeerror",
+    "xlaruntimeerror",
+)  # fmt: skip
 
 
 def matches(name: str, library: str) -> bool:
@@ -214,6 +223,18 @@ def private_jax_is_touched_in_one_file(sources: Sequence[Source]) -> Iterator[st
                 yield f"{source.at(node.lineno)}: jax._src belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
             if isinstance(node, ast.Constant) and str(node.value).startswith("jax._src"):
                 yield f"{source.at(node.lineno)}: {node.value!r} belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+
+
+def words_of_jax_are_read_in_compat(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        if source.name.startswith("_compat"):
+            continue
+        docstrings = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
+        for node in source.nodes:
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
+                continue
+            if any(words in node.value.lower() for words in WORDS_OF_JAX):
+                yield f"{source.at(node.lineno)}: {node.value!r} is a text of JAX: ask a function of `_compat_texts`"
 
 
 def nothing_is_unpickled(sources: Sequence[Source]) -> Iterator[str]:

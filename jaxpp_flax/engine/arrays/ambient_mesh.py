@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxpp_flax._compat import trace_context
+from jaxpp_flax._compat_texts.errors import MeshFault, mesh_fault, names_axes, names_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 
 __all__ = ["context_mesh", "trace_for_stages", "trace_settings", "without_ambient_mesh"]
@@ -87,42 +88,41 @@ def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
         names, the message says what to change.
     """
     whole = mesh.jax_mesh.abstract_mesh
-    # JAX writes the mesh this way in such an error; any other error would come again.
-    named = ", ".join(f"{axis!r}: {size}" for axis, size in whole.shape.items())
     try:
         with context_mesh(mesh.abstract_submesh):
             return trace(mesh.abstract_submesh)
     except ValueError as error:
         refused = error
-    if named in str(refused) and whole != mesh.abstract_submesh:
+    if names_axes(refused, whole.shape) and whole != mesh.abstract_submesh:  # any other error would come again
         try:
             with context_mesh(whole):
                 return trace(whole)
         except ValueError as error:
-            if "mesh" not in str(error):
+            if not names_mesh(error):
                 raise
-    remedy = _remedy(str(refused), mesh)
+    remedy = _remedy(refused, mesh)
     if remedy is None:
         raise refused
     raise ValueError(f"{remedy}; the line is in the traceback of the error above.") from refused
 
 
-def _remedy(error: str, mesh: MpmdMesh) -> str | None:
+def _remedy(error: ValueError, mesh: MpmdMesh) -> str | None:
     """Return advice for an error of JAX about meshes; None for other errors."""
-    if "not found in mesh" in error:
+    fault = mesh_fault(error)
+    if fault is MeshFault.UNKNOWN_AXIS:
         axes = [name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]
         return (
             f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint may name "
             f"{axes}. Use one of these, or make a mesh that has the axis"
         )
-    if "of type Auto" in error:
+    if fault is MeshFault.EXPLICIT_ONLY:
         names = mesh.jax_mesh.axis_names
         return (
             f"the step asks for a sharding that JAX takes on Explicit axes only: {error} Use "
             "jax.lax.with_sharding_constraint there, or make the mesh as jax.sharding.Mesh(devices, "
             f"{names}, axis_types=(jax.sharding.AxisType.Explicit,) * {len(names)})"
         )
-    if "context mesh" in error.lower():
+    if fault is MeshFault.ANOTHER_MESH:
         return (
             f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave `mesh=` "
             "out of jax.shard_map, write shardings as PartitionSpecs, or make both of `mpmd_mesh.lowering_mesh()`"

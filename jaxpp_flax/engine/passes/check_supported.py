@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxpp_flax._compat import is_ordered
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
@@ -25,8 +26,7 @@ def refuse_ordered_effects(graph: Graph) -> None:
         if equation.primitive is treduce_p:
             refuse_ordered_effects(equation.params["body"])
             continue
-        # JAX has no public names for these effects, only the names of their classes.
-        if any(type(effect).__name__.startswith("Ordered") for effect in equation.effects):
+        if any(map(is_ordered, equation.effects)):
             raise ValueError(
                 f"the `{equation.name}` at {equation.where} has a side effect with ordered=True, but the stages of a "
                 "pipeline work on several microbatches at the same time, so that no order of the whole step "

@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax._compat import context_on_mesh
+from jaxpp_flax._compat_texts.traces import context_on_mesh
 from jaxpp_flax.engine.analyses.equation_facts import place_of
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened, plain_literal

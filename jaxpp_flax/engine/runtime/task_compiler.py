@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import needs_devices, platform_of, trace_context
 from jaxpp_flax._compat_executables import Original, compile_original, compile_settings
+from jaxpp_flax._compat_texts.errors import lacks_backend
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import ProgramTask
@@ -174,7 +175,7 @@ class TaskCompiler(Generic[MeshT]):
             try:
                 return traced.lower(lowering_platforms=(platform,))
             except RuntimeError as error:
-                if self.mesh.is_described and "Unknown backend" in str(error):
+                if self.mesh.is_described and lacks_backend(error):
                     raise _needs_attached(task, platform) from error
                 raise
 

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import DebugInfo
+
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, opened
 from jaxpp_flax.engine.tracing.primitives import facts_of
 
@@ -36,7 +38,7 @@ class GraphText(ABC):
         """Return the parameters that change an equation's results as text."""
         unread = facts_of(equation.primitive).unread
         telling = [item for item in sorted(equation.params.items()) if item[0] not in unread]
-        return ", ".join([f"{name}={self.value(of)}" for name, of in telling if not _is_debug_info(of)])
+        return ", ".join([f"{name}={self.value(of)}" for name, of in telling if not isinstance(of, DebugInfo)])
 
     def lines(self, graph: Graph) -> Iterator[str]:
         """Yield the inputs, each equation, and the outputs as one line each."""
@@ -77,8 +79,3 @@ class GraphText(ABC):
 
     def _kind(self, container: Any) -> str:
         return "" if type(container) is tuple else self.leaf(type(container))
-
-
-def _is_debug_info(value: Any) -> bool:
-    # JAX's class for it is private; it holds names and places of source files, under `debug_info` or another name.
-    return type(value).__name__ == "DebugInfo" and type(value).__module__.startswith("jax.")

@@ -12,6 +12,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from jaxpp_flax._compat_texts.traces import scopes_of
 from jaxpp_flax.engine.tracing.ir import Equation, emit
 
 __all__ = ["MIXING_SCOPE", "as_copy", "is_mixing_by_design", "place_with", "place_with_p"]
@@ -68,4 +69,4 @@ def as_copy(hint: Equation) -> Equation:
 
 def is_mixing_by_design(equation: Equation) -> bool:
     """Return whether the user asked, by a name scope, for this work on several ranks' arrays."""
-    return MIXING_SCOPE in str(getattr(equation.source, "name_stack", ""))
+    return MIXING_SCOPE in scopes_of(equation.source)

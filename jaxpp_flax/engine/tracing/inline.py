@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import primitives
 
-from jaxpp_flax._compat_hijax import RECOMPUTED
+from jaxpp_flax._compat_texts.traces import is_recomputed, scopes_of
 from jaxpp_flax.engine.tracing.hints import place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, bodies, inside, opened, prune, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
@@ -52,7 +52,7 @@ def is_recomputation(equation: Any) -> bool:
 def _is_recomputed(equation: Any) -> bool:
     """Return whether an equation, of ours or of JAX, stands in the recomputed part of a region, not in its backward."""
     source = equation.source if isinstance(equation, Equation) else equation.source_info
-    return getattr(equation, "late", False) or RECOMPUTED in str(getattr(source, "name_stack", ""))
+    return getattr(equation, "late", False) or is_recomputed(scopes_of(source))
 
 
 def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:

@@ -20,7 +20,8 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxpp_flax._compat_hijax import RECOMPUTED, without_high_calls
+from jaxpp_flax._compat_hijax import without_high_calls
+from jaxpp_flax._compat_texts.traces import in_context, is_recomputed, transpositions
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -117,7 +118,7 @@ class Equation:
     def bind(self, *operands: Any) -> Sequence[Any]:
         """Apply the primitive; always return a sequence of results."""
         params = self.primitive.get_bind_params(dict(self.params))
-        with self.context.manager if self.context is not None else nullcontext():
+        with in_context(self.context):
             results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else [results]
 
@@ -257,7 +258,7 @@ def from_jaxpr(
     scopes = getattr(within, "name_stack", None)
     for eqn in inner.eqns:
         stack = scopes_of(eqn.source_info.name_stack)
-        recomputed = RECOMPUTED in stack
+        recomputed = is_recomputed(stack)
         equation = Equation(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -268,7 +269,7 @@ def from_jaxpr(
             source=eqn.source_info
             if scopes is None
             else eqn.source_info.replace(name_stack=scopes + eqn.source_info.name_stack),
-            transposed=(transposed or "transpose(" in stack) and not recomputed,
+            transposed=(transposed or transpositions(stack) > 0) and not recomputed,
             late=late or recomputed,
         )
         equations.append(equation)
@@ -300,7 +301,7 @@ def emit(
       outputs: the values of the results, None for a new value; by default all are new.
       like: an equation: the function is traced in its context, and the new equations get its source and labels.
     """
-    with like.context.manager if like is not None and like.context is not None else nullcontext():
+    with in_context(None if like is None else like.context):
         jaxpr = jax.make_jaxpr(function)(*(struct_of(atom.aval) for atom in inputs))
     graph = applied(jaxpr, inputs)
     equations, results = list(graph.equations), list(graph.outputs)

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+from jaxpp_flax._compat_texts.errors import is_of_jax, may_come_from_a_peer
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import error_location
-from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
+from jaxpp_flax.processes.failures import Failure
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.processes.waits import print_notice, reporting_thread
@@ -163,12 +164,10 @@ class ProcessEnd:
         if isinstance(error, ProcessFailedError):
             return True
         failure = self.group.failure
-        text = f"{type(error).__name__}: {error}".lower()
-        is_of_jax = "jaxruntimeerror" in text or "xlaruntimeerror" in text
         if failure is not None and failure.process == self.group.process_index:
             # Another thread, such as that of a save, reported it: the transports have given up since.
-            return is_of_jax
-        if not is_of_jax:
+            return is_of_jax(error)
+        if not is_of_jax(error):
             return failure is not None
         patience = 0.7 * self._timeout if may_come_from_a_peer(error) else 0.5
         return self.group.failed.wait(patience)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 from flax.errors import FlaxError
 
+from jaxpp_flax._compat_texts.errors import unbound_axis
 from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
@@ -57,8 +57,8 @@ def call_function(
             raise LossError(taken) from error
         raise
     except NameError as error:
-        if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
-            raise ModelError(_unbound_axis(found[1], function)) from error
+        if axis := unbound_axis(error):
+            raise ModelError(_unbound_axis(axis, function)) from error
         raise
     finally:
         if contents is not None:

@@ -11,6 +11,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jaxpp_flax._compat_texts.errors import names_mesh
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_for_stages
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.trainers.data.batch import shape_of
@@ -79,7 +80,7 @@ def _traced_without_mesh(function: Callable[[TrainState, Any], T], state: TrainS
     try:
         return function(state, read)
     except (RuntimeError, ValueError) as error:
-        if "mesh" not in str(error):
+        if not names_mesh(error):
             raise
         raise MeshError(
             f"the model names axes of a mesh, but one stage on one device has none, and a mesh of jax.set_mesh around "

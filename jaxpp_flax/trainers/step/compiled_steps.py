@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax._compat_texts.errors import lacks_product
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.pipeline import PlacedPipeline
@@ -232,7 +232,7 @@ class CompiledSteps:
         try:
             return self._compile_any(function, arguments, policy, **form)
         except ValueError as error:
-            if not re.search("precision .* is not supported by dot_general", str(error)):
+            if not lacks_product(error):
                 raise
             raise ModelError(
                 f"the model has a matrix product that JAX lacks on these devices: {error}. On CPU this is attention of "

@@ -1,0 +1,1 @@
+"""What JAX tells in texts alone: the errors of JAX and XLA, and the scopes of traced equations."""
