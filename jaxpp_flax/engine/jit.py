@@ -240,6 +240,7 @@ class MpmdFunction:
                 [PartitionSpec()] * len(consts) + in_specs, sizes,
                 result_ranks=ResultRanks.of(mesh, everywhere),
                 idle_ranks=frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1)),
+                submesh=mesh.abstract_submesh,
                 fsdp=rule if self._fsdp == "step" else None,
             )  # fmt: skip
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", mesh)
