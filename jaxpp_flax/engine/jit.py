@@ -206,6 +206,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             donated=(*[False] * len(constants), *donated),
             specs=(*[PartitionSpec()] * len(constants), *in_specs),
             shards=ShardCounts(sizes),
+            submesh=mesh.abstract_submesh,
             result_ranks=ResultRanks.of(mesh, everywhere),
             idle_ranks=frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1)),
             fsdp=FsdpRule(mesh=mesh.abstract_submesh, names=names) if self._fsdp == "step" else None,

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.arrays.mesh import axes_in, entry_of
 from jaxpp_flax.engine.tracing.ir import Equation
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 
@@ -51,8 +51,7 @@ class ShardCounts:
 
     def _axes_of(self, entry: Any) -> Any:
         """Return an entry without axes of size 1."""
-        names = tuple(name for name in axes_in((entry,)) if self.axes[name] > 1)
-        return names[0] if len(names) == 1 else names
+        return entry_of(name for name in axes_in((entry,)) if self.axes[name] > 1)
 
 
 def ways_of(equation: Equation, axes: Any) -> list[Way]:

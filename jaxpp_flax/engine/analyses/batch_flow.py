@@ -14,17 +14,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ways_of
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, ways_of
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, ends_in_sum, open_scan
 from jaxpp_flax.engine.analyses.linearity import accumulates, passes_parts, sums_in_parts
-from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.arrays.mesh import axes_in, entry_of
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, struct_of, values
+from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, Operands, facts_of
 
-__all__ = ["BatchFlow", "Sum", "propagate"]
+__all__ = ["BatchFlow", "Sum", "batch_in", "batch_of", "propagate"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,23 @@ def propagate(
     flow = BatchFlow(known, size)
     flow.follow(equations)
     return {value: dim for value, dim in flow.states.items() if isinstance(dim, tuple)}
+
+
+def batch_of(graph: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts) -> dict[Value, BatchDim]:
+    """Return the batch dimension of every value of a step that has one; `specs` are the partitions of its inputs."""
+    pairs = zip(graph.inputs, specs, strict=True)
+    known = {value: dim for value, spec in pairs if (dim := shards.batch_dim(spec)) is not None}
+    return propagate(graph.equations, known, shards) if known else {}
+
+
+def batch_in(body: LoopBody, operands: Sequence[Atom], dims: Mapping[Value, BatchDim]) -> dict[Value, BatchDim]:
+    """Return the batch dimensions of what a body, with calls inlined, slices microbatches from.
+
+    `operands` stand for the body's constants in the step, and `dims` has the batch dimensions there.
+    """
+    sliced = sliced_by_index(body.equations, body.index)
+    pairs = zip(body.constants, operands, strict=True)
+    return {v: dims[a] for v, a in pairs if v in sliced and isinstance(a, Value) and a in dims}
 
 
 class BatchFlow:
@@ -138,7 +156,7 @@ class BatchFlow:
         """Return a batch dimension with its mesh axes: the first ones, if a reshape has left it only the major part."""
         names = axes_in((axes,))
         for count in range(len(names), 0, -1):
-            held: Any = axes if count == len(names) else names[:count] if count > 1 else names[0]
+            held = entry_of(names[:count])
             if value.aval.shape[dim] % self.size(held) == 0:
                 return int(dim), held
         return None
@@ -147,9 +165,10 @@ class BatchFlow:
         """Return the state of the result of a linear operation on sums, or on zero."""
         facts = facts_of(equation.primitive)
         rule, sums = facts.linear, {i: state for i, state in enumerate(states) if isinstance(state, Sum)}
-        placing = facts.placing_in(equation.params)
-        if isinstance(placing, NamedSharding) and not set(axes_in(placing.spec)).isdisjoint(self.later):
-            return sums.get(0)
+        if isinstance(sharding := facts.placing_in(equation.params), NamedSharding) and 0 in sums:
+            placed, typed = set(axes_in(sharding.spec)), struct_of(equation.outputs[0].aval).sharding is not None
+            beside = typed and placed.isdisjoint(axes_in((sums[0].axes,)))
+            return sums[0] if beside or not placed.isdisjoint(self.later) else None
         if rule is None or not sums:
             return None
         parted = [i for i, state in sums.items() if not _is_zero(state)]

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import Way, ways_of
 from jaxpp_flax.engine.analyses.inner_bodies import open_scan
-from jaxpp_flax.engine.arrays.mesh import axes_in, canonical
+from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, entry_of
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, opened
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
@@ -41,11 +41,7 @@ def specs_after(
     for value, spec in zip(graph.inputs, in_specs, strict=True):
         flow.set(value, flow.entries(spec, value.aval.ndim))
     flow.settle(graph.equations, frozenset(graph.inputs))
-    return {value: canonical(PartitionSpec(*map(_entry, axes))) for value, axes in flow.found.items()}
-
-
-def _entry(names: tuple[str, ...]) -> Any:
-    return names if len(names) > 1 else next(iter(names), None)
+    return {value: canonical(PartitionSpec(*map(entry_of, axes))) for value, axes in flow.found.items()}
 
 
 def _ways(equation: Equation, shape: Sequence[int]) -> Sequence[Way]:

@@ -25,6 +25,7 @@ __all__ = [
     "axes_in",
     "canonical",
     "carried_over",
+    "entry_of",
     "keep_axes",
     "lies_alike",
     "named_memory",
@@ -357,6 +358,17 @@ def axes_in(spec: Iterable[Any]) -> list[str]:
     # A spec with `reduced` or `unreduced` axes cannot be iterated.
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in getattr(spec, "partitions", spec))
     return [name for names in entries for name in names if name is not None]
+
+
+def entry_of(names: Iterable[str]) -> Any:
+    """Return the entry of a PartitionSpec that names some mesh axes.
+
+    Example:
+      >>> entry_of(["data", "tensor"]), entry_of(["data"]), entry_of([])
+      (('data', 'tensor'), 'data', None)
+    """
+    found = tuple(names)
+    return found if len(found) > 1 else next(iter(found), None)
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -6,6 +6,7 @@ Each pass is a pure function from one frozen structure to the next, in a file of
 from __future__ import annotations
 
 from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
+from jaxpp_flax.engine.passes.fsdp.keep_batch import keep_batch
 from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import check_ends, donate_and_free
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
@@ -68,6 +69,12 @@ PREPARING = (
         lambda step, settings: defer_in_loops(step, settings.specs, settings.shards),
         requires="opened loops",
         ensures="sums over sharded examples are partial sums, where they may wait for the end of the loop",
+    )
+    .then(
+        "keep_batch",
+        lambda step, settings: keep_batch(step, settings.specs, settings.shards, settings.submesh),
+        requires="opened loops, with partial sums",
+        ensures="on an Auto mesh, what a scan starts from is divided over the axes of the batch, as its examples are",
     )
 )
 

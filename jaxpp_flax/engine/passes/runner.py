@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
@@ -37,6 +37,7 @@ class Settings:
       donated: for each input of the step, whether its buffers may be reused.
       specs: the partition of each input inside a submesh.
       shards: returns the number of shards over an entry of a spec.
+      submesh: that of a rank, without devices; None tells XLA nothing of the batch.
       result_ranks: with several processes, the results that all of them get.
       fsdp: gathers parameters before the loops; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
@@ -49,6 +50,7 @@ class Settings:
     donated: Sequence[bool]
     specs: Sequence[PartitionSpec]
     shards: ShardCounts
+    submesh: AbstractMesh | None = None
     result_ranks: ResultRanks | None = None
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})

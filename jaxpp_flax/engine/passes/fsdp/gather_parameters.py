@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
-from jaxpp_flax.engine.analyses.batch_flow import propagate
+from jaxpp_flax.engine.analyses.batch_flow import batch_of
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import follow, warn_of_derived
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
@@ -44,8 +44,7 @@ def gather_parameters(step: Graph, specs: Sequence[PartitionSpec], shards: Shard
     if rule is None:
         return step
     spec_of = dict(zip(step.inputs, specs, strict=True))
-    known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
-    dims = propagate(step.equations, known, shards)
+    dims = batch_of(step, specs, shards)
     behind = follow(step.equations, spec_of)
     gathers: dict[tuple[Value, PartitionSpec], Gather] = {}  # of all loops: two that read one parameter share it
 

@@ -4,7 +4,8 @@ A weight gradient contracts the sharded batch dimension, and every backward task
 keeps the shards of the contraction apart: with D shards, the gradient of shape (...) becomes D partial gradients of
 shape (D, ...), each on the device that made it. The loop accumulates these. Their sum over the first axis, taken after
 the loop, is the only reduction. A gradient qualifies if it is linear in contractions over the batch dimension (see
-`analyses/batch_flow.py`). Other gradients stay unchanged, which is slower but equally correct.
+`analyses/batch_flow.py`). Other gradients stay unchanged, which is slower but equally correct. With several axes, a
+parameter may be sharded over the last ones (FSDP): its gradient has a part for each shard over the first ones.
 
 On an Explicit mesh JAX has a type for such a gradient, `unreduced`. It does not decide this question: JAX 0.10 to 0.12
 let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to divide them.
@@ -23,14 +24,14 @@ from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
-from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, propagate
+from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, batch_in, batch_of
 from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
-from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
+from jaxpp_flax.engine.arrays.mesh import axes_in, entry_of, keep_axes
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
-from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
 
@@ -43,8 +44,7 @@ def defer_in_loops(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCou
     `specs` gives the partition of each input of the step inside a submesh.
     """
     spec_of = dict(zip(step.inputs, specs, strict=True))
-    known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
-    dims = propagate(step.equations, known, shards) if known else {}
+    dims = batch_of(step, specs, shards)
     for equation in step.equations:  # a narrower copy of a sharded parameter is sharded alike
         if (spec := followed_spec(equation, spec_of)) is not None:
             spec_of[equation.outputs[0]] = spec
@@ -54,16 +54,15 @@ def defer_in_loops(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCou
 def _defer_in_loop(
     loop: Loop, spec_of: Mapping[Value, PartitionSpec], dims: Mapping[Value, BatchDim], shards: ShardCounts
 ) -> Loop:
-    operands = dict(zip(loop.body.constants, loop.constants, strict=True))
-    batch = {v: dims[a] for v, a in operands.items() if isinstance(a, Value) and a in dims}
-    if not batch:
+    if dims.keys().isdisjoint(loop.constants):
         return loop
     body = loop.flat_body()
-    sliced = sliced_by_index(body.equations, body.index)
-    batch = {v: dim for v, dim in batch.items() if v in sliced}
+    batch = batch_in(body, loop.constants, dims)
+    if not batch:
+        return loop
     sharded = {
         (v.aval.shape, name)
-        for v, a in operands.items()
+        for v, a in zip(body.constants, loop.constants, strict=True)
         if v in body.reads  # not what a narrower copy in front of the loop has replaced
         for name in axes_in(spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
     }
@@ -73,7 +72,12 @@ def _defer_in_loop(
 
     over = {entry for _, entry in batch.values()}
     later = axes_in(over) if loop.gathered else ()  # a gradient is placed like its parameter after the loop
-    body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer, later)
+    deferred = defer_reductions(body, batch, shards, may_defer, later)
+    for count in range(max(len(axes_in((entry,))) for entry in over) - 1, 0, -1):
+        # The first axes alone: the parameters of some gradients are sharded over the other ones.
+        fewer = {v: (dim, entry_of(axes_in((entry,))[:count])) for v, (dim, entry) in batch.items()}
+        deferred = deferred.and_then(defer_reductions(deferred.body, fewer, shards, may_defer, later))
+    body, axes, batch_dims = deferred
     parts = math.prod(map(shards, over))
     return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts)
 
@@ -89,6 +93,12 @@ class Deferred(NamedTuple):
     body: LoopBody
     axes: tuple[Any, ...]
     batch_dims: tuple[BatchDim | None, ...]
+
+    def and_then(self, more: Deferred) -> Deferred:
+        """Return what `more`, of this body, has found in addition."""
+        axes = tuple(one or other for one, other in zip(self.axes, more.axes, strict=True))
+        dims = tuple(one or other for one, other in zip(self.batch_dims, more.batch_dims, strict=True))
+        return Deferred(more.body, axes, dims)
 
 
 def defer_reductions(
@@ -124,7 +134,7 @@ def defer_reductions(
     results = zip(body.operations, body.results, axes, strict=True)
     operations = tuple(op if over is None else _of_parts(op, atom) for op, atom, over in results)
     graph, numbers = _InParts(flow).rewritten(body)
-    return Deferred(replace(body.rewritten(graph), operations=operations, numbers=numbers), axes, dims)
+    return Deferred(replace(body.rewritten(graph), operations=operations, numbers=body.numbers | numbers), axes, dims)
 
 
 def _of_parts(op: Op, value: Atom) -> Op:
@@ -187,7 +197,7 @@ class _InParts:
         for i, atom in enumerate(equation.inputs):
             if (examples := self.flow.dim_of(atom)) is not None:
                 dims[i] = examples[0]
-                operands[i] = _split(operands[i], examples[0], self.flow.size(sums[0]))
+                operands[i] = _split(operands[i], examples[0], sums[0], self.flow.size(sums[0]))
         return [jax.vmap(lambda *xs: equation.bind(*xs)[0], in_axes=dims)(*operands)]
 
     def _scan(self, equation: Equation, operands: list[Any]) -> list[Any]:
@@ -226,10 +236,15 @@ def _placed_in_parts(equation: Equation, x: Any, axes: Any) -> Any:
     return jax.sharding.reshard(x, NamedSharding(typed.mesh, PartitionSpec(axes, *spec.partitions)))
 
 
-def _split(x: Any, dim: int, shards: int) -> Any:
-    """Split a dimension into the shards and the examples of each."""
+def _split(x: Any, dim: int, axes: Any, shards: int) -> Any:
+    """Split a dimension into the shards over mesh axes, the first ones of those that shard it, and their examples."""
     shape = (*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
-    return jax.lax.reshape(x, shape, out_sharding=_with_entry(jax.typeof(x), dim + 1, None))
+    typed = struct_of(jax.typeof(x)).sharding
+    if typed is not None:
+        names = axes_in((typed.spec[dim],))
+        spec = PartitionSpec(*typed.spec[:dim], axes, entry_of(names[len(axes_in((axes,))) :]), *typed.spec[dim + 1 :])
+        typed = NamedSharding(typed.mesh, spec)
+    return jax.lax.reshape(x, shape, out_sharding=typed)
 
 
 def _with_entry(aval: Any, dim: int, entry: Any) -> NamedSharding | None:
