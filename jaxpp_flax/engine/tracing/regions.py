@@ -48,7 +48,8 @@ def shielded(graph: Graph, *, always: bool = False) -> Graph:
     """Return the graph with a barrier in front of the recomputed equations of each opened region.
 
     The barrier is over the values from outside that they read, and over the cotangents that meet their results: the
-    region is recomputed once its backward can begin.
+    region is recomputed once its backward can begin. Constants stay outside: XLA writes what enters a barrier, such as
+    zeros as large as the scores of attention.
 
     Args:
       graph: the graph of a task, or of a loop's body.
@@ -64,10 +65,10 @@ def shielded(graph: Graph, *, always: bool = False) -> Graph:
 def _with_barrier(graph: Graph, region: Region) -> Graph:
     recomputed = {e for e in graph.equations if e.late and e.region is region}
     made = {v for e in recomputed for v in e.outputs}
-    after = _computed_from(graph, made)
+    after, given = _computed_from(graph, made), _computed_from(graph, set(graph.inputs))
     readers = {e for e in graph.equations if not e.late and not made.isdisjoint(e.inputs)}
     changed = [e for e in graph.equations if e in recomputed or e in readers]
-    entering = [v for v in dict.fromkeys(v for e in changed for v in values(e.inputs)) if v not in after]
+    entering = [v for v in dict.fromkeys(v for e in changed for v in values(e.inputs)) if v in given - after]
     if not entering:
         return graph
     barrier = Equation(_barrier(), {}, tuple(entering), tuple(Value(v.aval) for v in entering), transposed=True)

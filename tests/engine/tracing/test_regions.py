@@ -75,6 +75,26 @@ def test_each_region_waits_for_its_cotangent(fun: Any, switched: bool):
     assert min(late) > result.equations.index(barriers[0])
 
 
+def test_constants_stay_outside_of_barriers():
+    """XLA for GPUs writes what enters a barrier: the zeros of a mask's gradient are as large as the scores."""
+
+    def masked(w: jax.Array, x: jax.Array) -> jax.Array:
+        scores = jnp.where(jnp.tri(2, 3, dtype=bool), jnp.sin(x @ w), -1e9)
+        return jax.nn.softmax(scores)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (jax.checkpoint(masked)(w[0], x) * x).sum()
+
+    graph = shielded(opened(jax.grad(loss), W, X))
+    (barrier,) = [e for e in graph.equations if is_barrier(e)]
+    fed = set(graph.inputs)
+    for equation in graph.equations:
+        if not fed.isdisjoint(equation.inputs):
+            fed.update(equation.outputs)
+    assert fed.issuperset(barrier.inputs)
+    np.testing.assert_allclose(graph.run(W, X)[0], jax.grad(loss)(W, X), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 forgets prevent_cse= with JAX_REMAT3")
 def test_a_region_without_a_barrier_stays_so(switched: bool):
     graph = opened(jax.grad(lambda w, x: regions(w, x, prevent_cse=False)), W, X)
