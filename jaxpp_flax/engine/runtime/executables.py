@@ -80,6 +80,8 @@ def compile_program(
       ProgramMismatchError: if the processes have other programs or settings, and the errors of `compare_programs`.
     """
     distributed = None if alone else compare_programs(compiler.mesh, program, argument_specs, result_specs)
+    if distributed is not None:
+        program.check_waits(compiler.mesh.rank_processes)
     with context_mesh(None):  # no mesh around the call may change what is compiled
         walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, distributed)
         for number, instruction in enumerate(program.instructions):

@@ -67,7 +67,7 @@ class Runtime:
             self.parcels += self._credits.parcels
             before, group = distributed.connection.window.before_task, distributed.connection.group
             bound = [
-                partial(_begin, before, group, partial(_begun, group, *_place_of(program, instruction)), step)
+                partial(_begin, before, group, partial(_begun, group, program.task_text(instruction)), step)
                 if isinstance(instruction, Run) and step is not None
                 else step
                 for instruction, step in zip(program.instructions, bound, strict=True)
@@ -213,16 +213,9 @@ def _begin(
     step(environment)
 
 
-def _place_of(program: Program, run: Run) -> tuple[str, int, int | None, int]:
-    # Apart from the program, which would live as long as the group.
-    task = program.tasks[run.task]
-    return task.name, run.rank, task.stage, run.microbatch
-
-
-def _begun(group: ProcessGroup, name: str, rank: int, stage: int | None, microbatch: int) -> str:
-    """A task that this process began, in words."""
-    part = "" if stage is None else f", stage {stage}, microbatch {microbatch}"
-    return f"task {name} (rank {rank}{part}) in step {group.begun_step}"
+def _begun(group: ProcessGroup, task: str) -> str:
+    """A task that this process began, in words; no program, which would live as long as the group."""
+    return f"{task} in step {group.begun_step}"
 
 
 def _copy(

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.engine.program.waits import IN_FLIGHT
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.processes.failures import observe_broken_connection
 from jaxpp_flax.processes.group import ProcessGroup
@@ -20,7 +21,7 @@ from jaxpp_flax.processes.group import ProcessGroup
 __all__ = ["Window"]
 
 # Half of XLA's limit: tasks in flight may depend on more than one receive.
-_MAX_TASKS_AHEAD = 16
+_MAX_TASKS_AHEAD = IN_FLIGHT // 2
 
 
 class Window:
