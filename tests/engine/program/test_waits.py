@@ -7,6 +7,7 @@ model, which runs the processes step by step, says whether they hang.
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,15 +19,17 @@ from jaxpp_flax.engine.program import waits
 from jaxpp_flax.engine.program.builder import ProgramBuilder
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.waits import AHEAD, SIGNED
+from jaxpp_flax.engine.runtime import executables
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, VerificationError
 from jaxpp_flax.schedules import by_name, names
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, TaskKind, needs, results
-from tests.engine.toys import built, chain, identity, sgd_step
+from tests.engine.toys import built, chain, identity, mesh_of, sgd_step
 from tests.helpers import batch_of
 from tests.schedules.helpers import shape_of
 
-NOTHING = Constant(0, jax.core.ShapedArray((), jax.numpy.int32))
+NOTHING = Constant(0, jax.ShapeDtypeStruct((), "int32"))
 Processes = Sequence[frozenset[int]]
 Walks = dict[int, list[int]]
 
@@ -44,9 +47,9 @@ def drawn(rng: random.Random, name: str | None = None) -> Program:
             readers[need].add(rank)
     for rank, task in order:
         reads, makes, fused = [*needs(task, stages)], [*results(task)], isinstance(task, FusedTask)
-        key = (task.stage, fused or task.kind)
+        kind = TaskKind.FORWARD if isinstance(task, FusedTask) else task.kind
+        key = (task.stage, kind, fused)
         if key not in tasks:
-            kind = TaskKind.FORWARD if fused else task.kind
             described = Graph(identity(*[(2,)] * len(reads)).inputs, (NOTHING,) * len(makes), ())
             tasks[key] = builder.task(
                 ProgramTask(f"{kind.name}_{task.stage}".lower(), rank, described, task.stage, kind, fused)
@@ -257,16 +260,15 @@ def two_collectives(rng: random.Random, program: Program, processes: Processes, 
 
 
 def a_send_before_its_task(rng: random.Random, program: Program, processes: Processes, walks: Walks):
-    process, number = rng.choice([
-        (process, number)
-        for process, walk in walks.items()
-        for number in walk
-        if isinstance(program.instructions[number], Transfer)
-        and process in processes[program.instructions[number].source]
-    ])  # fmt: skip
-    transfer = program.instructions[number]
-    assert isinstance(transfer, Transfer)
-    task = program.makers[transfer.sent[0]][0]
+    """A process comes to a send before the task that makes what is sent."""
+    places = list[tuple[int, int]]()
+    for process, walk in walks.items():
+        for number in walk:
+            source, *target = ranks_of(program, number)
+            if target and process in processes[source]:
+                places.append((process, number))
+    process, number = rng.choice(places)
+    task = program.makers[program.instructions[number].reads()[0]][0]
     moved_before(walks[process], number, task)
     return task, number
 
@@ -353,33 +355,51 @@ def test_many_changes_of_order(in_flight: int, monkeypatch: pytest.MonkeyPatch):
         check_any_change(seed)
 
 
+def check_other_microbatch(seed: int) -> None:
+    """Two transfers of one edge give each other's values."""
+    rng = random.Random(seed)
+    program = drawn(rng)
+    edges = defaultdict[object, list[int]](list)
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Transfer):
+            maker, position = program.maker(instruction.sent[0])
+            assert isinstance(maker, Run)
+            edges[maker.task, position, instruction.target].append(number)
+    pair = sorted(rng.sample(rng.choice([*edges.values()]), 2))
+    instructions = list(program.instructions)
+    for number, other in (pair, reversed(pair)):
+        received = program.instructions[other].writes()
+        instructions[number] = replace(program.instructions[number], received=received)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(VerificationError, match="receives what") as caught:
+        replace(program, instructions=tuple(instructions)).verify()
+    readers = [words(program, program.readers[program.instructions[number].writes()[0]][0]) for number in pair]
+    makers = [words(program, number) for number in pair]
+    named = [f"{readers[0]} receives what {makers[1]}", f"{readers[1]} receives what {makers[0]}"]
+    first = f"but {readers[0]} what {makers[1]}"  # where the first microbatch is wrong, and a right one is compared
+    assert any(text in str(caught.value) for text in (*named, first)), seed
+
+
 def test_values_of_another_microbatch_are_refused():
     for seed in range(25):
-        rng = random.Random(seed)
-        program = drawn(rng)
-        edges = defaultdict[object, list[int]](list)
-        for number, instruction in enumerate(program.instructions):
-            if isinstance(instruction, Transfer):
-                maker, position = program.maker(instruction.sent[0])
-                assert isinstance(maker, Run)
-                edges[maker.task, position, instruction.target].append(number)
-        first, second = sorted(rng.sample(rng.choice([*edges.values()]), 2))
-        instructions = list(program.instructions)
-        one, other = instructions[first], instructions[second]
-        assert isinstance(one, Transfer)
-        assert isinstance(other, Transfer)
-        instructions[first], instructions[second] = (
-            replace(one, received=other.received), replace(other, received=one.received),
-        )  # fmt: skip
-        with pytest.raises(VerificationError, match="receives what") as caught:
-            replace(program, instructions=tuple(instructions)).verify()
-        reader = {number: program.readers[program.instructions[number].writes()[0]][0] for number in (first, second)}
-        assert any(
-            f"{words(program, reader[here])} receives what {words(program, there)} makes".replace("receives ", verb)
-            in str(caught.value)
-            for here, there in ((first, second), (second, first))
-            for verb in ("receives ", "")
-        ), seed
+        check_other_microbatch(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_many_values_of_another_microbatch():
+    for seed in range(1_000, 2_000):
+        check_other_microbatch(seed)
+
+
+def test_processes_are_checked_before_any_compilation(monkeypatch: pytest.MonkeyPatch):
+    def refuse(program: Program, processes: Processes) -> None:
+        raise VerificationError(f"{len(program.instructions)} instructions of {processes}")
+
+    program, mesh = drawn(random.Random(0)), mesh_of(2)
+    monkeypatch.setattr(executables, "compare_programs", lambda *_: object())
+    monkeypatch.setattr(Program, "check_waits", refuse)
+    with pytest.raises(VerificationError, match=re.escape(f"{len(program.instructions)} instructions")):
+        executables.compile_program(program, TaskCompiler(mesh), [], [], [])
 
 
 def test_a_text_says_who_comes_where_first():
