@@ -14,11 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import copy_arrays
-from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.arrays.placing import place, to_memory
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.runtime.debug_switches import watched
 from jaxpp_flax.engine.runtime.executables import Executables
-from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.profile import (
     TaskTiming,
     Times,
