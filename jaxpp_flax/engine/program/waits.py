@@ -5,7 +5,7 @@ The limits are those of the strictest transport and platform, so a program that 
 - a process walks its instructions in one thread, which waits at a receive (NCCL; elsewhere it waits later);
 - between two processes, values go in the order of the sender's calls and of the receiver's (`device_put`, NCCL);
 - who sends one way waits for a sign that the receiver has come near (`credits.py`);
-- a rank's devices run tasks in the order of their launch, and the thread waits to launch one too many (CPU);
+- a rank's devices run tasks in the order of their launch, and the thread waits to launch one too many;
 - a rank of several processes may hold collectives in each task: it runs when all of them have come to it.
 
 Every wait is for one known event, so the events are a graph: processes hang if and only if it has a circle.
@@ -24,7 +24,7 @@ AHEAD, SIGNED = 4, 2
 """A process has at most four transfers in flight to one that sends nothing back, which signs each second one."""
 
 IN_FLIGHT = 32
-"""The computations that XLA's CPU client queues for each device; the thread that starts one more waits."""
+"""The computations that XLA's clients queue for each device; the thread that starts one more waits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """A limit on the tasks that a process starts ahead of its receives.
 
-XLA's CPU client queues 32 computations for each device, and the next one waits. In a process with several devices, that
-wait blocks the thread that would start the computations whose inputs have arrived. Measured: two processes that run
-ahead of each other then hang forever. So a process waits for its oldest receive before that many tasks depend on it.
-All processes follow one global order, so waits at receives are never circular.
+XLA's clients queue 32 computations for each device, and the next one waits. In a process with several devices, that
+wait blocks the thread that would start the computations whose inputs have arrived. Measured on CPU: two processes that
+run ahead of each other then hang forever. (XLA gives the clients of GPUs and TPUs the same limit.) So a process waits
+for its oldest receive before that many tasks depend on it. All processes follow one global order, so waits at receives
+are never circular.
 """
 
 from __future__ import annotations
