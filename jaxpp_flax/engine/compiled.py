@@ -20,9 +20,9 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.runtime.executables import Executables
-from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
+from jaxpp_flax.engine.runtime.reshard import Wanted, bring, check_parts
 from jaxpp_flax.engine.runtime.startup import compare_values, start
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of

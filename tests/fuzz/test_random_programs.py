@@ -22,6 +22,8 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from tests.fuzz.programs import STORED, Program, arguments, draw, draw_storage, specs, step_of
 from tests.helpers import slow_but, tree_allclose
 
+pytestmark = pytest.mark.usefixtures("verified")
+
 Setting = Callable[[], AbstractContextManager[Any]]
 # Around calls of both, which must change the same in both; a mesh around the pipeline changes nothing.
 SETTINGS: list[Setting] = [

@@ -25,7 +25,7 @@ from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding  # noqa: E402
 from jaxpp_flax.engine.arrays.placing import place_on_ranks  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
-from jaxpp_flax.engine.runtime.fetching import Wanted, bring  # noqa: E402
+from jaxpp_flax.engine.runtime.reshard import Wanted, bring  # noqa: E402
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection  # noqa: E402
 from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
 from tests.engine.toys import chain, sgd_step  # noqa: E402

@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax import MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce  # noqa: E402
-from jaxpp_flax.engine.program.live_memory import AHEAD  # noqa: E402
+from jaxpp_flax.engine.program.waits import AHEAD  # noqa: E402
 from jaxpp_flax.engine.runtime.transport.connection import process_connection  # noqa: E402
 from jaxpp_flax.engine.tracing.treduce import Add  # noqa: E402
 from jaxpp_flax.schedules import GPipe  # noqa: E402

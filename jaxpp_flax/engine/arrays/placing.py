@@ -1,4 +1,4 @@
-"""Place values on this process's devices of a sharding, without communication with other processes.
+"""Place values on this process's devices of a sharding, and in its memory, without communication with other processes.
 
 If a host value goes to devices of several processes, `jax.device_put` compares the value across them by a collective;
 here each process places its own part.
@@ -6,17 +6,18 @@ here each process places its own part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
-__all__ = ["key_impl", "place", "place_on_ranks"]
+__all__ = ["key_impl", "place", "place_on_ranks", "to_memory"]
 
 
 def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
@@ -88,6 +89,31 @@ def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return MpmdArray(parts, sharding, shape=np.shape(value), dtype=dtype)
+
+
+def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
+    """Copy arrays into the memories of their shardings, which differ from their own in nothing else; do not wait.
+
+    If several processes own a rank, each copies its own shards.
+
+    Example:
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+      >>> host = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec(), memory_kind="pinned_host")
+      >>> to_memory([jax.numpy.ones(2)], [host])[0].sharding.memory_kind
+      'pinned_host'
+    """
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.device_put(list(arrays), list(shardings))
+    return [_shards_to_memory(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+
+
+def _shards_to_memory(array: jax.Array, sharding: Sharding) -> jax.Array:
+    shards = [shard.data for shard in array.addressable_shards]
+    targets = [
+        SingleDeviceSharding(shard.device, memory_kind=sharding.memory_kind) for shard in array.addressable_shards
+    ]
+    copies = jax.device_put(shards, targets)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, copies, dtype=array.dtype)
 
 
 def key_impl(dtype: Any) -> Any:

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer, Wait
+from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.memory import Memory
 
-__all__ = ["AHEAD", "LiveMemory", "Moment"]
-
-AHEAD = 4
-"""The most transfers that a process has in flight to one that sends nothing back (`runtime/transport/credits.py`)."""
+__all__ = ["LiveMemory", "Moment"]
 
 _Held = int | tuple[int, int]
 """A value; or the copy of a value that is sent, with a number of its own."""

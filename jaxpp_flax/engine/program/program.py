@@ -7,13 +7,14 @@ it, and each transfer another one.) So who makes a value and who reads it are fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.program.waits import Action, circular_wait, walks_of, without_twins
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 from jaxpp_flax.schedules.task import Task, TaskKind
 
@@ -220,11 +221,15 @@ class Program:
     def verify(self) -> None:
         """Check all tasks; and that each value is made once, on its rank, before it is read, and not read once it ends.
 
+        Check also that a task receives the same microbatch's values every time, and that no ranks wait for one another.
+
         Raises:
-          VerificationError: naming the instruction and the value.
+          VerificationError: naming the instruction and the value, or the two tasks.
         """
         for task in self.tasks:
             task.graph.verify()
+        self._check_microbatches()
+        self.check_waits([frozenset({rank}) for rank in range(self.num_ranks)])
         there, made = dict(self.preset), set(self.preset)
         for number, instruction in enumerate(self.instructions):
             if (fault := self._fault(instruction, there, made)) is not None:
@@ -238,6 +243,77 @@ class Program:
             for rank, value in result.items() if isinstance(result, dict) else ():
                 if there.get(value) != rank:
                     raise VerificationError(f"result {position} is missing on rank {rank}")
+
+    def check_waits(
+        self, processes: Sequence[frozenset[int]], walks: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """Check that no processes wait for one another without end, under the limits of `waits.py`.
+
+        Args:
+          processes: for each rank, the processes that have devices of it.
+          walks: the numbers of the instructions in the order in which each process walks them; by default, that of the
+            program.
+
+        Raises:
+          VerificationError: naming the two tasks, with their ranks and microbatches.
+        """
+        actions = [self._action(instruction) for instruction in self.instructions]
+        if walks is None:
+            processes = without_twins(processes)
+            walks = walks_of(actions, processes)
+        if circle := circular_wait(actions, processes, walks):
+            one, other = self._what(circle[0].first), self._what(circle[0].second)
+            steps = [
+                f"{self._what(second)} reads what {self._what(first)} makes"
+                if process is None
+                else f"process {process} comes to {self._what(first)} before {self._what(second)}"
+                for process, first, second in circle
+            ]
+            raise VerificationError(f"{one} and {other} wait for one another: {'; '.join(steps)}")
+
+    def _action(self, instruction: Instruction) -> Action:
+        made = (self.makers.get(value) for value in instruction.reads())
+        reads = tuple({maker[0] for maker in made if maker is not None})
+        if isinstance(instruction, Transfer):
+            return Action(instruction.source, instruction.target, reads)
+        rank = instruction.rank
+        return Action(rank, rank, reads, isinstance(instruction, Run), isinstance(instruction, Wait))
+
+    def _check_microbatches(self) -> None:
+        """Check that a task's input comes from one distance of microbatches, if it comes from another rank's task."""
+        first: dict[tuple[int, int], tuple[tuple[int, int, int], Run, Run]] = {}
+        for run in self.instructions:
+            if not isinstance(run, Run) or run.microbatch < 0:
+                continue
+            for position, value in enumerate(run.inputs):
+                if not isinstance(self.maker(value)[0], Transfer):
+                    continue
+                source, output = self.origin(value)
+                if source is None or source.microbatch < 0:
+                    continue  # the first carry
+                found = source.task, output, run.microbatch - source.microbatch
+                wanted, reader, maker = first.setdefault((run.task, position), (found, run, source))
+                if found != wanted:
+                    this, source, other, maker = map(self.task_text, (run, source, reader, maker))
+                    raise VerificationError(f"{this} receives what {source} makes, but {other} what {maker} makes")
+
+    def _what(self, number: int) -> str:
+        """Return an instruction in words, with the task that it is about."""
+        instruction = self.instructions[number]
+        if isinstance(instruction, Run):
+            return self.task_text(instruction)
+        if isinstance(instruction, Transfer) and instruction.sent:
+            maker, _ = self.origin(instruction.sent[0])
+            source = "an argument" if maker is None else self.task_text(maker)
+            return f"the {instruction.verb} from {source} to rank {instruction.target}"
+        return f"instruction {number} ({self._line(instruction)})"
+
+    def task_text(self, run: Run) -> str:
+        """Return the task that a run is of in words, with its rank, stage and microbatch."""
+        task = self.tasks[run.task]
+        part = "" if task.stage is None else f", stage {task.stage}"
+        part += f", microbatch {run.microbatch}" if run.microbatch >= 0 else ""
+        return f"task {task.name} (rank {run.rank}{part})"
 
     def _fault(self, instruction: Instruction, there: Mapping[int, int], made: Set[int]) -> str | None:
         """Return what is wrong with an instruction, if anything is.

@@ -102,9 +102,7 @@ class _Watch:
                 return
             kind = next(filter(None, (self._found(environment[value]) for value in instruction.outputs)), "")
         if kind:
-            task = self.program.tasks[instruction.task]
-            stage = "" if task.stage is None else f", stage {task.stage}, microbatch {instruction.microbatch}"
-            self.first = f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage})"
+            self.first = f"invalid value ({kind}) encountered in {self.program.task_text(instruction)}"
 
     def check_results(self, environment: list[Any]) -> None:
         """Refuse results that hold a special value."""

@@ -9,28 +9,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
-from jaxpp_flax.engine.program.program import Program, Run, Transfer
-from jaxpp_flax.engine.program.specs import specs_wanted, uses_host_memory, with_own_results
-from jaxpp_flax.engine.runtime.held_values import (
-    AllHeld,
-    Held,
-    explicit_spec,
-    held_after,
-    spec_in_type,
-    spec_of,
-)
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.specs import shard_bytes, specs_wanted, uses_host_memory, with_own_results
 from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
+from jaxpp_flax.engine.tracing.ir import struct_of
 
 __all__ = ["Executables", "compile_program"]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What is known of a value; one object stands for the values of all microbatches.
+
+    `found` is the spec, or a function that returns it: another process may still compile the task that makes the value.
+    `rank` is that task's rank, None for an argument of the step.
+    """
+
+    found: PartitionSpec | Callable[[], PartitionSpec]
+    aval: Any = None
+    rank: int | None = None
+
+    @cached_property
+    def spec(self) -> PartitionSpec:
+        return self.found if isinstance(self.found, PartitionSpec) else self.found()
+
+    @cached_property
+    def partition(self) -> PartitionSpec:
+        """The spec in one standard way, for comparing."""
+        return canonical(self.spec)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    def local_bytes(self, mesh: RankMeshes) -> int:
+        """Return the bytes of each device's part; 0 for an argument that is passed on."""
+        if self.rank is None:
+            return 0
+        return shard_bytes(self.aval, NamedSharding(mesh.unstack[self.rank], self.spec))
+
+
+AllHeld: TypeAlias = "tuple[Held, ...]"
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,8 @@ def compile_program(
       ProgramMismatchError: if the processes have other programs or settings, and the errors of `compare_programs`.
     """
     distributed = None if alone else compare_programs(compiler.mesh, program, argument_specs, result_specs)
+    if distributed is not None:
+        program.check_waits(compiler.mesh.rank_processes)
     with context_mesh(None):  # no mesh around the call may change what is compiled
         walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, distributed)
         for number, instruction in enumerate(program.instructions):
@@ -142,7 +172,7 @@ class _Walk:
     def _made_elsewhere(self, number: int, shared: SharedSpecs) -> AllHeld:
         """Return what a task on another process's rank makes; that process tells it when it has compiled."""
         task, of_other = self.program.tasks[number], partial(_spec_of_other, shared, self.program, number)
-        return held_after(task, task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))])
+        return _held_after(task, task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))])
 
     def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> tuple[Callable[[], Any], AllHeld]:
         """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
@@ -154,7 +184,7 @@ class _Walk:
                 out_specs[output] = in_specs[source]
         mesh = self.mesh.unstack[task.rank]
         # On one device nothing is partitioned; without inputs, only the outputs' shardings tell XLA the mesh.
-        in_type = spec_in_type if mesh.size == 1 or not task.graph.inputs else partial(explicit_spec, mesh=mesh)
+        in_type = _spec_in_type if mesh.size == 1 or not task.graph.inputs else partial(_explicit_spec, mesh=mesh)
         out_specs = [
             in_type(atom.aval) if spec is None else spec  # P() is false
             for spec, atom in zip(out_specs, task.graph.outputs, strict=True)
@@ -163,13 +193,14 @@ class _Walk:
         if None in out_specs:
             shardings = waiting().output_shardings
             out_specs = [
-                spec_of(sharding) if spec is None else spec for spec, sharding in zip(out_specs, shardings, strict=True)
+                _spec_of(sharding) if spec is None else spec
+                for spec, sharding in zip(out_specs, shardings, strict=True)
             ]
             # No PartitionSpec may say XLA's choice; a task with values in host memory donates if all specs are known.
             if None in out_specs or (task.donate and uses_host_memory(task)):
                 out_specs = [PartitionSpec() if spec is None else spec for spec in out_specs]
                 waiting = self.compiler.start(task, in_specs, out_specs)
-        return waiting, held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
+        return waiting, _held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
 
     def transfer(self, transfer: Transfer) -> None:
         for value, received in zip(transfer.sent, transfer.received, strict=True):
@@ -236,3 +267,30 @@ def _carried_over(held: Held, mesh: Mesh) -> PartitionSpec:
 
 def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
     return shared.of(program, task)[output]
+
+
+def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> AllHeld:
+    """Return what is known of a task's outputs."""
+    return tuple(Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
+
+
+def _spec_in_type(aval: Any) -> PartitionSpec:
+    """Return the spec in a type on an Explicit mesh; on an Auto mesh, the spec of a whole array."""
+    typed = struct_of(aval).sharding
+    return PartitionSpec() if typed is None else canonical(typed.spec)
+
+
+def _explicit_spec(aval: Any, mesh: Mesh) -> PartitionSpec | None:
+    """Return the spec in a type, on a mesh with Explicit axes only; None if XLA chooses.
+
+    It must be asked for: without, XLA may choose another one for the results of a `shard_map`.
+    """
+    typed = struct_of(aval).sharding
+    if typed is None or set(mesh.axis_types) != {AxisType.Explicit} or typed.spec.unreduced or typed.spec.reduced:
+        return None
+    return canonical(typed.spec)
+
+
+def _spec_of(sharding: Any) -> PartitionSpec | None:
+    """Return the spec of a sharding that XLA chose; None if no spec can say it."""
+    return canonical(sharding.spec) if isinstance(sharding, NamedSharding) else None

@@ -14,11 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import copy_arrays
-from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.arrays.placing import place, to_memory
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.runtime.debug_switches import watched
 from jaxpp_flax.engine.runtime.executables import Executables
-from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.profile import (
     TaskTiming,
     Times,
@@ -67,7 +66,7 @@ class Runtime:
             self.parcels += self._credits.parcels
             before, group = distributed.connection.window.before_task, distributed.connection.group
             bound = [
-                partial(_begin, before, group, partial(_begun, group, *_place_of(program, instruction)), step)
+                partial(_begin, before, group, partial(_begun, group, program.task_text(instruction)), step)
                 if isinstance(instruction, Run) and step is not None
                 else step
                 for instruction, step in zip(program.instructions, bound, strict=True)
@@ -213,16 +212,9 @@ def _begin(
     step(environment)
 
 
-def _place_of(program: Program, run: Run) -> tuple[str, int, int | None, int]:
-    # Apart from the program, which would live as long as the group.
-    task = program.tasks[run.task]
-    return task.name, run.rank, task.stage, run.microbatch
-
-
-def _begun(group: ProcessGroup, name: str, rank: int, stage: int | None, microbatch: int) -> str:
-    """A task that this process began, in words."""
-    part = "" if stage is None else f", stage {stage}, microbatch {microbatch}"
-    return f"task {name} (rank {rank}{part}) in step {group.begun_step}"
+def _begun(group: ProcessGroup, task: str) -> str:
+    """A task that this process began, in words; no program, which would live as long as the group."""
+    return f"{task} in step {group.begun_step}"
 
 
 def _copy(

@@ -12,8 +12,9 @@ import pytest
 
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.predicted import predict_memory
-from jaxpp_flax.engine.program.live_memory import AHEAD, LiveMemory
+from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Instruction
+from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays import memory_kinds
+from jaxpp_flax.engine.arrays import memory_kinds, placing
+from jaxpp_flax.engine.arrays.placing import to_memory
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Free, Instruction, Wait
-from jaxpp_flax.engine.runtime import host_memory, instruction_loop
-from jaxpp_flax.engine.runtime.host_memory import to_memory
+from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.schedules import GPipe
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from tests.engine.test_memory import observe
@@ -27,7 +27,7 @@ def test_there_and_back():
     device = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
     host = device.with_memory_kind("pinned_host")
     array = jax.device_put(np.arange(8.0, dtype=np.float32), device)
-    for move in (to_memory, lambda arrays, to: [host_memory._shards_to_memory(arrays[0], to[0])]):
+    for move in (to_memory, lambda arrays, to: [placing._shards_to_memory(arrays[0], to[0])]):
         [there] = move([array], [host])
         assert there.sharding == host
         [back] = move([there], [device])

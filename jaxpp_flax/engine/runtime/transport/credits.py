@@ -16,13 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxpp_flax.engine.program.live_memory import AHEAD
+from jaxpp_flax.engine.program.waits import AHEAD, SIGNED
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 
 __all__ = ["Credits"]
-
-_EVERY = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Credits:
         """
         credits = cls(process)
         for run in _one_way(transfers):
-            for (number, parcel), (waiting, _) in zip(run[_EVERY - 1 :: _EVERY], run[AHEAD::_EVERY], strict=False):
+            for (number, parcel), (waiting, _) in zip(run[SIGNED - 1 :: SIGNED], run[AHEAD::SIGNED], strict=False):
                 confirmation = Confirmation(number, _back(parcel))
                 if process == parcel.source:
                     credits.waits.setdefault(waiting, []).append(confirmation)

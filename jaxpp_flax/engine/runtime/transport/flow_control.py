@@ -1,9 +1,10 @@
 """A limit on the tasks that a process starts ahead of its receives.
 
-XLA's CPU client queues 32 computations for each device, and the next one waits. In a process with several devices, that
-wait blocks the thread that would start the computations whose inputs have arrived. Measured: two processes that run
-ahead of each other then hang forever. So a process waits for its oldest receive before that many tasks depend on it.
-All processes follow one global order, so waits at receives are never circular.
+XLA's clients queue 32 computations for each device, and the next one waits. In a process with several devices, that
+wait blocks the thread that would start the computations whose inputs have arrived. Measured on CPU: two processes that
+run ahead of each other then hang forever. (XLA gives the clients of GPUs and TPUs the same limit.) So a process waits
+for its oldest receive before that many tasks depend on it. All processes follow one global order, so waits at receives
+are never circular.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.engine.program.waits import IN_FLIGHT
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.processes.failures import observe_broken_connection
 from jaxpp_flax.processes.group import ProcessGroup
@@ -20,7 +22,7 @@ from jaxpp_flax.processes.group import ProcessGroup
 __all__ = ["Window"]
 
 # Half of XLA's limit: tasks in flight may depend on more than one receive.
-_MAX_TASKS_AHEAD = 16
+_MAX_TASKS_AHEAD = IN_FLIGHT // 2
 
 
 class Window:

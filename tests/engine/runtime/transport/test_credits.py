@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxpp_flax.engine.program.live_memory import AHEAD
+from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.credits import Credits
 from tests.processes.running import run_processes

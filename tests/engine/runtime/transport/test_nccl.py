@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxpp_flax.engine.program.live_memory import AHEAD
+from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
 from jaxpp_flax.engine.runtime.transport.connection import Connection, DistributedProgram, Settings
 from jaxpp_flax.engine.runtime.transport.credits import Credits
