@@ -156,7 +156,7 @@ class Built(NamedTuple):
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        return tuple(self.placed.loop_of.values())
+        return self.placed.loops
 
 
 def built(

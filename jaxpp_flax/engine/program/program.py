@@ -281,7 +281,7 @@ class Program:
 
     def _check_microbatches(self) -> None:
         """Check that a task's input comes from one distance of microbatches, if it comes from another rank's task."""
-        first: dict[tuple[int, int], tuple[tuple[int, int, int], Run, Run]] = {}
+        first: dict[tuple[int, ...], tuple[int, Run, Run]] = {}
         for run in self.instructions:
             if not isinstance(run, Run) or run.microbatch < 0:
                 continue
@@ -291,11 +291,13 @@ class Program:
                 source, output = self.origin(value)
                 if source is None or source.microbatch < 0:
                     continue  # the first carry
-                found = source.task, output, run.microbatch - source.microbatch
-                wanted, reader, maker = first.setdefault((run.task, position), (found, run, source))
-                if found != wanted:
-                    this, source, other, maker = map(self.task_text, (run, source, reader, maker))
-                    raise VerificationError(f"{this} receives what {source} makes, but {other} what {maker} makes")
+                distance = run.microbatch - source.microbatch
+                # The first microbatch may be made by a task of its own, with other outputs.
+                for key, found in ((), distance), ((source.task,), output):
+                    wanted, reader, maker = first.setdefault((run.task, position, *key), (found, run, source))
+                    if found != wanted:
+                        this, made_by, other, maker = map(self.task_text, (run, source, reader, maker))
+                        raise VerificationError(f"{this} receives what {made_by} makes, but {other} what {maker} makes")
 
     def _what(self, number: int) -> str:
         """Return an instruction in words, with the task that it is about."""

@@ -24,7 +24,7 @@ from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, VerificationError
 from jaxpp_flax.schedules import by_name, names
 from jaxpp_flax.schedules.order import merge_order
-from jaxpp_flax.schedules.task import FusedTask, TaskKind, needs, results
+from jaxpp_flax.schedules.task import TaskKind, needs, results
 from tests.engine.toys import built, chain, identity, mesh_of, sgd_step
 from tests.helpers import batch_of
 from tests.schedules.helpers import shape_of
@@ -46,8 +46,8 @@ def drawn(rng: random.Random, name: str | None = None) -> Program:
         for need in needs(task, stages):
             readers[need].add(rank)
     for rank, task in order:
-        reads, makes, fused = [*needs(task, stages)], [*results(task)], isinstance(task, FusedTask)
-        kind = TaskKind.FORWARD if isinstance(task, FusedTask) else task.kind
+        reads, makes, fused = [*needs(task, stages)], [*results(task)], task.kind is TaskKind.FUSED
+        kind = TaskKind.FORWARD if task.kind is TaskKind.FUSED else task.kind
         key = (task.stage, kind, fused)
         if key not in tasks:
             described = Graph(identity(*[(2,)] * len(reads)).inputs, (NOTHING,) * len(makes), ())

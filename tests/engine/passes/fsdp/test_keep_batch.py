@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.keep_batch import keep_batch
-from jaxpp_flax.engine.passes.loop.loop import Step
+from jaxpp_flax.engine.passes.loop.loop import Loop, loops_of
 from jaxpp_flax.engine.passes.loop.open_loops import open_loops
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import GPipe
@@ -34,7 +34,7 @@ def mesh_of(kind: AxisType) -> AbstractMesh:
 MESH = mesh_of(AxisType.Auto)
 
 
-def opened(stage: Callable[[jax.Array, jax.Array], jax.Array]) -> Step:
+def opened(stage: Callable[[jax.Array, jax.Array], jax.Array]) -> Graph:
     def body(x: jax.Array, stack: jax.Array) -> jax.Array:
         return stage(mark_stage_end(jnp.sin(x)), stack).sum()
 
@@ -45,15 +45,15 @@ def opened(stage: Callable[[jax.Array, jax.Array], jax.Array]) -> Step:
     return open_loops(inline(graph, flatten=True), 2)
 
 
-def kept(step: Step, batch: P, submesh: AbstractMesh | None = MESH) -> Step:
+def kept(step: Graph, batch: P, submesh: AbstractMesh | None = MESH) -> Graph:
     return keep_batch(step, [P(None, "fsdp"), batch], ShardCounts(AXES), submesh)
 
 
-def constraints(step: Step) -> list[P]:
-    (loop,) = step.loops
-    loop.body.graph.verify()
+def constraints(step: Graph) -> list[P]:
+    (loop,) = loops_of(step, Loop)
+    loop.body.verify()
     (scan,) = [e for e in loop.body.equations if e.name == "scan"]
-    made = [loop.body.graph.producer.get(atom) for atom in scan.inputs]  # type: ignore[arg-type]
+    made = [loop.body.producer.get(atom) for atom in scan.inputs]  # type: ignore[arg-type]
     return [e.params["sharding"].spec for e in made if e is not None and e.name == "sharding_constraint"]
 
 
@@ -96,13 +96,13 @@ def test_a_constraint_of_the_user_is_left():
     for stage in (moved, moved_inside):
         step = opened(stage)
         found = kept(step, P(None, "fsdp"))
-        assert found.loops == step.loops
+        assert loops_of(found, Loop) == loops_of(step, Loop)
 
 
 def test_nothing_to_keep():
     """No batch over axes of several devices, no scan, types that say all, no mesh."""
     step, plain = opened(layers), opened(lambda x, stack: x @ stack[0])
-    assert kept(step, P()).loops == step.loops
-    assert kept(plain, P(None, "fsdp")).loops == plain.loops
+    assert loops_of(kept(step, P()), Loop) == loops_of(step, Loop)
+    assert loops_of(kept(plain, P(None, "fsdp")), Loop) == loops_of(plain, Loop)
     for submesh in (mesh_of(AxisType.Explicit), None):
         assert kept(step, P(None, "fsdp"), submesh) is step
