@@ -102,20 +102,19 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value]) -> tuple[list[_LoopRun], 
     whole: dict[Value, Atom] = dict(zip(part.operands, loop.constants, strict=True))
     whole |= {state: state for state in states.values()}
     carries = [_carries_read(part, task) for task in tasks]
+    edges = [values(task.graph.outputs) for task in tasks]
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
     made = [first, *({part.index: index} for index in indices)]  # by a microbatch, counted from 1
     runs: list[_LoopRun] = []
     for number, microbatch in _scheduled(loop):
-        graph, carried = tasks[number].graph, carries[number]
-        before, own, inputs = made[microbatch], made[microbatch + 1], list[Atom]()
-        for edge in graph.inputs:
+        before, own, carried, inputs = made[microbatch], made[microbatch + 1], carries[number], list[Atom]()
+        for edge in tasks[number].graph.inputs:
             if edge in whole:
                 inputs.append(whole[edge])
             else:
                 inputs.append(before[carried[edge]] if edge in carried else own[edge])
-        edges = values(graph.outputs)
-        outputs = tuple([Value(edge.aval) for edge in edges])
-        for edge, value in zip(edges, outputs, strict=True):
+        outputs = tuple([Value(edge.aval) for edge in edges[number]])
+        for edge, value in zip(edges[number], outputs, strict=True):
             if edge in states:
                 whole[states[edge]] = value
             else:
@@ -142,10 +141,13 @@ def _unroll_loop(builder: ProgramBuilder, loop: LoweredLoop, prefix: str, specs:
     numbers = [builder.task(replace(task, name=prefix + task.name)) for task in part.tasks]
     indices = [Value(part.index.aval) for _ in range(loop.body.length)]
     runs, last = _runs(loop, indices)
-    readers: defaultdict[Atom, set[int]] = defaultdict(set)
+    home: dict[Atom, int] = {value: part.tasks[run.task].rank for run in runs for value in run.outputs}
+    elsewhere: dict[Atom, set[int]] = {}  # the other ranks that read a value
     for run in runs:
+        rank = part.tasks[run.task].rank
         for value in run.inputs:
-            readers[value].add(part.tasks[run.task].rank)
+            if home.get(value, rank) != rank:
+                elsewhere.setdefault(value, set()).add(rank)
     for run in runs:
         rank, index = part.tasks[run.task].rank, indices[run.microbatch]
         if index in run.inputs:
@@ -153,7 +155,7 @@ def _unroll_loop(builder: ProgramBuilder, loop: LoweredLoop, prefix: str, specs:
         builder.run_on(numbers[run.task], run.inputs, run.outputs, run.microbatch)
         sent: dict[int, list[Value]] = {}
         for value in run.outputs:
-            for target in sorted(readers[value] - {rank}):
+            for target in sorted(elsewhere.get(value, ())):
                 sent.setdefault(target, []).append(value)
         for target, edges in sent.items():
             builder.send(edges, rank, target)
