@@ -93,12 +93,14 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
     whole: dict[Value, Atom] = dict(zip(part.operands, loop.constants, strict=True))
     whole |= {state: state for state in states.values()}
     totals = {a.result: total for a, total in zip(part.accumulators, loop.results, strict=True)}
-    last_carry = {c.result: loop.carry_results[c.leaf] for c in part.carries}
+    # Of several copies of a counter on one rank, one is the result.
+    returned = {(c.leaf, tasks[c.task].rank): c.result for c in part.carries}
+    last_carry = {edge: loop.carry_results[leaf] for (leaf, _), edge in returned.items()}
     carries = [_carries_read(part, task) for task in tasks]
     edges = [values(task.graph.outputs) for task in tasks]
     left = [loop.body.length] * len(tasks)  # the runs of each task that are still to come
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
-    made = [first, *({part.index: index} for index in indices)]  # by a microbatch, counted from 1
+    made = [first, *({part.index: index} for index in indices[: loop.body.length])]  # by a microbatch, counted from 1
     for number, microbatch in _scheduled(loop):
         left[number] -= 1
         before, own, carried, inputs = made[microbatch], made[microbatch + 1], carries[number], list[Atom]()
@@ -180,7 +182,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
     """
     spec_of = _known_specs(placed, specs)
     tasks, steps = list[ProgramTask](), list[TaskStep | TransferStep]()
-    microbatches: dict[Value, int] = {}
+    indices: list[Value] = []
 
     def run(task: ProgramTask, inputs: Sequence[Atom], outputs: Sequence[Value]) -> None:
         steps.append(TaskStep(len(tasks), inputs, outputs))
@@ -197,8 +199,8 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
             prefix = loop_prefix(loops)
             for task, states in _initial_accumulators(loop, prefix, spec_of):
                 run(task, (), states)
-            indices = [Value(loop.partition.index.aval) for _ in range(loop.body.length)]
-            microbatches.update((index, microbatch) for microbatch, index in enumerate(indices))
+            # All loops share the indices of their microbatches.
+            indices += [Value(loop.partition.index.aval) for _ in range(len(indices), loop.body.length)]
             runs = list(_runs(loop, indices, len(tasks)))
             tasks += [replace(task, name=prefix + task.name) for task in loop.partition.tasks]
             steps += _loop_steps(runs, tasks)
@@ -206,7 +208,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
         steps += [TransferStep(*ends, edges) for ends, edges in rounds.moves.get(at, {}).items()]
     arguments = {value: sorted(placed.need[value]) for value in placed.inputs}
     results = [(atom, placed.need[atom] if isinstance(atom, Value) else ()) for atom in placed.outputs]
-    return numbered(num_ranks, tasks, steps, arguments, results, microbatches)
+    return numbered(num_ranks, tasks, steps, arguments, results, {index: m for m, index in enumerate(indices)})
 
 
 def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
