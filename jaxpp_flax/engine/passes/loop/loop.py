@@ -76,12 +76,14 @@ class Loop(Equation):
         """Check the body."""
         self.body.verify()
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The indices of the marks that cut: none before the loop is labelled."""
+        return ()
+
     def headline(self) -> str:
         """Return the schedule and the marks as one line."""
-        return self._headline(())
-
-    def _headline(self, cuts: tuple[int, ...]) -> str:
-        marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in cuts)}" for i, m in enumerate(self.body.marks)]
+        marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in self.cuts)}" for i, m in enumerate(self.body.marks)]
         return f"loop over {self.body.length} microbatches: {type(self.schedule).__name__}; marks: {', '.join(marks)}"
 
     def details(self) -> str:
@@ -178,9 +180,10 @@ class LabelledLoop(Loop):
         super().verify()
         self.labels.verify()
 
-    def headline(self) -> str:
-        """Return the schedule and the marks, with those that cut, as one line."""
-        return self._headline(self.labels.cuts)
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The indices of the marks that cut."""
+        return self.labels.cuts
 
     def details(self) -> str:
         """Return the schedule, the marks, and the body with its phases as text."""
