@@ -151,9 +151,12 @@ def _loop_steps(runs: Sequence[TaskStep], tasks: Sequence[ProgramTask]) -> Itera
 
 
 def _initial_accumulators(
-    loop: LoweredLoop, prefix: str, specs: Mapping[Atom, PartitionSpec]
+    loop: LoweredLoop, prefix: str, arguments: Sequence[Value], spec_of: Mapping[Atom, PartitionSpec]
 ) -> Iterator[tuple[ProgramTask, list[Value]]]:
-    """Yield a task for each rank that makes its accumulators, with these, before the first microbatch."""
+    """Yield a task for each rank that makes its accumulators, with these, before the first microbatch.
+
+    `arguments` are those of the step, and `spec_of` has the partitions of these and of other values.
+    """
     by_rank: dict[int, list[int]] = {}
     for k, accumulator in enumerate(loop.partition.accumulators):
         by_rank.setdefault(loop.partition.tasks[accumulator.task].rank, []).append(k)
@@ -161,16 +164,18 @@ def _initial_accumulators(
         accumulators = [loop.partition.accumulators[k] for k in members]
         outputs = tuple(a.init.outputs[0] for a in accumulators)
         graph = Graph((), outputs, tuple(e for a in accumulators for e in a.init.equations))
-        out_specs = tuple(_spec_of(loop, k, specs) for k in members)
+        out_specs = tuple(_spec_of_sum(loop, k, arguments, spec_of) for k in members)
         yield ProgramTask(f"{prefix}init_{rank}", rank, graph, out_specs=out_specs), [a.state for a in accumulators]
 
 
-def _spec_of(loop: LoweredLoop, number: int, specs: Mapping[Atom, PartitionSpec]) -> PartitionSpec:
+def _spec_of_sum(
+    loop: LoweredLoop, number: int, arguments: Sequence[Value], spec_of: Mapping[Atom, PartitionSpec]
+) -> PartitionSpec:
     accumulator, like = loop.partition.accumulators[number], loop.like[number]
     outer = dict(zip(loop.partition.operands, loop.constants, strict=True))
     read = loop.partition.tasks[accumulator.task].graph.inputs
-    known = [(v.aval, specs[outer[v]]) for v in read if v in outer and outer[v] in specs]
-    wish = None if like is None else [*specs.values()][like]
+    known = [(v.aval, spec_of[outer[v]]) for v in read if v in outer and outer[v] in spec_of]
+    wish = None if like is None else spec_of[arguments[like]]
     return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, known)
 
 
@@ -197,7 +202,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
             outer += 1
         if (loop := rounds.loops.get(at)) is not None:
             prefix = loop_prefix(loops)
-            for task, states in _initial_accumulators(loop, prefix, spec_of):
+            for task, states in _initial_accumulators(loop, prefix, placed.inputs, spec_of):
                 run(task, (), states)
             # All loops share the indices of their microbatches.
             indices += [Value(loop.partition.index.aval) for _ in range(len(indices), loop.body.length)]
@@ -212,7 +217,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
 
 
 def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
-    """Return the partitions of the step's inputs, in their order, of what follows them, and of gathered parameters."""
+    """Return the partitions of the step's inputs, of what follows them, and of gathered parameters."""
     found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
         if isinstance(equation, LoweredLoop):
