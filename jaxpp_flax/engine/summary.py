@@ -111,7 +111,7 @@ def summarise_stages(loop: CutLoop, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
 def _blocks(loop: CutLoop) -> list[tuple[str, ...]]:
     """Return the names of each stage's blocks."""
     marks = loop.body.marks
-    names, starts = segment_names(marks), [0, *(cut + 1 for cut in loop.labels.cuts)]
+    names, starts = segment_names(marks), [0, *(cut + 1 for cut in loop.cuts)]
     ends = [*starts[1:], len(marks)]
     return [names[start:end] or names[-1:] for start, end in zip(starts, ends, strict=True)]  # the last mark may cut
 

@@ -6,14 +6,14 @@ transfer, and no rank waits for a value that is made later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
-from jaxpp_flax.engine.program.builder import ProgramBuilder
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
 from jaxpp_flax.tasks.operations import task_p, transfer_p
@@ -44,19 +44,22 @@ def build(
       ValueError: if an operation stands outside of the tasks, a donated value is read again or was sent, or a side
         effect is ordered.
     """
-    builder = _Builder(mesh, dict(zip(graph.inputs, ranks, strict=True)))
+    emitter = _Emitter(mesh, dict(zip(graph.inputs, ranks, strict=True)))
     donations = _Donations(dict(zip(graph.inputs, donated, strict=True)))
     for equation in graph.equations:
         if equation.primitive is task_p:
             donations.check_task(equation)
-            builder.task(equation)
+            emitter.task(equation)
         elif equation.primitive is transfer_p:
             donations.check_transfer(equation)
-            builder.transfer(equation)
+            emitter.transfer(equation)
         else:
             raise _outside_of_tasks(equation)
     donations.check_results(graph.outputs)
-    unrolled = builder.finished(graph)
+    # A returned captured array lies on rank 0.
+    results = [(atom, [emitter.rank[atom] or 0] if isinstance(atom, Value) else ()) for atom in graph.outputs]
+    arguments = dict.fromkeys(graph.inputs)
+    unrolled = numbered(mesh.mpmd_dim, emitter.tasks, emitter.steps, arguments, results)
     unrolled.verify()
     donatable = None if infer_donation else [frozenset(task.donate) for task in unrolled.tasks]
     program = donate_and_free(unrolled, donated, keep_received=keep_received, donatable=donatable)
@@ -76,26 +79,19 @@ def _outside_of_tasks(equation: Equation) -> ValueError:
 
 
 @dataclass
-class _Builder:
-    """The program while it is written; `rank` holds the rank of each value, None for a captured array."""
+class _Emitter:
+    """The tasks and steps of a function; `rank` holds the rank of each value, None for a captured array."""
 
     mesh: MpmdMesh
     rank: dict[Value, int | None]
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)
+    tasks: list[ProgramTask] = field(default_factory=list[ProgramTask])
+    steps: list[TaskStep | TransferStep] = field(default_factory=list[TaskStep | TransferStep])
 
     def __post_init__(self) -> None:
-        self.written = ProgramBuilder(self.mesh.mpmd_dim)
-        for value in self.rank:
-            self.written.argument(value, ())
         # A task may name the submesh of any rank.
         self.onto_submesh = onto_mesh(self.mesh.unstack, self.mesh.abstract_submesh)
-
-    def bring(self, edges: Iterable[Value], rank: int) -> None:
-        """Put arguments on the rank where they are read for the first time."""
-        for edge in edges:
-            if edge in self.written.arguments and (edge, rank) not in self.written.at:
-                self.written.argument(edge, [rank])
 
     def task(self, equation: Equation) -> None:
         called: ProgramTask = equation.params["task"]
@@ -106,10 +102,8 @@ class _Builder:
         graph = _with_literals(self.graphs[key], equation.inputs)
         read = [(i, atom) for i, atom in enumerate(equation.inputs) if isinstance(atom, Value)]
         donate = frozenset(p for p, (i, _) in enumerate(read) if i in called.donate)
-        task = replace(called, name=self._name(called), graph=graph, donate=donate)
-        edges = [edge for _, edge in read]
-        self.bring(edges, called.rank)
-        self.written.run_on(self.written.task(task), edges, equation.outputs)
+        self.steps.append(TaskStep(len(self.tasks), [value for _, value in read], equation.outputs))
+        self.tasks.append(replace(called, name=self._name(called), graph=graph, donate=donate))
         self.rank.update(dict.fromkeys(equation.outputs, called.rank))
 
     def _name(self, called: ProgramTask) -> str:
@@ -120,20 +114,8 @@ class _Builder:
 
     def transfer(self, equation: Equation) -> None:
         source, target = equation.params["source"], equation.params["target"]
-        edges = values(equation.inputs)
-        self.bring(edges, source)
-        received = self.written.transfer(source, target, self.written.values_of(edges, source))
-        self.written.at.update(zip([(edge, target) for edge in equation.outputs], received, strict=True))
+        self.steps.append(TransferStep(source, target, equation.inputs, equation.outputs))
         self.rank.update(dict.fromkeys(equation.outputs, target))
-
-    def finished(self, graph: Graph) -> Program:
-        for atom in graph.outputs:
-            rank = 0  # a returned captured array lies on rank 0
-            if isinstance(atom, Value):
-                rank = self.rank[atom] or 0
-                self.bring([atom], rank)
-            self.written.result(atom, [rank])
-        return self.written.finish()
 
 
 def _with_literals(graph: Graph, operands: Sequence[Atom]) -> Graph:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
@@ -12,7 +12,7 @@ from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, Partition
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.program.builder import ProgramBuilder
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
 from jaxpp_flax.engine.program.program import LoopTask, Program, ProgramTask
 from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
@@ -78,48 +78,44 @@ def loop_prefix(number: int) -> str:
     return f"loop{number}_" if number else ""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _LoopRun:
-    """One run of a loop's task, by its number, over values of its own."""
-
-    task: int
-    microbatch: int
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Value, ...]
-
-
-def _runs(loop: LoweredLoop, indices: Sequence[Value]) -> tuple[list[_LoopRun], dict[Value, Atom]]:
-    """Return the runs of a loop in the order of its schedule, and the last value of each result.
+def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Iterator[TaskStep]:
+    """Yield the runs of a loop in the order of its schedule, each over values of its own.
 
     A task reads operands, accumulators as the run before has left them, edges of its own microbatch, and in place of
-    the carry's leaves what a task has made of them in the microbatch before. `indices` are those of the microbatches.
+    the carry's leaves what a task has made of them in the microbatch before. `indices` are those of the microbatches,
+    and `before_these` is the number of tasks before the loop's.
     """
     part, tasks = loop.partition, loop.partition.tasks
     states = {a.result: a.state for a in part.accumulators}
     whole: dict[Value, Atom] = dict(zip(part.operands, loop.constants, strict=True))
     whole |= {state: state for state in states.values()}
+    totals = {a.result: total for a, total in zip(part.accumulators, loop.results, strict=True)}
+    # Of several copies of a counter on one rank, one is the result.
+    returned = {(c.leaf, tasks[c.task].rank): c.result for c in part.carries}
+    last_carry = {edge: loop.carry_results[leaf] for (leaf, _), edge in returned.items()}
     carries = [_carries_read(part, task) for task in tasks]
+    edges = [values(task.graph.outputs) for task in tasks]
+    left = [loop.body.length] * len(tasks)  # the runs of each task that are still to come
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
-    made = [first, *({part.index: index} for index in indices)]  # by a microbatch, counted from 1
-    runs: list[_LoopRun] = []
+    made = [first, *({part.index: index} for index in indices[: loop.body.length])]  # by a microbatch, counted from 1
     for number, microbatch in _scheduled(loop):
-        graph, carried = tasks[number].graph, carries[number]
-        before, own, inputs = made[microbatch], made[microbatch + 1], list[Atom]()
-        for edge in graph.inputs:
+        left[number] -= 1
+        before, own, carried, inputs = made[microbatch], made[microbatch + 1], carries[number], list[Atom]()
+        for edge in tasks[number].graph.inputs:
             if edge in whole:
                 inputs.append(whole[edge])
             else:
                 inputs.append(before[carried[edge]] if edge in carried else own[edge])
-        edges = values(graph.outputs)
-        outputs = tuple([Value(edge.aval) for edge in edges])
-        for edge, value in zip(edges, outputs, strict=True):
+        outputs: list[Value] = []
+        for edge in edges[number]:
             if edge in states:
+                value = Value(edge.aval) if left[number] else totals[edge]
                 whole[states[edge]] = value
             else:
-                own[edge] = value
-        runs.append(_LoopRun(number, microbatch, tuple(inputs), outputs))
-    last = {a.result: whole[a.state] for a in part.accumulators} | {c.result: made[-1][c.result] for c in part.carries}
-    return runs, last
+                is_last = microbatch + 1 == loop.body.length and edge in last_carry
+                value = own[edge] = last_carry[edge] if is_last else Value(edge.aval)
+            outputs.append(value)
+        yield TaskStep(before_these + number, tuple(inputs), tuple(outputs), microbatch)
 
 
 def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:
@@ -132,40 +128,32 @@ def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:
     return found
 
 
-def _unroll_loop(builder: ProgramBuilder, loop: LoweredLoop, prefix: str, specs: Mapping[Atom, PartitionSpec]) -> None:
-    """Write the runs of a loop; a value goes to the ranks that read it right behind the run that makes it."""
-    part, at = loop.partition, builder.at
-    _initial_accumulators(builder, loop, prefix, specs)
-    numbers = [builder.task(replace(task, name=prefix + task.name)) for task in part.tasks]
-    indices = [Value(part.index.aval) for _ in range(loop.body.length)]
-    runs, last = _runs(loop, indices)
-    readers: defaultdict[Atom, set[int]] = defaultdict(set)
+def _loop_steps(runs: Sequence[TaskStep], tasks: Sequence[ProgramTask]) -> Iterator[TaskStep | TransferStep]:
+    """Yield the runs of a loop; a value goes to the ranks that read it right behind the run that makes it."""
+    home: dict[Atom, int] = {value: tasks[run.task].rank for run in runs for value in run.outputs}
+    elsewhere: dict[Atom, set[int]] = {}  # the other ranks that read a value
     for run in runs:
+        rank = tasks[run.task].rank
         for value in run.inputs:
-            readers[value].add(part.tasks[run.task].rank)
+            if home.get(value, rank) != rank:
+                elsewhere.setdefault(value, set()).add(rank)
     for run in runs:
-        rank, index = part.tasks[run.task].rank, indices[run.microbatch]
-        if index in run.inputs:
-            at[index, rank] = builder.index(rank, run.microbatch)
-        builder.run_on(numbers[run.task], run.inputs, run.outputs, run.microbatch)
+        yield run
         sent: dict[int, list[Value]] = {}
         for value in run.outputs:
-            for target in sorted(readers[value] - {rank}):
+            for target in sorted(elsewhere.get(value, ())):
                 sent.setdefault(target, []).append(value)
         for target, edges in sent.items():
-            builder.send(edges, rank, target)
-    for edge, accumulator in zip(loop.results, part.accumulators, strict=True):
-        rank = part.tasks[accumulator.task].rank
-        at[edge, rank] = at[last[accumulator.result], rank]
-    for carry in part.carries:
-        rank = part.tasks[carry.task].rank
-        at[loop.carry_results[carry.leaf], rank] = at[last[carry.result], rank]
+            yield TransferStep(tasks[run.task].rank, target, edges)
 
 
 def _initial_accumulators(
-    builder: ProgramBuilder, loop: LoweredLoop, prefix: str, specs: Mapping[Atom, PartitionSpec]
-) -> None:
-    """Write a task for each rank that makes its accumulators, before the first microbatch."""
+    loop: LoweredLoop, prefix: str, arguments: Sequence[Value], spec_of: Mapping[Atom, PartitionSpec]
+) -> Iterator[tuple[ProgramTask, list[Value]]]:
+    """Yield a task for each rank that makes its accumulators, with these, before the first microbatch.
+
+    `arguments` are those of the step, and `spec_of` has the partitions of these and of other values.
+    """
     by_rank: dict[int, list[int]] = {}
     for k, accumulator in enumerate(loop.partition.accumulators):
         by_rank.setdefault(loop.partition.tasks[accumulator.task].rank, []).append(k)
@@ -173,17 +161,18 @@ def _initial_accumulators(
         accumulators = [loop.partition.accumulators[k] for k in members]
         outputs = tuple(a.init.outputs[0] for a in accumulators)
         graph = Graph((), outputs, tuple(e for a in accumulators for e in a.init.equations))
-        out_specs = tuple(_spec_of(loop, k, specs) for k in members)
-        task = ProgramTask(f"{prefix}init_{rank}", rank, graph, out_specs=out_specs)
-        builder.run_on(builder.task(task), (), [a.state for a in accumulators])
+        out_specs = tuple(_spec_of_sum(loop, k, arguments, spec_of) for k in members)
+        yield ProgramTask(f"{prefix}init_{rank}", rank, graph, out_specs=out_specs), [a.state for a in accumulators]
 
 
-def _spec_of(loop: LoweredLoop, number: int, specs: Mapping[Atom, PartitionSpec]) -> PartitionSpec:
+def _spec_of_sum(
+    loop: LoweredLoop, number: int, arguments: Sequence[Value], spec_of: Mapping[Atom, PartitionSpec]
+) -> PartitionSpec:
     accumulator, like = loop.partition.accumulators[number], loop.like[number]
     outer = dict(zip(loop.partition.operands, loop.constants, strict=True))
     read = loop.partition.tasks[accumulator.task].graph.inputs
-    known = [(v.aval, specs[outer[v]]) for v in read if v in outer and outer[v] in specs]
-    wish = None if like is None else [*specs.values()][like]
+    known = [(v.aval, spec_of[outer[v]]) for v in read if v in outer and outer[v] in spec_of]
+    wish = None if like is None else spec_of[arguments[like]]
     return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, known)
 
 
@@ -194,29 +183,38 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
     missing for. A loop has a round of its own. `specs` are the partitions of the step's inputs inside a submesh.
     """
     spec_of = _known_specs(placed, specs)
-    builder = ProgramBuilder(num_ranks)
-    for edge in placed.inputs:
-        builder.argument(edge, sorted(placed.need[edge]))
+    tasks, steps = list[ProgramTask](), list[TaskStep | TransferStep]()
+    indices: list[Value] = []
+
+    def run(task: ProgramTask, inputs: Sequence[Atom], outputs: Sequence[Value]) -> None:
+        steps.append(TaskStep(len(tasks), inputs, outputs))
+        tasks.append(task)
+
     rounds = _Rounds(placed)
     segments = rounds.segments()
     loops = outer = 0
     for at in range(rounds.count):
         for rank, graph in segments.get(at, ()):
-            task = builder.task(ProgramTask(f"outer_{outer}", rank, graph))
-            builder.run_on(task, graph.inputs, graph.outputs)
+            run(ProgramTask(f"outer_{outer}", rank, graph), graph.inputs, values(graph.outputs))
             outer += 1
         if (loop := rounds.loops.get(at)) is not None:
-            _unroll_loop(builder, loop, loop_prefix(loops), spec_of)
+            prefix = loop_prefix(loops)
+            for task, states in _initial_accumulators(loop, prefix, placed.inputs, spec_of):
+                run(task, (), states)
+            # All loops share the indices of their microbatches.
+            indices += [Value(loop.partition.index.aval) for _ in range(len(indices), loop.body.length)]
+            runs = list(_runs(loop, indices, len(tasks)))
+            tasks += [replace(task, name=prefix + task.name) for task in loop.partition.tasks]
+            steps += _loop_steps(runs, tasks)
             loops += 1
-        for (source, target), edges in rounds.moves.get(at, {}).items():
-            builder.send(edges, source, target)
-    for atom in placed.outputs:
-        builder.result(atom, placed.need[atom] if isinstance(atom, Value) else ())
-    return builder.finish()
+        steps += [TransferStep(*ends, edges) for ends, edges in rounds.moves.get(at, {}).items()]
+    arguments = {value: sorted(placed.need[value]) for value in placed.inputs}
+    results = [(atom, placed.need[atom] if isinstance(atom, Value) else ()) for atom in placed.outputs]
+    return numbered(num_ranks, tasks, steps, arguments, results, {index: m for m, index in enumerate(indices)})
 
 
 def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
-    """Return the partitions of the step's inputs, in their order, of what follows them, and of gathered parameters."""
+    """Return the partitions of the step's inputs, of what follows them, and of gathered parameters."""
     found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
         if isinstance(equation, LoweredLoop):

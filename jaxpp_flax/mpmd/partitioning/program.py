@@ -9,8 +9,8 @@ from dataclasses import replace
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.passes.updated_arguments import arguments_of_sums
-from jaxpp_flax.engine.program.builder import ProgramBuilder
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
+from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, graph_of, values
 from jaxpp_flax.engine.tracing.regions import shielded
@@ -34,36 +34,40 @@ def unroll(
     `specs` are the partitions of the arguments.
     With `keep_unused`, an argument that nothing reads lies on its ranks too.
     """
-    builder = ProgramBuilder(len(rewrite))
     readers = _readers(placed, fragments)
     homes = {value: ranks[0] for value, ranks in zip(placed.inputs, placed.arguments, strict=True) if ranks}
-    for value, ranks in zip(placed.inputs, placed.arguments, strict=True):
-        builder.argument(value, ranks if keep_unused or value in readers else ())
     updated = _updated(placed)
     fingerprints = Fingerprinter()
     known: dict[Hashable, int] = {}
+    tasks, steps = list[ProgramTask](), list[TaskStep | TransferStep]()
     for fragment in fragments:
         rank = fragment.key.rank
         made = [v for node in fragment.nodes for v in node.outputs if readers.get(v, {}).keys() - {fragment}]
         whole = shielded(graph_of([e for node in fragment.nodes for e in node.equations], set(made)), always=True)
         graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
-        _bring(builder, whole.inputs, homes, rank)
+        outputs = values(whole.outputs)
+        steps += _brought(whole.inputs, homes, rank)
         key = rank, fragment.label, fingerprints.graph(graph)
         if key not in known:
-            known[key] = builder.task(_task(fragment, graph, [updated.get(v) for v in values(whole.outputs)], specs))
+            known[key] = len(tasks)
+            tasks.append(_task(fragment, graph, [updated.get(v) for v in outputs], specs))
         call = -1 if fragment.key.call is None else fragment.key.call
-        builder.run_on(known[key], whole.inputs, whole.outputs, call)
+        steps.append(TaskStep(known[key], whole.inputs, outputs, call))
         for target in sorted({reader for value in made for reader in readers[value].values()} - {rank}):
-            builder.send([v for v in values(whole.outputs) if target in readers[v].values()], rank, target)
+            steps.append(TransferStep(rank, target, [v for v in outputs if target in readers[v].values()]))
     for atom, rank in zip(placed.outputs, placed.results, strict=True):
-        _bring(builder, values([atom]), homes, rank)
-        builder.result(atom, [rank])
-    runs: dict[int, list[Run]] = {}
-    for run in builder.instructions:
-        if isinstance(run, Run):
-            runs.setdefault(run.task, []).append(run)
-    builder.tasks = [replace(task, pins=_pins(runs[number])) for number, task in enumerate(builder.tasks)]
-    return builder.finish()
+        steps += _brought(values([atom]), homes, rank)
+    runs: dict[int, list[TaskStep]] = {}
+    for step in steps:
+        if isinstance(step, TaskStep):
+            runs.setdefault(step.task, []).append(step)
+    tasks = [replace(task, pins=_pins(runs[number])) for number, task in enumerate(tasks)]
+    arguments = {
+        value: ranks if keep_unused or value in readers else ()
+        for value, ranks in zip(placed.inputs, placed.arguments, strict=True)
+    }
+    results = [(atom, [rank]) for atom, rank in zip(placed.outputs, placed.results, strict=True)]
+    return numbered(len(rewrite), tasks, steps, arguments, results)
 
 
 def _readers(placed: Placed, fragments: Sequence[Fragment]) -> Mapping[Value, Mapping[Fragment | int, int]]:
@@ -79,10 +83,10 @@ def _readers(placed: Placed, fragments: Sequence[Fragment]) -> Mapping[Value, Ma
     return readers
 
 
-def _bring(builder: ProgramBuilder, edges: Sequence[Value], homes: Mapping[Value, int], rank: int) -> None:
-    """Send arguments from other meshes before their first use."""
-    for source in sorted({homes[edge] for edge in edges if edge in homes}):
-        builder.send([edge for edge in edges if homes.get(edge) == source], source, rank)
+def _brought(edges: Sequence[Value], homes: Mapping[Value, int], rank: int) -> list[TransferStep]:
+    """Return the transfers of arguments that lie on other meshes, before they are used."""
+    sources = sorted({homes[edge] for edge in edges if edge in homes} - {rank})
+    return [TransferStep(source, rank, [e for e in edges if homes.get(e) == source]) for source in sources]
 
 
 def _updated(placed: Placed) -> Mapping[Value, int]:
@@ -104,7 +108,7 @@ def _task(
     return replace(task, out_specs=tuple(PartitionSpec() if k is None else specs[k] for k in updated))
 
 
-def _pins(runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:
+def _pins(runs: Sequence[TaskStep]) -> tuple[tuple[int, int], ...]:
     """Return the pins of a task: outputs that the next run reads keep their shardings."""
     if len(runs) < 2:
         return ()

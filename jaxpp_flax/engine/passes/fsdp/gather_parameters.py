@@ -9,7 +9,7 @@ the gathered parameter has another type than its shards. The body's own `reshard
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
 from jaxpp_flax.engine.analyses.batch_flow import batch_of
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
-from jaxpp_flax.engine.passes.fsdp.before_loops import follow, warn_of_derived
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop, loops_of
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
+from jaxpp_flax.engine.program.specs import followed_spec
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.messages import warn_user
@@ -45,7 +45,7 @@ def gather_parameters(step: Graph, specs: Sequence[PartitionSpec], shards: Shard
         return step
     spec_of = dict(zip(step.inputs, specs, strict=True))
     dims = batch_of(step, specs, shards)
-    behind = follow(step.equations, spec_of)
+    behind = _follow(step.equations, spec_of)
     gathers: dict[tuple[Value, PartitionSpec], Gather] = {}  # of all loops: two that read one parameter share it
 
     def gather(operand: Value, spec: PartitionSpec) -> Gather:
@@ -62,6 +62,36 @@ def gather_parameters(step: Graph, specs: Sequence[PartitionSpec], shards: Shard
             equations.update(dict.fromkeys(gather.equation for gather in equation.gathered.values()))
         equations[equation] = None
     return replace(found, equations=tuple(equations))
+
+
+def _follow(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -> dict[Value, tuple[Value, ...]]:
+    """Follow the inputs of a step to its loops, and return the inputs behind each value of unknown partition.
+
+    `spec_of` has the partitions of the inputs, and gets those of values that are converted, scaled, transposed or
+    fetched from the host. Sums are left out, and results of loops, and arrays whose partition the user asks for: these
+    are as they should be.
+    """
+    inputs = set(spec_of)
+    behind: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
+    for equation in equations:
+        facts = facts_of(equation.primitive)
+        if (spec := followed_spec(equation, spec_of)) is not None:
+            spec_of[equation.outputs[0]] = spec
+        found = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
+        if found and not isinstance(equation, Loop) and not facts.is_reduction and not facts.placing:
+            behind.update((v, found) for v in equation.outputs if v.aval.size > 1)
+    return {value: found for value, found in behind.items() if value not in spec_of}
+
+
+def _warn_of_derived(operand: Value, parameter: Value, rule: FsdpRule) -> None:
+    """Warn of a value that a loop reads, whose partition XLA chooses, although a parameter behind it is sharded."""
+    warn_user(
+        f"a loop reads {operand.aval.str_short()}, which is made before the loop of {rule.name_of(parameter)}, "
+        f"{parameter.aval.str_short()}, a sharded parameter. Every microbatch gathers it again: only parameters "
+        "that are converted, scaled by a number, transposed or fetched from the host are gathered once. Do the rest of "
+        "this work inside the loop.",
+        FsdpWarning,
+    )
 
 
 def _gather_in_loop(
@@ -82,7 +112,7 @@ def _gather_in_loop(
     for value in [v for v in operands if v in whole]:
         operand = operands[value]
         if derived := [p for p in behind.get(operand, ()) if axes.intersection(axes_in(spec_of[p]))]:
-            warn_of_derived(operand, derived[0], rule)
+            _warn_of_derived(operand, derived[0], rule)
         if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
         found = gather(operand, keep_axes(spec_of[operand], lambda name: name not in axes))

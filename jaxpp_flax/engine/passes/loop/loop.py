@@ -16,7 +16,7 @@ from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.program.program import LoopTask
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, values, verify_order
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.schedules.schedule import Schedule
 
@@ -76,12 +76,14 @@ class Loop(Equation):
         """Check the body."""
         self.body.verify()
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The indices of the marks that cut: none before the loop is labelled."""
+        return ()
+
     def headline(self) -> str:
         """Return the schedule and the marks as one line."""
-        return self._headline(())
-
-    def _headline(self, cuts: tuple[int, ...]) -> str:
-        marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in cuts)}" for i, m in enumerate(self.body.marks)]
+        marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in self.cuts)}" for i, m in enumerate(self.body.marks)]
         return f"loop over {self.body.length} microbatches: {type(self.schedule).__name__}; marks: {', '.join(marks)}"
 
     def details(self) -> str:
@@ -178,9 +180,10 @@ class LabelledLoop(Loop):
         super().verify()
         self.labels.verify()
 
-    def headline(self) -> str:
-        """Return the schedule and the marks, with those that cut, as one line."""
-        return self._headline(self.labels.cuts)
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The indices of the marks that cut."""
+        return self.labels.cuts
 
     def details(self) -> str:
         """Return the schedule, the marks, and the body with its phases as text."""
@@ -242,19 +245,13 @@ class Partition:
 
     def verify(self) -> None:
         """Check each task, and that each edge is defined by one task, earlier in the order of phases."""
-        known = {*self.operands, self.index}
-        known.update(a.state for a in self.accumulators)
-        known.update(c.state for c in self.carries)
-        made: set[Value] = set()
+        states = dict.fromkeys(turn.state for turn in (*self.accumulators, *self.carries))
         for task in self.tasks:
             task.graph.verify()
-            for value in task.graph.inputs:
-                if value not in known and value not in made:
-                    raise VerificationError(f"task {task.name} reads a value that no earlier task makes")
-            for atom in task.graph.outputs:
-                if not isinstance(atom, Value):
-                    raise VerificationError(f"task {task.name} returns a constant")
-                made.add(atom)
+            if len(values(task.graph.outputs)) < len(task.graph.outputs):
+                raise VerificationError(f"task {task.name} returns a constant")
+        steps = ((f"task {t.name}", t.graph.inputs, values(t.graph.outputs)) for t in self.tasks)
+        verify_order((*self.operands, self.index, *states), steps, ())
 
     def as_text(self) -> str:
         return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)

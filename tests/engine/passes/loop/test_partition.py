@@ -292,7 +292,7 @@ def test_data_is_sliced_by_the_index_and_a_parameter_only_meets_it():
 
 def test_verify_finds_tasks_out_of_order():
     part = chain_partition(2)
-    with pytest.raises(VerificationError, match="reads a value that no earlier task makes"):
+    with pytest.raises(VerificationError, match="reads what no earlier step makes"):
         replace(part, tasks=part.tasks[::-1]).verify()
 
 
