@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
 from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Signature, paths_of
+from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.lowered import MpmdLowered
@@ -129,7 +129,7 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
             asked = self.asked_of_results(jax.tree.unflatten(tree, leaves))
             return jax.tree.unflatten(tree, [moved(leaf, one.memory) for leaf, one in zip(leaves, asked, strict=True)])
 
-        self._jitted = jax.jit(moving, donate_argnums=donate_argnums)
+        self._jitted = jax.jit(moving, donate_argnums=both_ways(fun, donate_argnums, None)[0])
         self.compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
 
     def __call__(self, *args: Any) -> Any:
