@@ -49,8 +49,7 @@ class Simulated:
 
         timed = self.contestant
         compiled = timed.step.compile(timed.params, timed.data)  # type: ignore[attr-defined]
-        leaves = jax.tree.leaves((timed.params, timed.data))
-        results, timings = compiled._bound.profile(leaves)
+        results, timings = compiled.profile(timed.params, timed.data)
         timed.params, _ = results
         events: list[list[Event]] = [[] for _ in range(self.schedule.num_ranks)]
         for timing in timings:

@@ -12,7 +12,7 @@ import jax
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.placed import Placed
 from jaxpp_flax.engine.runtime.debug_switches import looking_away
-from jaxpp_flax.engine.signature import not_an_array, type_of
+from jaxpp_flax.engine.signature import not_an_array, type_of, without_statics
 
 __all__ = ["FunctionOnRanks", "Types", "structs_of", "trace"]
 
@@ -21,8 +21,7 @@ Types: TypeAlias = tuple[tuple[tuple[int, ...], Any, bool], ...]  # of each leaf
 
 
 class FunctionOnRanks(ABC, Generic[P]):
-    """Keeps what is placed and compiled, by the tree of a call, the types and shardings of its leaves, and JAX's
-    settings.
+    """Keeps what is placed and compiled: by the tree of a call, the types and shardings of its leaves, and settings.
 
     A front says how arguments get their ranks (`_layouts`), and makes the program for them (`_place`).
     """
@@ -59,7 +58,7 @@ class FunctionOnRanks(ABC, Generic[P]):
         try:
             return tuple(map(type_of, leaves))
         except TypeError as error:
-            raise not_an_array(tree, leaves, self._instead_of_arrays) from error
+            raise not_an_array(without_statics(tree), leaves, self._instead_of_arrays) from error
 
 
 def trace(jitted: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, tuple[bool, ...]]:

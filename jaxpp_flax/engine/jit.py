@@ -31,7 +31,7 @@ from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, paths_of, without_statics
+from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics
 from jaxpp_flax.engine.traced import Traced, passes_context, prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
@@ -123,26 +123,26 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         check_mesh(mpmd_mesh)
         self._fsdp: Fsdp = check_fsdp(fsdp)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
-        self._fun = fun
         self._in_specs = _one_of(in_specs, in_shardings, "in")
         self._out_specs = _one_of(out_specs, out_shardings, "out")
         self._policy = cut_policy
         self._everywhere = everywhere
         self._residuals = residuals
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
-        self._statics = statics = Statics.of(fun, static_argnums, static_argnames)
+        self._statics = Statics(fun, *both_ways(fun, static_argnums, static_argnames))
+        donated, named = both_ways(fun, donate_argnums, donate_argnames)
         self._jitted = jax.jit(
             with_memories(fun, self._out_specs),
-            static_argnums=statics.positions,
-            static_argnames=statics.names,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
+            static_argnums=self._statics.positions,
+            static_argnames=self._statics.names,
+            donate_argnums=donated,
+            donate_argnames=named,
         )
         self._latest: PlacedPipeline | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, compiled first if the signature is new; return `MpmdArray` leaves."""
-        leaves, tree = self._statics.flatten(self._fun, args, kwargs)
+        leaves, tree = self._statics.flatten(args, kwargs)
         self._latest = placed = self._find(leaves, tree)
         return placed.compiled.run(leaves)
 
@@ -158,11 +158,11 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
 
     def place(self, *args: Any, **kwargs: Any) -> PlacedPipeline:
         """Trace a step for arguments like these and place it on ranks; nothing is compiled. See `compile`."""
-        return self._find(*self._statics.flatten(self._fun, args, kwargs))
+        return self._find(*self._statics.flatten(args, kwargs))
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace a step for arguments like these, to place it with several policies, residuals and schedules."""
-        leaves, tree = self._statics.flatten(self._fun, args, kwargs)
+        leaves, tree = self._statics.flatten(args, kwargs)
         types = self._types(leaves, tree)
         with context_mesh(None):
             return self._trace(tree, types, self._layouts(tree, leaves))

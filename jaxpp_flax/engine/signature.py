@@ -14,8 +14,16 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 __all__ = [
-    "Leaf", "Signature", "Statics", "arguments_of", "not_an_array", "paths_of", "type_of", "without_statics",
-]  # fmt: skip
+    "Leaf",
+    "Signature",
+    "Statics",
+    "arguments_of",
+    "both_ways",
+    "not_an_array",
+    "paths_of",
+    "type_of",
+    "without_statics",
+]
 
 Positions: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
@@ -30,33 +38,37 @@ class _Static:
     value: Any
 
 
+def both_ways(fun: Callable[..., Any], argnums: Positions, argnames: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return positions and names of the same parameters; as in `jax.jit`, the signature gives the missing ones.
+
+    JAX 0.10 does not so for a negative position.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # some callables have no signature
+        return numbers, names
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        numbers = tuple(n + len(positional) if n < 0 else n for n in numbers)
+    if numbers and not names:
+        names = tuple(positional[n] for n in numbers if 0 <= n < len(positional))
+    elif names and not numbers:
+        numbers = tuple(positional.index(name) for name in names if name in positional)
+    return numbers, names
+
+
 @dataclass(frozen=True)
 class Statics:
     """The static parameters of a function, by position and by name."""
 
+    fun: Callable[..., Any]
     positions: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, fun: Callable[..., Any], argnums: Positions, argnames: Names) -> Statics:
-        """Read them as `jax.jit` does: the function's signature gives missing positions or names."""
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
-        names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
-        try:
-            parameters = list(inspect.signature(fun).parameters.values())
-        except (TypeError, ValueError):  # some callables have no signature
-            return cls(numbers, names)
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            numbers = tuple(n + len(positional) if n < 0 else n for n in numbers)
-        if numbers and not names:
-            names = tuple(positional[n] for n in numbers if 0 <= n < len(positional))
-        elif names and not numbers:
-            numbers = tuple(positional.index(name) for name in names if name in positional)
-        return cls(numbers, names)
-
-    def flatten(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-        """Flatten a call of `fun`; the tree of `(args, kwargs)` holds the values of the static arguments.
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        """Flatten a call; the tree of `(args, kwargs)` holds the values of the static arguments.
 
         Raises:
           TypeError: if a static argument cannot be hashed.
@@ -64,8 +76,8 @@ class Statics:
         if self.positions or self.names:
             count = len(args)
             static = {n % count for n in self.positions if count and -count <= n < count}
-            args = [_static(fun, i, value) if i in static else value for i, value in enumerate(args)]
-            kwargs = {k: _static(fun, k, value) if k in self.names else value for k, value in kwargs.items()}
+            args = [_static(self.fun, i, value) if i in static else value for i, value in enumerate(args)]
+            kwargs = {k: _static(self.fun, k, value) if k in self.names else value for k, value in kwargs.items()}
         return jax.tree_util.tree_flatten((tuple(args), kwargs))
 
 

@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
 from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Signature, paths_of
+from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.lowered import MpmdLowered
@@ -28,10 +28,12 @@ __all__ = ["MpmdTraced", "MpmdWrapped", "jit"]
 
 
 class _Layout(NamedTuple):
-    """What is asked of an argument, with the requested memory or its own; and its own partition."""
+    """The mesh and the partition that are asked of an argument, its own partition, and its memory in JAX's types."""
 
-    asked: Asked
+    rank: int | None
+    spec: PartitionSpec | None
     own_spec: PartitionSpec
+    memory: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ class MpmdTraced:
         with context_mesh(None):  # no mesh around the call may change what is built
             graph, constants = from_jaxpr(traced.jaxpr)
             asked_out = wrapped.asked_of_results(traced.out_info)
-            in_ranks, out_ranks = [of.asked.rank for of in self._layouts], [asked.rank for asked in asked_out]
+            in_ranks, out_ranks = [layout.rank for layout in self._layouts], [asked.rank for asked in asked_out]
             built = build(
                 graph, len(constants), config, in_ranks, out_ranks, donated,
                 specs_on=self._specs_on, keep_unused=wrapped.keep_unused,
@@ -100,8 +102,8 @@ class MpmdTraced:
         """Return the partition of each argument on the mesh of its rank: as asked for, or its own."""
         homes = [self._wrapped.mpmd_config.meshes.unstack[rank].axis_names for rank in ranks]
         return [
-            asked.spec if asked.spec is not None else canonical(keep_axes(own_spec, axes.__contains__))
-            for (asked, own_spec), axes in zip(self._layouts, homes, strict=True)
+            layout.spec if layout.spec is not None else canonical(keep_axes(layout.own_spec, axes.__contains__))
+            for layout, axes in zip(self._layouts, homes, strict=True)
         ]
 
 
@@ -129,7 +131,7 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
             asked = self.asked_of_results(jax.tree.unflatten(tree, leaves))
             return jax.tree.unflatten(tree, [moved(leaf, one.memory) for leaf, one in zip(leaves, asked, strict=True)])
 
-        self._jitted = jax.jit(moving, donate_argnums=donate_argnums)
+        self._jitted = jax.jit(moving, donate_argnums=both_ways(fun, donate_argnums, None)[0])
         self.compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
 
     def __call__(self, *args: Any) -> Any:
@@ -174,7 +176,8 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
         found: list[_Layout] = []
         for leaf, path, wish in zip(leaves, paths_of(tree), asked, strict=True):
             own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
-            found.append(_Layout(wish if wish.memory is not None else wish._replace(memory=own), spec_of(leaf)))
+            memory = in_memory(None, own if wish.memory is None else wish.memory)  # one value for the devices' own
+            found.append(_Layout(wish.rank, wish.spec, spec_of(leaf), memory))
         return tuple(found)
 
     def _place(self, tree: Any, types: Types, layouts: tuple[_Layout, ...]) -> MpmdLowered:
@@ -183,8 +186,8 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
     def _trace(self, tree: Any, types: Types, layouts: Sequence[_Layout]) -> MpmdTraced:
         refuse_disabled_jit("a function under mpmd.jit")
         with context_mesh(None):  # no mesh around the call may change what is built
-            memories = [in_memory(None, layout.asked.memory) for layout in layouts]
-            structs = [s.update(sharding=memory) for s, memory in zip(structs_of(types), memories, strict=True)]
+            places = zip(structs_of(types), layouts, strict=True)
+            structs = [struct.update(sharding=layout.memory) for struct, layout in places]
             args, _ = jax.tree.unflatten(tree, structs)
             with context_mesh(self.mpmd_config.sharding_mesh):
                 traced, donated = trace(self._jitted, args)

@@ -17,7 +17,7 @@ from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.jit import check_mesh
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Signature, paths_of
+from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
 from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
 from jaxpp_flax.tasks.lowered import LoweredMpmdFun
 from jaxpp_flax.tasks.program import build
@@ -42,7 +42,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
     ) -> None:
         super().__init__(fun)
         self.mpmd_mesh, self.in_shardings, self.infer_donation = mpmd_mesh, in_shardings, infer_donation
-        self._fun, self._donate_argnums = fun, donate_argnums
+        self._fun, (self._donated, _) = fun, both_ways(fun, donate_argnums, None)
         self._name = getattr(fun, "__name__", type(fun).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
             return results
 
         args, _ = jax.tree_util.tree_unflatten(tree, map(_typed, structs, in_shardings))
-        traced, donated = trace(jax.jit(flat, donate_argnums=self._donate_argnums), args)
+        traced, donated = trace(jax.jit(flat, donate_argnums=self._donated), args)
         graph, constants = from_jaxpr(traced.jaxpr)
         program = build(
             graph,

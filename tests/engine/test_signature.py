@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.engine.jit import mpmd_jit
-from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, paths_of, without_statics
+from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics
 from tests.engine.toys import mesh_of
 
 
@@ -24,7 +24,7 @@ PARAMS, BATCH = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4), None)
     ids=["positions", "keywords"],
 )
 def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[str]):
-    leaves, tree = Statics.of(function, None, "scale").flatten(function, (PARAMS, BATCH, 3), kwargs)
+    leaves, tree = Statics(function, *both_ways(function, None, "scale")).flatten((PARAMS, BATCH, 3), kwargs)
     assert list(paths_of(without_statics(tree))) == paths
     args, named = arguments_of(tree, leaves)
     assert (args[2], named) == (3, kwargs)
@@ -32,9 +32,9 @@ def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[st
 
 
 def test_static_arguments_are_no_leaves():
-    statics = Statics.of(function, -1, None)  # `power`: a keyword-only parameter has no position
-    leaves, tree = statics.flatten(function, (PARAMS, BATCH, 3), {"scale": 2.0})
-    traced = jax.jit(function, static_argnums=-1).trace(PARAMS, BATCH, 3, scale=2.0)
+    statics = Statics(function, *both_ways(function, -1, None))  # `power`: a keyword-only parameter has no position
+    leaves, tree = statics.flatten((PARAMS, BATCH, 3), {"scale": 2.0})
+    traced = jax.jit(function, static_argnums=2).trace(PARAMS, BATCH, 3, scale=2.0)
     assert without_statics(tree) == traced.in_tree
     assert paths_of(traced.in_tree) == ("[0]['a']", "[0]['b']", "[1][0]", "['scale']")
     args, named = arguments_of(tree, leaves)
@@ -42,8 +42,8 @@ def test_static_arguments_are_no_leaves():
 
 
 def test_the_tree_of_a_call_tells_static_arguments_apart():
-    statics = Statics.of(function, 2, None)
-    trees = [statics.flatten(function, (PARAMS, BATCH, power), {})[1] for power in (1, 1.0, True, 2, 1)]
+    statics = Statics(function, *both_ways(function, 2, None))
+    trees = [statics.flatten((PARAMS, BATCH, power), {})[1] for power in (1, 1.0, True, 2, 1)]
     assert len(set(trees)) == 4
     assert trees[0] == trees[4]
 
@@ -80,3 +80,19 @@ def test_messages_name_the_front(words: dict[str, Any], text: str):
     assert signature.leaves_of(leaves, {}) == leaves
     with pytest.raises(TypeError, match=text):
         signature.leaves_of([jnp.ones(3)], {})
+
+
+@pytest.mark.parametrize("donate", [{"donate_argnums": -1}, {"donate_argnames": "batch"}], ids=str)
+@pytest.mark.parametrize("passed", ["position", "name"])
+def test_donated_arguments_are_those_of_jit(donate: dict[str, Any], passed: str):
+    def step(params: Any, batch: Any) -> Any:
+        return params, batch + 1
+
+    args, kwargs = ((PARAMS,), {"batch": jnp.ones(2)}) if passed == "name" else ((PARAMS, jnp.ones(2)), {})
+    placed = mpmd_jit(step, mesh_of(1), **donate).place(*args, **kwargs)
+    assert placed.signature.donated == (False, False, True)
+
+
+def test_a_donated_parameter_that_the_function_lacks():
+    with pytest.raises(ValueError, match=r"donate_argnums=\(7,\), but only accepts 4 positional|accepts 3 positional"):
+        mpmd_jit(function, mesh_of(1), donate_argnums=7)

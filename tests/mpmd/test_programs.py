@@ -381,3 +381,10 @@ def test_callable_once_for_each_signature():
     assert len(set(step._placed.values())) == 1
     step(ws, batches(1, rows=2)[0])
     assert len(set(step._placed.values())) == 2
+
+
+def test_results_go_back_in_without_another_compilation():
+    """Results name the devices' own memory, an argument that was placed nowhere names none."""
+    step = mpmd.jit(lambda x: x + 1, config(topology(1, 1), {}))
+    np.testing.assert_array_equal(step(step(step(np.ones(3)))), 4 * np.ones(3))
+    assert len(set(step._placed.values())) == 1

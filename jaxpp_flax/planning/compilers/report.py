@@ -85,7 +85,7 @@ class CompilerReport:
         if self.seconds is not None and self.idle is not None:
             taken = amount(self.seconds, "s")
             step = f"A step takes {taken} by the compiler's seconds; ranks wait {self.idle:.0%} of it. "
-        tail = f"{step}CompiledPipeline in {amount(self.compile_seconds, 's')}: {len(self.tasks)} distinct programs."
+        tail = f"{step}Compiled in {amount(self.compile_seconds, 's')}: {len(self.tasks)} distinct programs."
         return "\n".join([
             f"{math.prod(self.layout.values())} x {self.device}: {axes}", "", *rank_table(self.ranks), "",
             *task_table(self.tasks), "", tail, answer(self.ranks, self.memory, self.device),

@@ -140,6 +140,6 @@ def test_the_seconds_of_a_cost_model(costs, seconds):
 
 def test_a_step_without_ranks_is_refused():
     with pytest.raises(
-        TypeError, match=r"needs the compiled step of a pipeline, got CompiledPipeline\. One stage on one device"
+        TypeError, match=r"needs the compiled step of a pipeline, got Compiled\. One stage on one device"
     ):
         compiler_report(jax.jit(jnp.tanh).lower(jnp.ones(2)).compile())  # pyright: ignore[reportArgumentType]
