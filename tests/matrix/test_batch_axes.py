@@ -100,7 +100,8 @@ def train(stage: Callable[..., jax.Array], mesh: MpmdMesh, axes: tuple[str, ...]
         losses, grads = treduce(lambda b: jax.value_and_grad(loss)(params, b), batch, schedule)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
 
-    of_stage = {"up": P(None, "fsdp"), "scale": P(), "down": P(None, None, "fsdp")}
+    tensor = "tensor" if "tensor" in mesh.jax_mesh.shape else None
+    of_stage = {"up": P(None, "fsdp", tensor), "scale": P(), "down": P(None, tensor, "fsdp")}
     specs = ({"first": P(), "stages": [of_stage] * 2}, dict.fromkeys(BATCH, P(None, axes)))
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=specs, static_argnums=2)
     actual = pipelined(params, BATCH, Std1F1B(2))
@@ -109,15 +110,14 @@ def train(stage: Callable[..., jax.Array], mesh: MpmdMesh, axes: tuple[str, ...]
     return pipelined.compile(params, BATCH, Std1F1B(2))
 
 
-def divided(compiled: Compiled) -> Iterator[tuple[str, Any, Any]]:
-    """Yield, of each result of the loop's tasks that holds examples, its task, its shape, and what divides them."""
+def entries(compiled: Compiled) -> Iterator[tuple[Any, Any]]:
+    """Yield, of each result of the loop's tasks that holds examples, what divides them, and its last dimension."""
     for instruction in compiled.program.instructions:
         if isinstance(instruction, Run) and instruction.microbatch >= 0:
-            for value in instruction.outputs:
-                held = compiled._executables.held[value]
+            for held in map(compiled._executables.held.__getitem__, instruction.outputs):
                 if ROWS in held.shape:
-                    entries = (*held.spec, *[None] * len(held.shape))
-                    yield compiled.program.tasks[instruction.task].name, held.shape, entries[held.shape.index(ROWS)]
+                    found = (*held.spec, *[None] * len(held.shape))[: len(held.shape)]
+                    yield found[held.shape.index(ROWS)], (held.shape[-1], found[-1])
 
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("data", "fsdp")], ids="_".join)
@@ -125,8 +125,13 @@ def divided(compiled: Compiled) -> Iterator[tuple[str, Any, Any]]:
 def test_scans_keep_the_batch_divided(stage: Callable[..., jax.Array], axes: tuple[str, ...]):
     """All that a stage hands on, and keeps for its backward; and weights are gathered, no activations exchanged."""
     compiled = train(stage, mesh_of(2, **dict.fromkeys(axes, 2)), axes)
-    found = list(divided(compiled))
-    assert found
-    assert {entry for _, _, entry in found} == {entry_of(axes)}, found
+    assert {of_batch for of_batch, _ in entries(compiled)} == {entry_of(axes)}
     text = "".join(executable.as_text() for executable in compiled._executables.tasks if executable is not None)
     assert " all-to-all(" not in text
+
+
+def test_a_tensor_axis_beside():
+    """It divides the hidden width, as before."""
+    found = set(entries(train(layers, mesh_of(2, fsdp=2, tensor=2), ("fsdp",))))
+    assert {of_batch for of_batch, _ in found} == {"fsdp"}
+    assert {last for _, (size, last) in found if size == 2 * DIM} == {"tensor"}

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
 from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, batch_in, batch_of
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, everywhere
 
 __all__ = ["keep_batch"]
 
@@ -40,7 +40,8 @@ def keep_batch(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts,
 
 
 def _keep_in_loop(loop: Loop, dims: Mapping[Value, BatchDim], shards: ShardCounts, submesh: AbstractMesh) -> Loop:
-    if dims.keys().isdisjoint(loop.constants):
+    has_scan = any(e.primitive.name == "scan" for e in everywhere(loop.body.graph))
+    if not has_scan or dims.keys().isdisjoint(loop.constants):
         return loop
     body = loop.flat_body()
     flow = BatchFlow(batch_in(body, loop.constants, dims), shards)
