@@ -40,7 +40,7 @@ def keep_batch(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts,
 
 
 def _keep_in_loop(loop: Loop, dims: Mapping[Value, BatchDim], shards: ShardCounts, submesh: AbstractMesh) -> Loop:
-    has_scan = any(e.primitive.name == "scan" for e in everywhere(loop.body.graph))
+    has_scan = any(e.primitive.name == "scan" for e in everywhere(loop.body))
     if not has_scan or dims.keys().isdisjoint(loop.constants):
         return loop
     body = loop.flat_body()

@@ -134,7 +134,8 @@ def defer_reductions(
     results = zip(body.operations, body.results, axes, strict=True)
     operations = tuple(op if over is None else _of_parts(op, atom) for op, atom, over in results)
     graph, numbers = _InParts(flow).rewritten(body)
-    return Deferred(replace(body.rewritten(graph), operations=operations, numbers=body.numbers | numbers), axes, dims)
+    body = replace(body.rewritten(graph), operations=operations, numbers=body.numbers | numbers)
+    return Deferred(body, axes, dims)
 
 
 def _of_parts(op: Op, value: Atom) -> Op:
