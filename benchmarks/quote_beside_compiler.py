@@ -20,12 +20,13 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optax
 from flax import linen
-from llama_shapes import RULES, Llama, Shape, loss_fn, tokens_of
+from llama_shapes import RULES, SHAPES, Llama, Shape, loss_fn, tokens_of
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.program.program import Run
@@ -45,8 +46,8 @@ AXES = ("stage=4", "stage=1,data=4", "stage=1,fsdp=4", "stage=1,tensor=4", "stag
 CYCLES = 1.75e9  # a second, of both: the peak over the operations that the matrix units do in a cycle
 
 
-def make(layers: int = LAYERS, **options: Any) -> tuple[PipelineTrainer, Any]:
-    shape = replace(SHAPE, layers=layers)
+def make(layers: int = LAYERS, *, shape: Shape = SHAPE, **options: Any) -> tuple[PipelineTrainer, Any]:
+    shape = replace(shape, layers=layers)
     with linen.logical_axis_rules(RULES):
         trainer = PipelineTrainer(
             lambda rngs: Llama(shape, rngs=rngs), optax.adamw(1e-4), loss_fn, logging=False, **options
@@ -56,8 +57,9 @@ def make(layers: int = LAYERS, **options: Any) -> tuple[PipelineTrainer, Any]:
 
 def layout_of(axes: str) -> Layout:
     sizes = axes_of(axes)
-    inside = {name: size for name, size in sizes.items() if name != "stage"}
-    return Layout(pipeline=sizes["stage"], stages=sizes["stage"], microbatch=MICROBATCH, **inside)
+    data, fsdp, tensor = (sizes.get(name, 1) for name in ("data", "fsdp", "tensor"))
+    stages = sizes["stage"]
+    return Layout(pipeline=stages, stages=stages, data=data, fsdp=fsdp, tensor=tensor, microbatch=MICROBATCH)
 
 
 def quoted(model: TracedModel, device: Device, axes: str) -> dict[str, float]:
@@ -84,11 +86,11 @@ def quoted(model: TracedModel, device: Device, axes: str) -> dict[str, float]:
     }
 
 
-def compiled(device: Device, machine: str, axes: str) -> dict[str, float]:
+def compiled(shape: Shape, device: Device, machine: str, axes: str) -> dict[str, float]:
     """Return the compiler's seconds and bytes by term."""
     layout = layout_of(axes)
     trainer, batch = make(
-        num_stages=layout.stages, num_microbatches=layout.num_microbatches(EXAMPLES),
+        shape=shape, num_stages=layout.stages, num_microbatches=layout.num_microbatches(EXAMPLES),
         mesh=described_mesh(f"{machine}:{TOPOLOGIES[machine]}", {"data": 1, "fsdp": 1, "tensor": 1, **axes_of(axes)}),
     )  # fmt: skip
     step = trainer.compile(batch)
@@ -129,20 +131,22 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", default="", help="texts that a row's machine and axes must have, divided by commas")
     flags.add_argument("--quote", action="store_true", help="compile nothing")
+    flags.add_argument("--tiny", action="store_true", help="a model so small that only the program is tried")
     flags.add_argument("--json", type=Path)
     flags.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = flags.parse_args()
+    shape = replace(SHAPES["tiny"], recompute=False) if options.tiny else SHAPE
     if options.child:
         machine, axes = options.child
-        print(json.dumps(compiled(device_named(machine), machine, axes)))
+        print(json.dumps(compiled(shape, device_named(machine), machine, axes)))
         return
-    rows, model = list[dict[str, Any]](), trace_model(make, "layers")
+    rows, model = list[dict[str, Any]](), trace_model(partial(make, shape=shape), "layers")
     for machine, axes in ((machine, axes) for machine in TOPOLOGIES for axes in AXES):
         if not all(text in f"{machine} {axes}" for text in options.only.split(",")):
             continue
         compiler: dict[str, float] = {}
         if not options.quote:
-            command = [sys.executable, __file__, "--child", machine, axes]
+            command = [sys.executable, __file__, *(["--tiny"] if options.tiny else []), "--child", machine, axes]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"{machine} {axes}: {done.stderr[-1000:]}", flush=True)
