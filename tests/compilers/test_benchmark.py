@@ -1,6 +1,9 @@
-"""The benchmark of large models compiles a tiny one; what it measures is not looked at."""
+"""The benchmarks of compilers compile tiny models; what they measure is not looked at."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +19,13 @@ def test_a_tiny_llama_compiles(machine: str):
     line = run_python(str(ROOT / "benchmarks" / "compilers.py"), *layout, XLA_FLAGS=None).stdout.splitlines()[-1]
     assert line.startswith(f"tiny {machine}")
     assert "compiled in" in line
+
+
+@pytest.mark.compilers
+def test_a_quote_beside_the_compiler(tmp_path: Path):
+    mesh_of("tpu-v5p:2x2x1", {"stage": 2, "fsdp": 2})  # skips where the compiler is missing
+    flags = ["--tiny", "--only", "v5p,stage=2", "--json", str(tmp_path / "rows.json")]
+    run_python(str(ROOT / "benchmarks" / "quote_beside_compiler.py"), *flags, XLA_FLAGS=None)
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["compiler"].keys() >= {"seconds", "scheduler", "bytes"}
+    assert all(value >= 0 for terms in (row["quote"], row["compiler"]) for value in terms.values())

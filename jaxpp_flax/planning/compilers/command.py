@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -15,6 +16,7 @@ from jaxpp_flax.messages import amount
 from jaxpp_flax.planning.cli import function_of
 from jaxpp_flax.planning.compilers.described import described_devices, described_mesh
 from jaxpp_flax.planning.compilers.report import CompilerReport, compiler_report
+from jaxpp_flax.planning.plan import Plan
 from jaxpp_flax.planning.quoting.devices import Device, device_named, device_of_kind
 from jaxpp_flax.planning.quoting.quote import Quote, quote
 from jaxpp_flax.planning.quoting.step import QuotedStep
@@ -58,14 +60,28 @@ def run(options: argparse.Namespace) -> int:
             "best of the quote."
         )
     axes = None if options.axes is None else axes_of(options.axes)
+    if axes is not None and options.save:
+        raise ValueError(
+            "--save writes the plan of a quote's layout: compile its best with --best 3 in place of --axes."
+        )
     count = 0 if options.best is None else check_count("--best", options.best)
     kind = described_devices(options.compile)[0].device_kind  # before JAX runs for anything else
     make = function_of(options.factory)
     if axes is not None:
         return 0 if _compile(options, make, axes) else NO
     found = _quoted(options, make, kind)
-    fitting = [_compile(options, make, step.layout.axes, found, step) for step in found.best_of(count)]
-    return 0 if any(fitting) else NO
+    reports = [(step, _compile(options, make, step.layout.axes, found, step)) for step in found.best_of(count)]
+    fitting = [_plan(found, step, report) for step, report in reports if report is not None]
+    if options.save and fitting:
+        print(f"wrote {fitting[0].save(options.save)}")
+    return 0 if fitting else NO
+
+
+def _plan(found: Quote, step: QuotedStep, report: CompilerReport) -> Plan:
+    """Return the plan of a quote's layout, with the compiler's bytes in the place of the estimate."""
+    plan = found.plan(step)
+    notes = (*plan.notes, f"bytes by the compiler of {report.device}")
+    return replace(plan, peak_bytes=tuple(float(rank.total) for rank in report.ranks), notes=notes)
 
 
 def axes_of(text: str) -> dict[str, int]:
@@ -105,8 +121,8 @@ def _quoted(options: argparse.Namespace, make: Callable[..., Any], kind: str) ->
 def _compile(
     options: argparse.Namespace, make: Callable[..., Any], axes: dict[str, int],
     found: Quote | None = None, step: QuotedStep | None = None,
-) -> bool:  # fmt: skip
-    """Compile one layout, and print the report; return whether it fits."""
+) -> CompilerReport | None:  # fmt: skip
+    """Compile one layout, and print the report; return it if the layout fits."""
     mesh = _with_all_axes(described_mesh(options.compile, axes))
     if found is None:
         given = _given(options, make, axes)
@@ -118,11 +134,11 @@ def _compile(
         report = compiler_report(trainer.compile(batch), memory=options.memory, device=_row(options))
     except TaskMemoryError as error:
         print(f"It does not fit: {error}")
-        return False
+        return None
     print(report, *_beside(report, step), sep="\n")
     if options.json:
         print(f"wrote {report.save(options.json)}")
-    return report.fits is not False
+    return None if report.fits is False else report
 
 
 def _with_all_axes(mesh: Mesh) -> Mesh:

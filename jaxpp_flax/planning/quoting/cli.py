@@ -46,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=float, help="the price of one device for an hour")
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
     parser.add_argument("--explain", help="sizes such as PP=8,DP=8: explain the seconds and bytes of the best of these")
-    parser.add_argument("--save", help="write the plan of the best layout to this file, as JSON")
+    parser.add_argument(
+        "--save", help="write the plan of the best layout as JSON; with --best, of the best that the compiler lets fit"
+    )
     command.add_options(parser)
     parser.set_defaults(run=_quote)
     return parser

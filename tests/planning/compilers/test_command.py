@@ -72,6 +72,17 @@ def test_the_best_of_the_quote(factory: str, capsys: pytest.CaptureFixture[str])
     assert "of the 80 GB of a cpu" in out
 
 
+def test_a_plan_has_the_bytes_of_the_compiler(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plan, report = tmp_path / "plan.json", tmp_path / "report.json"
+    options = ("--hardware", "h100-sxm", "--memory", "1GB", "--best", "1", "--save", str(plan), "--json", str(report))
+    assert run(factory, *options) == 0
+    assert f"wrote {plan}" in capsys.readouterr().out
+    ranks = [sum(rank["kinds"].values()) for rank in json.loads(report.read_text())["ranks"]]
+    assert json.loads(plan.read_text())["peak_bytes"] == ranks
+    assert run(factory, "--axes", "stage=8", "--save", str(plan)) == 2  # of which there is no plan
+    assert "--save writes the plan of a quote's layout" in capsys.readouterr().err
+
+
 def test_a_compiler_that_refuses_is_the_answer_no(
     factory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
