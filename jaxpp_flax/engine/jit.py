@@ -33,7 +33,8 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics
 from jaxpp_flax.engine.traced import Traced, passes_context, prepare
-from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan

@@ -18,7 +18,8 @@ from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
-from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.lowered import MpmdLowered
 from jaxpp_flax.mpmd.partitioning.build import build

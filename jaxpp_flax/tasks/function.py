@@ -18,7 +18,8 @@ from jaxpp_flax.engine.jit import check_mesh
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
-from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
+from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr
+from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.tasks.lowered import LoweredMpmdFun
 from jaxpp_flax.tasks.program import build
 from jaxpp_flax.tasks.ranks import on_rank

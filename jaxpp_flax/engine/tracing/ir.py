@@ -18,15 +18,16 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from jaxpp_flax._compat_hijax import without_high_calls
 from jaxpp_flax._compat_texts.traces import in_context, is_recomputed, transpositions
+from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
     "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit",
-    "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal",
+    "everywhere", "from_jaxpr", "graph_of", "inside", "memory_kind_of", "opened", "plain_literal",
     "producers", "prune", "struct_of", "values", "verify_order", "with_outputs", "without_high_calls",
 ]  # fmt: skip
 
@@ -379,15 +380,6 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     typed = mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
     sharding = in_memory(aval.sharding if typed else None, memory_kind_of(aval))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-
-
-def in_memory(sharding: NamedSharding | None, kind: str | None) -> NamedSharding | None:
-    """Return a sharding that gives a traced type its memory too; device memory needs none."""
-    if kind in (None, "device"):
-        return sharding
-    if sharding is None:
-        return NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=kind)
-    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind)
 
 
 def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:

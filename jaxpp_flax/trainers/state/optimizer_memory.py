@@ -11,7 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.arrays.memory_kinds import SPACES
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
-from jaxpp_flax.engine.tracing.ir import in_memory, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
+from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["ON_DEVICES", "OptimizerMemory", "default_place", "fetched", "put_back"]
