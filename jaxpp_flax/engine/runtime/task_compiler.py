@@ -30,7 +30,7 @@ from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
 from jaxpp_flax.engine.runtime.refusals import refusals_named
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
 __all__ = ["TaskCompiler"]

@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 
 from jaxpp_flax._compat_hijax import without_high_calls
 from jaxpp_flax._compat_texts.traces import in_context, is_recomputed, transpositions
-from jaxpp_flax.engine.tracing.memory import in_memory
+from jaxpp_flax.engine.tracing.memory import in_memory, memory_kind_of
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -367,11 +367,6 @@ def prune(
             kept.append(narrowed(equation, needed))
             needed.update(values(kept[-1].inputs))
     return replace(graph, equations=tuple(reversed(kept)))
-
-
-def memory_kind_of(aval: Any) -> str | None:
-    """Return the memory in a type, under its name in shardings; None for device memory."""
-    return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:

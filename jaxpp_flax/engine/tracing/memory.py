@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-__all__ = ["in_memory"]
+__all__ = ["in_memory", "memory_kind_of"]
 
 
 def in_memory(sharding: NamedSharding | None, kind: str | None) -> NamedSharding | None:
@@ -14,3 +17,8 @@ def in_memory(sharding: NamedSharding | None, kind: str | None) -> NamedSharding
     if sharding is None:
         return NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=kind)
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind)
+
+
+def memory_kind_of(aval: Any) -> str | None:
+    """Return the memory in a type, under its name in shardings; None for device memory."""
+    return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.passes.updated_arguments import arguments_of_sums
 from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
 from jaxpp_flax.engine.program.program import Program, ProgramTask
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, graph_of, values
 from jaxpp_flax.engine.tracing.regions import shielded
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment

@@ -24,7 +24,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place_on_ranks
 from jaxpp_flax.engine.program.description import describe_graph
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, values
 from jaxpp_flax.processes import value_hash, value_text

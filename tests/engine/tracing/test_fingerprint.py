@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.program.description import describe_graph
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe

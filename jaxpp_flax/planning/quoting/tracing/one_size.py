@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.blocks import Blocks, Holding, Marks
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import error_location, known_names
 from jaxpp_flax.planning.block_loads import of_optimizer
