@@ -42,7 +42,6 @@ class Simulated:
 
     def measure(self) -> None:
         """One step measured task by task, beside the step that was timed last."""
-        import jax
 
         from jaxpp_flax.planning.profile import task_costs
         from jaxpp_flax.schedules import Event, simulate
