@@ -58,6 +58,5 @@ def test_a_warning_shows_the_line_that_calls_the_trainer(call: Callable[[Pipelin
 
 
 def test_no_other_module_counts_the_calls_up_to_the_user():
-    """But a variable of the environment stands on no line of the user's."""
     files = (ROOT / "jaxpp_flax").rglob("*.py")
-    assert {file.name for file in files if "warnings.warn(" in file.read_text()} == {"environment.py"}
+    assert not [file.name for file in files if "warnings.warn(" in file.read_text()]

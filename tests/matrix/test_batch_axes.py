@@ -31,7 +31,7 @@ BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 def moved(compiled: Compiled, *, in_loop: bool) -> dict[tuple[str, ...], int]:
     """The bytes that the tasks of the loop exchange, or those around it, by axes; without single numbers."""
     found: dict[tuple[str, ...], int] = {}
-    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+    for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
         if (task.stage is not None) == in_loop:
             for each in exchanges(read_task(executable).text.collectives, compiled.mpmd_mesh.unstack[task.rank].shape):
                 if each.nbytes > 4 * each.count:
@@ -47,7 +47,8 @@ def test_gradients_of_sharded_parameters_are_summed_over_data_once(kind: str, sc
     compiled = check(mesh_like(2, data=2, fsdp=2), FSDP, ("data", "fsdp"), schedule, fsdp="microbatch", **apply)
     assert set(moved(compiled, in_loop=True)) == {("fsdp",)}
     gradients = 2 * (2 * DIM * 2 * DIM + 2 * DIM) * 4  # of two layers in float32
-    assert moved(compiled, in_loop=False) == {("data",): gradients // 2}
+    losses = 4 * 4  # of four microbatches, stacked, in float32
+    assert moved(compiled, in_loop=False) == {("data",): gradients // 2, ("data", "fsdp"): losses}
 
 
 def stacked(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -114,7 +115,7 @@ def entries(compiled: Compiled) -> Iterator[tuple[Any, Any]]:
     """Yield, of each result of the loop's tasks that holds examples, what divides them, and its last dimension."""
     for instruction in compiled.program.instructions:
         if isinstance(instruction, Run) and instruction.microbatch >= 0:
-            for held in map(compiled._executables.held.__getitem__, instruction.outputs):
+            for held in map(compiled.executables.held.__getitem__, instruction.outputs):
                 if ROWS in held.shape:
                     found = (*held.spec, *[None] * len(held.shape))[: len(held.shape)]
                     yield found[held.shape.index(ROWS)], (held.shape[-1], found[-1])
@@ -126,7 +127,7 @@ def test_scans_keep_the_batch_divided(stage: Callable[..., jax.Array], axes: tup
     """All that a stage hands on, and keeps for its backward; and weights are gathered, no activations exchanged."""
     compiled = train(stage, mesh_of(2, **dict.fromkeys(axes, 2)), axes)
     assert {of_batch for of_batch, _ in entries(compiled)} == {entry_of(axes)}
-    text = "".join(executable.as_text() for executable in compiled._executables.tasks if executable is not None)
+    text = "".join(executable.as_text() for executable in compiled.executables.tasks if executable is not None)
     assert " all-to-all(" not in text
 
 

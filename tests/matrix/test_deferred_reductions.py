@@ -293,7 +293,7 @@ def test_stacked_sums_and_the_last_wait_as_added_ones_do(axis_type: AxisType):
     step = mpmd_jit_with_loop(reduced, mesh_of(axis_type), in_specs=(P(), P(None, "data")), static_argnums=2)
     arguments = weight, batch, ForwardOnly(Std1F1B(STAGES))
     tree_allclose(step(*arguments), jax.tree.map(np.asarray, expected), rtol=0, atol=0)
-    (loop,) = step.compile(*arguments)._built.loops
+    (loop,) = step.compile(*arguments).placed.loops
     waiting = {name for name, dim in zip(sorted(REDUCED) * 2, loop.batch_dims, strict=True) if dim is not None}
     assert waiting == {*REDUCED} - {"max"}
 

@@ -16,12 +16,12 @@ import jax
 import pytest
 
 from jaxpp_flax.engine.program import waits
-from jaxpp_flax.engine.program.builder import ProgramBuilder
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.waits import AHEAD, SIGNED
 from jaxpp_flax.engine.runtime import executables
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, VerificationError
+from jaxpp_flax.engine.tracing.ir import Constant, Graph, Value, VerificationError
 from jaxpp_flax.schedules import by_name, names
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import TaskKind, needs, results
@@ -39,7 +39,8 @@ def drawn(rng: random.Random, name: str | None = None) -> Program:
     name = name or rng.choice(names())
     stages, ranks = shape_of(name, rng.randint(2, 4), rng.randint(1, 2))
     schedule = by_name(name, stages, ranks)
-    builder, tasks, at = ProgramBuilder(ranks), dict[object, int](), dict[object, int]()
+    tasks, numbers, values = list[ProgramTask](), dict[object, int](), dict[object, Value]()
+    steps = list[TaskStep | TransferStep]()
     order = merge_order(schedule.tasks(rng.randint(2, 5)))
     readers = defaultdict[object, set[int]](set)
     for rank, task in order:
@@ -49,18 +50,17 @@ def drawn(rng: random.Random, name: str | None = None) -> Program:
         reads, makes, fused = [*needs(task, stages)], [*results(task)], task.kind is TaskKind.FUSED
         kind = TaskKind.FORWARD if task.kind is TaskKind.FUSED else task.kind
         key = (task.stage, kind, fused)
-        if key not in tasks:
+        if key not in numbers:
             described = Graph(identity(*[(2,)] * len(reads)).inputs, (NOTHING,) * len(makes), ())
-            tasks[key] = builder.task(
-                ProgramTask(f"{kind.name}_{task.stage}".lower(), rank, described, task.stage, kind, fused)
-            )
-        outputs = builder.run(tasks[key], [at[need, rank] for need in reads], task.microbatch)
-        at.update({(result, rank): value for result, value in zip(makes, outputs, strict=True)})
+            numbers[key] = len(tasks)
+            tasks.append(ProgramTask(f"{kind.name}_{task.stage}".lower(), rank, described, task.stage, kind, fused))
+        values.update((result, Value(NOTHING.aval)) for result in makes)
+        inputs, outputs = [values[need] for need in reads], [values[result] for result in makes]
+        steps.append(TaskStep(numbers[key], inputs, outputs, task.microbatch))
         for target in sorted({r for result in makes for r in readers[result]} - {rank}):
-            sent = [result for result in makes if target in readers[result]]
-            received = builder.transfer(rank, target, [at[result, rank] for result in sent])
-            at.update({(result, target): value for result, value in zip(sent, received, strict=True)})
-    return builder.finish()
+            sent = [values[result] for result in makes if target in readers[result]]
+            steps.append(TransferStep(rank, target, sent))
+    return numbered(ranks, tasks, steps, {}, [])
 
 
 def drawn_processes(rng: random.Random, ranks: int) -> Processes:
