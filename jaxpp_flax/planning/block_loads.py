@@ -120,7 +120,7 @@ class BlockLoads:
                 held.setdefault(item.kind, []).append(item.nbytes)
         values, gathered, streamed = (held.pop(kind, []) for kind in ("activations", "gathered", "streamed"))
         kept, saved = (sum(held.pop(kind, [])) for kind in ("kept", "saved"))
-        regions = held.pop("regions", [])
+        workspaces = held.pop("workspace", [])
         return StageLoad(
             forward=sum(work.forward for work in self.work[start:end]),
             backward=sum(work.backward for work in self.work[start:end]),
@@ -128,7 +128,7 @@ class BlockLoads:
             residual_bytes=sum(values),
             weight_bytes=kept,
             saved_bytes=saved,
-            region_bytes=max(regions, default=0.0),
+            region_bytes=max(workspaces, default=0.0),
             has_effects=any(start <= block < end for block in self.with_effects),
             input_bytes=self.sent[start] if start else 0.0,
             sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,

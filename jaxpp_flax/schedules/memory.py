@@ -79,7 +79,7 @@ class StageBytes:
       passing: what a forward makes for other stages alone; it leaves when the forward has ended.
       received: the input from the stage before. When the forward starts, it counts as a part of what is saved.
       gradient: the gradient from the next stage. The backward reads it beside its residuals.
-      region: what the user's `jax.checkpoint` makes again for a backward, at one time.
+      region: the workspace of a backward, with what the user's `jax.checkpoint` makes again.
 
     Example:
       >>> from jaxpp_flax.schedules.task import backward, forward
@@ -98,19 +98,24 @@ class StageBytes:
 
     @property
     def recomputed(self) -> float:
-        """What a backward makes again, and holds while it runs."""
-        return max(0.0, self.activation - self.saved) + self.region
+        """What a backward makes for itself, and holds while it runs: the residuals once more, or its workspace."""
+        return max(0.0, self.activation - self.saved, self.region)
+
+    @property
+    def fused(self) -> float:
+        """What a forward and a backward in one task hold: XLA writes only a part of what the two hold apart."""
+        return max(self.activation, self.region)
 
     def made_again(self, task: AnyTask) -> float:
-        """Return what a task recomputes: a part of what it takes, gone when it ends."""
+        """Return what a task makes for itself: a part of what it takes, gone when it ends."""
         if isinstance(task, FusedTask):
-            return self.region
+            return self.fused - self.activation
         return self.recomputed if "recomputed" in MEANING[task.kind].takes else 0.0
 
     def changes(self, task: AnyTask) -> tuple[float, float]:
         """Return the change of what the stage holds when a task starts, and the one when it ends."""
         if isinstance(task, FusedTask):
-            return self.activation + self.region, -self.activation - self.region
+            return self.fused, -self.fused
         meaning = MEANING[task.kind]
         takes, frees, leaves = (
             sum((getattr(self, name) for name in names), 0.0)

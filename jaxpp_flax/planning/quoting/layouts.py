@@ -206,7 +206,7 @@ def _fullest(tasks: Sequence[AnyTask]) -> Moment:
     for task in tasks:
         own = {(task.stage, task.microbatch)}
         if isinstance(task, FusedTask):
-            takes, leaves, own = ("activation", "region"), (), set[tuple[int, int]]()
+            takes, leaves, own = ("fused",), (), set[tuple[int, int]]()
             frees = takes
         else:
             meaning = MEANING[task.kind]
