@@ -205,7 +205,7 @@ class StepModel:
         return [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
 
     def bytes_by_kind(self, rank: int, residuals: ResidualPlan) -> dict[str, float]:
-        """Return a rank's bytes at its peak by kind, such as "residuals" (in flight) and "recomputed" (by a task)."""
+        """Return a rank's bytes at its peak by kind, such as "residuals" (in flight) and "workspace" (of a task)."""
         found: dict[str, float] = {}
         for stage in (s for s, of in enumerate(self.rank_of) if of == rank):
             for kind, nbytes in self.stages[stage].fixed_bytes.items():

@@ -18,7 +18,7 @@ from jaxpp_flax.schedules.task import MEANING, AnyTask, FusedTask, TaskKind
 __all__ = [
     "BETWEEN_STAGES",
     "GATHERED",
-    "RECOMPUTED",
+    "WORKSPACE",
     "RESIDUALS",
     "Memory",
     "RankMemory",
@@ -26,7 +26,7 @@ __all__ = [
     "walk_rank",
 ]
 
-RESIDUALS, RECOMPUTED = "residuals", "recomputed"
+RESIDUALS, WORKSPACE = "residuals", "workspace"
 GATHERED, BETWEEN_STAGES = "gathered parameters", "arrays between stages"
 
 
@@ -186,10 +186,10 @@ def walk_rank(
         devices.change(-leaving[position], RESIDUALS)  # it may still be there when the others have come
         devices.change(-received, BETWEEN_STAGES)
         devices.change(fetched[position] + taken - again, RESIDUALS)
-        devices.change(again, RECOMPUTED)
+        devices.change(again, WORKSPACE)
         devices.change(passing, BETWEEN_STAGES)
         devices.change(-passing - gradient, BETWEEN_STAGES)
-        devices.change(-again, RECOMPUTED)
+        devices.change(-again, WORKSPACE)
         devices.change(left + again, RESIDUALS)
         devices.change(-last_reads[position], GATHERED)
         host.change(-fetched[position], RESIDUALS)
