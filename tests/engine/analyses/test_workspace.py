@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,9 +64,11 @@ def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, w: (in_a_row(x, w), None), x, jnp.stack([w, w]))[0].sum()
 
 
-def workspace_of(function: Callable[..., Any], *specs: P, platform: str = "", **axes: int) -> float:
+def workspace_of(
+    function: Callable[..., Any], *specs: P, axes: Mapping[str, int] | None = None, platform: str = ""
+) -> float:
     graph, _ = from_jaxpr(jax.make_jaxpr(function)(A, W))
-    return workspace(graph, specs or (P(), P()), axes, platform)
+    return workspace(graph, specs or (P(), P()), axes or {}, platform)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +94,16 @@ def test_what_functions_hold_by_hand(function: Callable[..., Any], nbytes: int, 
 
 def test_devices_share_it_and_hold_some_matrices_whole():
     axes = {"data": 2, "fsdp": 2}
-    assert workspace_of(in_a_row, P("data"), P(), **axes) == 2 * A.nbytes / 2
+    assert workspace_of(in_a_row, P("data"), P(), axes=axes) == 2 * A.nbytes / 2
     # The axis shards the examples too: a matrix is gathered for its product.
-    assert workspace_of(in_a_row, P("fsdp"), P("fsdp"), **axes) == 2 * A.nbytes / 2 + W.nbytes
+    assert workspace_of(in_a_row, P("fsdp"), P("fsdp"), axes=axes) == 2 * A.nbytes / 2 + W.nbytes
 
     def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
         return w - jnp.tanh(x).T @ x
 
     # Its gradient is made whole, beside the operand and the part that is left of it.
     written = A.nbytes / 2 + W.nbytes / 2 + W.nbytes
-    assert workspace_of(gradient, P("fsdp"), P("fsdp"), **axes) == written
+    assert workspace_of(gradient, P("fsdp"), P("fsdp"), axes=axes) == written
 
 
 def inside(task: ProgramTask) -> float:
