@@ -128,7 +128,8 @@ class _Device:
         taken = self._places(*first)
         for atom, way in (*others, (out, range(out.aval.ndim))):
             places = self._places(atom, way)
-            if shared := [name for name, place in places.items() if taken.get(name, place) != place]:
+            shared = [name for name, place in places.items() if taken.get(name, place) != place]
+            if shared and isinstance(atom, Value):
                 found += self.nbytes(atom) * math.prod(self._sizes[name] for name in shared)
         return found
 
