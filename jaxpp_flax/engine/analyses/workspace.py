@@ -162,14 +162,16 @@ class _Device:
     def _whole(self, equation: Equation) -> float:
         """Return the bytes of what a product reads or makes whole along axes that its first operand has elsewhere.
 
-        It gathers a matrix whose axis shards the examples too, and makes the whole gradient of such a matrix.
+        It gathers a matrix whose axis shards the examples too, and makes the whole gradient of such a matrix. Along a
+        dimension of the result that both operands have, the first one is cut instead.
         """
         out, found = equation.outputs[0], 0.0
         first, *others = zip(equation.inputs, ways(equation, out.aval.shape), strict=False)
         taken = self._places(*first)
         for atom, way in (*others, (out, range(out.aval.ndim))):
             places = self._places(atom, way)
-            shared = [name for name, place in places.items() if taken.get(name, place) != place]
+            both = {at for at in first[1] if at is not None and at >= 0 and at in way and atom is not out}
+            shared = [name for name, at in places.items() if taken.get(name, at) != at and at not in both]
             if shared and isinstance(atom, Value):
                 found += self.nbytes(atom) * math.prod(self._sizes[name] for name in shared)
         return found

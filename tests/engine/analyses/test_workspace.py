@@ -106,6 +106,17 @@ def test_devices_share_it_and_hold_some_matrices_whole():
     assert workspace_of(gradient, P("fsdp"), P("fsdp"), axes=axes) == written
 
 
+def test_what_both_operands_have_is_not_gathered():
+    """Products of attention: one has heads on an axis, the other one queries; the scores do not become whole."""
+    queries, scores = jnp.ones((4, 8, 2)), jnp.ones((4, 8, 8))  # of heads, queries, and features or keys
+
+    def product(g: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.einsum("hqd,hqk->hdk", g, weights)
+
+    graph, _ = from_jaxpr(jax.make_jaxpr(product)(queries, scores))
+    assert workspace(graph, (P(None, "tensor"), P("tensor")), {"tensor": 2}) < scores.nbytes
+
+
 def inside(task: ProgramTask) -> float:
     return workspace(task.graph, [PartitionSpec()] * len(task.graph.inputs), {})
 
