@@ -87,10 +87,10 @@ def allocated_by_a_step(contestant: Contestant) -> dict[str, object]:
 
 
 def recomputing(params: Any, data: Any, stages: int) -> list[dict[str, object]]:
-    """What each task that recomputes, or is fused, makes for its own backward, and XLA's workspace for it."""
+    """The estimated workspace of each task of a loop that recomputes, and XLA's own."""
     from jax.sharding import PartitionSpec
 
-    from jaxpp_flax.engine.analyses.held_inside import held_inside
+    from jaxpp_flax.engine.analyses.workspace import workspace
     from jaxpp_flax.engine.jit import mpmd_jit_with_loop
     from jaxpp_flax.schedules import ResidualPlan, StageResiduals, by_name
 
@@ -101,16 +101,16 @@ def recomputing(params: Any, data: Any, stages: int) -> list[dict[str, object]]:
         compiled = mpmd_jit_with_loop(step, mesh(stages), residuals=residuals).compile(params, data)
         for task, executable in zip(compiled.program.tasks, compiled.executables.tasks, strict=True):
             whole = [PartitionSpec()] * len(task.graph.inputs)
-            inside = held_inside(task.graph, whole, {}, fused=task.fused)
-            if inside:
-                workspace = executable.memory_analysis().temp_size_in_bytes
+            inside = workspace(task.graph, whole, {})
+            if inside and task.kind is not None:
+                temporary = executable.memory_analysis().temp_size_in_bytes
                 rows.append(
                     {
                         "schedule": name,
                         "task": task.name,
                         "planned MB": inside / 1e6,
-                        "workspace MB": workspace / 1e6,
-                        "workspace over planned": workspace / inside,
+                        "workspace MB": temporary / 1e6,
+                        "workspace over planned": temporary / inside,
                     }
                 )
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.analyses.data_flow import makers_of
-from jaxpp_flax.engine.analyses.held_inside import Stored, held_inside
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.analyses.work import work_of
+from jaxpp_flax.engine.analyses.workspace import stored, workspace
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
@@ -62,10 +62,9 @@ class Holding:
     Attributes:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
         all microbatches), "gradients" (accumulators), "gathered" (whole copies of sharded parameters, with
-        `fsdp="step"`); while the block's backward runs: "regions" (what the largest `jax.checkpoint` region in the
-        block makes again); for each microbatch in flight: "activations" and "kept" (see `residuals_of`), "saved"
-        (activations that a policy of the user saves), "fused" (what is in memory of the activations if forward and
-        backward are one task).
+        `fsdp="step"`); while the block's backward runs: "workspace" (what it makes for itself); for each microbatch in
+        flight: "activations" and "kept" (see `residuals_of`), "saved" (activations that a policy of the user saves),
+        "fused" (what is in memory of the activations if forward and backward are one task).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -196,18 +195,18 @@ class Blocks:
             *self._in_flight("kept", kept),
             *self._in_flight("saved", {v: stages for v, stages in saved.items() if stages}),
             *self._in_one_task(activations),
-            *self._regions,
+            *self._workspaces,
         )
 
     @cached_property
-    def _regions(self) -> list[Holding]:
+    def _workspaces(self) -> list[Holding]:
         found = dict[int, float]()
         for task in self.partition.tasks:
             if task.kind is not TaskKind.FORWARD:
                 read = [self._specs_made.get(v) or self._spec_read(v) for v in task.graph.inputs]
-                again = held_inside(task.graph, read, self.shards_of.axes)
-                found[task.stage] = max(again, found.get(task.stage, 0.0))
-        return [Holding(kind="regions", nbytes=again, blocks=(at,)) for at, again in found.items() if again]
+                nbytes = workspace(task.graph, read, self.shards_of.axes)
+                found[task.stage] = max(nbytes, found.get(task.stage, 0.0))
+        return [Holding(kind="workspace", nbytes=nbytes, blocks=(at,)) for at, nbytes in found.items() if nbytes]
 
     @cached_property
     def _saving(self) -> dict[Value, set[int]]:
@@ -240,10 +239,10 @@ class Blocks:
         marked = tuple(v for v in self.labels.marked if v in made)
         flat = inline(Graph(tuple(read), (*wanted, *marked), equations), flatten=True, remat=True)
         specs = specs_after(flat, [self._spec_read(v) for v in read], self.shards_of.axes)
-        stored = Stored(flat.equations, flat.equations, values(flat.outputs[len(wanted) :]))
+        held_for = stored(replace(flat, outputs=flat.outputs[len(wanted) :]))
         found = dict[Value, set[int]]()
         for value, atom in zip(wanted, flat.outputs, strict=False):
-            for held in stored.for_readers_of(atom) if memory_kind_of(value.aval) is None else ():
+            for held in held_for[atom] if isinstance(atom, Value) and memory_kind_of(value.aval) is None else ():
                 found.setdefault(held, set()).update(activations[value])
         return [
             Holding(

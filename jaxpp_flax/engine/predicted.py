@@ -21,7 +21,7 @@ __all__ = ["predict_memory", "predicted_executables"]
 
 
 def predict_memory(placed: PlacedPipeline) -> tuple[MemoryAnalysis, ...]:
-    """Return what `memory_analysis` of the compiled step will say, without XLA's workspace."""
+    """Return what `memory_analysis` of the compiled step will say, but for `temp_bytes`."""
     return analyse_memory(predicted_executables(placed))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxpp_flax.engine.analyses.held_inside import held_inside
 from jaxpp_flax.engine.analyses.work import count_flops
+from jaxpp_flax.engine.analyses.workspace import workspace
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import residuals_of
 from jaxpp_flax.engine.passes.loop.loop import CutLoop, Partition
@@ -59,11 +59,10 @@ class StageSummary:
 class MemoryAnalysis:
     """Bytes on each device of one rank, found by walking the program.
 
-    `peak_bytes` is the most that one step holds above the arguments between tasks. `running_bytes` also has what a task
-    makes for its own backward while it runs: what it recomputes, and what the forward of a fused task makes. The rest
-    of the workspace inside an executable is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most
-    that one step holds of host memory above the arguments, for each device: what a plan of residuals or a policy of
-    `jax.checkpoint` offloads.
+    `peak_bytes` is the most that one step holds above the arguments between tasks. `running_bytes` also has the
+    workspace of the task that runs, as it is estimated without its executable (see `workspace`); `temp_bytes` is the
+    largest workspace that XLA says. `host_peak_bytes` is the most that one step holds of host memory above the
+    arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
 
     What goes to a rank of another process counts until the receiver sends something back, at most for 4 transfers: in a
     loop of forwards the sender runs that far ahead.
@@ -78,7 +77,7 @@ class MemoryAnalysis:
 
     @property
     def held_bytes(self) -> int:
-        """The most that the rank's devices hold, without the rest of XLA's workspace."""
+        """The most that the rank's devices hold, with an estimate of XLA's workspace."""
         return self.argument_bytes + max(self.peak_bytes, self.running_bytes)
 
 
@@ -217,12 +216,13 @@ def walk_memory(
 
 
 def inside_of(executables: Executables) -> list[float]:
-    """Return the bytes that each task makes for itself."""
-    program, found = executables.program, dict[int, float]()
+    """Return the workspace of each task, as it is estimated before it is compiled."""
+    program, mesh, found = executables.program, executables.mesh, dict[int, float]()
+    platform = mesh.rank_devices(0)[0].platform
     for run in program.instructions:
         if isinstance(run, Run) and run.task not in found:
-            task, read = program.tasks[run.task], [executables.held[value].spec for value in run.inputs]
-            found[run.task] = held_inside(task.graph, read, executables.mesh.unstack[run.rank].shape, fused=task.fused)
+            read = [executables.held[value].spec for value in run.inputs]
+            found[run.task] = workspace(program.tasks[run.task].graph, read, mesh.unstack[run.rank].shape, platform)
     return [found.get(task, 0.0) for task in range(len(program.tasks))]
 
 

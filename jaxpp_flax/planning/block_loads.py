@@ -128,7 +128,7 @@ class BlockLoads:
             held.pop(kind, []) for kind in ("activations", "fused", "gathered", "streamed")
         )
         kept, saved = (sum(held.pop(kind, [])) for kind in ("kept", "saved"))
-        regions = held.pop("regions", [])
+        workspaces = held.pop("workspace", [])
         return StageLoad(
             forward=sum(work.forward for work in self.work[start:end])
             - (sum(self.saving[start:end]) if fused else 0.0),
@@ -137,7 +137,7 @@ class BlockLoads:
             residual_bytes=sum(inside if fused else values),
             weight_bytes=kept,
             saved_bytes=saved,
-            region_bytes=max(regions, default=0.0),
+            region_bytes=max(workspaces, default=0.0),
             has_effects=any(start <= block < end for block in self.with_effects),
             input_bytes=self.sent[start] if start else 0.0,
             sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,

@@ -77,8 +77,8 @@ class StageLoad:
       passing_bytes: the part of `sent_bytes` that is no residual of this stage: it is freed after the forward pass.
       saved_bytes: bytes of the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps
         them.
-      region_bytes: bytes of the values that the user's `jax.checkpoint` recomputes for the backward pass at one time:
-        those of the largest region in the stage, or of the stage's part of a larger region.
+      region_bytes: the workspace of the backward pass: that of its fullest block, with what the user's
+        `jax.checkpoint` recomputes.
       has_effects: True if the forward pass has side effects: then it must not run twice.
       recomputation: the seconds by which the backward pass is longer if it recomputes the residuals; default:
         `forward`.

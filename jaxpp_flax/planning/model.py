@@ -27,7 +27,7 @@ from jaxpp_flax.schedules.task import Task, TaskKind, parts
 __all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StepModel", "arrivals", "update_window", "walk_rank"]
 
 _WINDOW, BESIDE = "optimizer state from the host", "other arrays"
-_RESIDUALS, _RECOMPUTED = "residuals", "recomputed"
+_RESIDUALS, _WORKSPACE = "residuals", "workspace"
 _GATHERED, _BETWEEN_STAGES = "gathered parameters", "arrays between stages"
 
 
@@ -208,7 +208,7 @@ class StepModel:
         return [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
 
     def bytes_by_kind(self, rank: int, residuals: ResidualPlan) -> dict[str, float]:
-        """Return a rank's bytes at its peak by kind, such as "residuals" (in flight) and "recomputed" (by a task)."""
+        """Return a rank's bytes at its peak by kind, such as "residuals" (in flight) and "workspace" (of a task)."""
         found: dict[str, float] = {}
         for stage in (s for s, of in enumerate(self.rank_of) if of == rank):
             for kind, nbytes in self.stages[stage].fixed_bytes.items():
@@ -307,10 +307,10 @@ def walk_rank(
         memory.change(-leaving[position], _RESIDUALS)  # it may still be there when the others have come
         memory.change(-received, _BETWEEN_STAGES)
         memory.change(fetched[position] + taken - again, _RESIDUALS)
-        memory.change(again, _RECOMPUTED)
+        memory.change(again, _WORKSPACE)
         memory.change(passing, _BETWEEN_STAGES)
         memory.change(-passing - gradient, _BETWEEN_STAGES)
-        memory.change(-again, _RECOMPUTED)
+        memory.change(-again, _WORKSPACE)
         memory.change(left + again, _RESIDUALS)
         memory.change(-last_reads[position], _GATHERED)
     return memory

@@ -66,8 +66,7 @@ class Plan:
       layout: the axes of the mesh with their sizes, the axis of the ranks first; empty if not a part of the plan.
       fsdp: how often parameters are gathered, if there is a layout; see `MeshOptions`.
       seconds: the predicted time of a step, without the work before and after the pipeline.
-      peak_bytes: for each rank, the largest number of bytes on each device, with the values that tasks recompute, and
-        without the rest of XLA's workspace.
+      peak_bytes: for each rank, the largest number of bytes on each device, with an estimate of XLA's workspace.
       host_bytes: for each rank, the largest number of bytes on the host for each of its devices.
       notes: texts that say why this plan was chosen.
 

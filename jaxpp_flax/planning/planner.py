@@ -126,9 +126,8 @@ def plan(
       trainer: a `PipelineTrainer`, or a function that makes one.
       batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
       memory_limit: the bytes that each device may hold (one number, or one for each rank); None: no limit. They include
-        parameters, gradients, optimizer state, activations in flight and the values that a task recomputes, but not the
-        rest of XLA's workspace inside a task. If not all of them fit, stages recompute or offload residuals, and blocks
-        move to other stages.
+        parameters, gradients, optimizer state, activations in flight and an estimate of XLA's workspace inside a task.
+        If not all of them fit, stages recompute or offload residuals, and blocks move to other stages.
       schedules: names or `Schedule`s to choose from, on the trainer's ranks. "all": each named schedule with one stage
         or two stages on each rank. None: the trainer's schedule.
       costs: the costs of the blocks: "estimated" from operations and bytes, "flops", a step that `trainer.profile_step`

@@ -62,7 +62,7 @@ class StageBytes:
       passing: what a forward makes for other stages alone; it leaves when the forward has ended.
       received: the input from the stage before. When the forward starts, it counts as a part of what is saved.
       gradient: the gradient from the next stage. The backward reads it beside its residuals.
-      region: what the user's `jax.checkpoint` makes again for a backward, at one time.
+      region: the workspace of a backward, with what the user's `jax.checkpoint` makes again.
 
     Example:
       >>> from jaxpp_flax.schedules.task import backward, forward
@@ -81,11 +81,11 @@ class StageBytes:
 
     @property
     def recomputed(self) -> float:
-        """What a backward makes again, and holds while it runs."""
-        return max(0.0, self.activation - self.saved) + self.region
+        """What a backward makes for itself, and holds while it runs: the residuals once more, or its workspace."""
+        return max(0.0, self.activation - self.saved, self.region)
 
     def made_again(self, task: Task) -> float:
-        """Return what a task recomputes: a part of what it takes, gone when it ends."""
+        """Return what a task makes for itself: a part of what it takes, gone when it ends."""
         takes = MEANING[task.kind].takes
         return sum((getattr(self, name) for name in ("recomputed", "region") if name in takes), 0.0)
 

@@ -82,9 +82,9 @@ def test_a_parameter_in_another_dtype_is_still_that_argument():
     assert found == {-6 + i: (sizes[i] / 2 / 2, 2) for i in range(4)}  # half as wide, and one of two parts
 
 
-def test_what_a_backward_makes_again_counts_in_its_block_alone():
+def test_the_workspace_of_a_backward_counts_in_its_block_alone():
     def layer(x: jax.Array, p: Any) -> jax.Array:
-        return jnp.sin(jnp.sin(x @ p["w"]) @ p["w"])  # each sine's backward reads the cosine of its input
+        return jnp.sin(jnp.sin(jnp.sin(x @ p["w"]) @ p["w"]) @ p["w"])
 
     def loss(params: Any, mb: Any) -> jax.Array:
         x = mark_stage_end(layer(mb["x"], params[0]))
@@ -94,10 +94,10 @@ def test_what_a_backward_makes_again_counts_in_its_block_alone():
         lambda mb: jax.value_and_grad(loss)(params, mb), batch, GPipe(2)
     )
     blocks = blocks_of(step, (P(), P()), chain(2), batch_of(4))
-    (region,) = [h for h in blocks.holdings if h.kind == "regions"]
-    one = batch_of(4)["x"][0].nbytes
-    assert region.blocks == (1,)
-    assert region.nbytes == 3 * one  # the inputs of both sines, and what the second product reads
+    found = {h.blocks: h.nbytes for h in blocks.holdings if h.kind == "workspace"}
+    one, weight = batch_of(4)["x"][0].nbytes, chain(2)[0]["w"].nbytes
+    # Three values of a layer at one time; the second one's are made again: two products, and sines that these read.
+    assert found == {(0,): 3 * one, (1,): 5 * one + weight}
 
 
 def test_one_task_of_forward_and_backward_holds_what_xla_writes():

@@ -160,7 +160,7 @@ def test_a_limit_that_nothing_satisfies_names_the_bytes_in_the_way():
     )
     held = r"2[67],\d{3},\d{3} bytes on each device, but may hold 20,000,000 "
     does, state = r"stage 0: recompute, offload inputs \d+%", "parameters 5 MB, optimizer 10 MB"
-    kinds = rf"\({does}; {state}, residuals [23].?\d* MB, recomputed 9 MB\)"
+    kinds = rf"\({does}; {state}, residuals [23].?\d* MB, workspace 9 MB\)"
     with pytest.raises(LimitError, match=f"{what}{held}{kinds}. Use more stages") as caught:
         choose_residuals(model, 20e6)
     closest = caught.value.closest

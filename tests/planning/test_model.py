@@ -49,7 +49,7 @@ def test_a_step_by_hand():
     assert (again.moved, again.recomputation) == (0.0, 4.0)
     assert again.seconds > kept.seconds
     plan = ResidualPlan([StageResiduals(recompute=True), KEEP])
-    assert model.bytes_by_kind(0, plan) == {"parameters": 5.0, "residuals": 2.0, "recomputed": 9.0}
+    assert model.bytes_by_kind(0, plan) == {"parameters": 5.0, "residuals": 2.0, "workspace": 9.0}
 
 
 def test_the_bytes_that_move_by_hand():

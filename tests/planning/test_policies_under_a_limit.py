@@ -100,7 +100,7 @@ def test_full_remat_saves_nothing_from_a_plan():
     assert kept(trainer_of(memory=Memory(remat="full", residuals=RECOMPUTE))) == [X]
 
 
-@pytest.mark.parametrize("limit", [850_000, 720_000])
+@pytest.mark.parametrize("limit", [870_000, 810_000])
 def test_a_limit_counts_what_policies_save(limit):
     """The saved values of 8 microbatches alone are 0.52 MB in each stage: they move to the host."""
     found = plan(trainer_of(SAVED), BATCH, memory_limit=limit, hardware=CARD)
@@ -116,7 +116,7 @@ def test_a_policy_that_offloads_takes_no_device_memory():
     assert [r.held_bytes for r in rows] == list(found.peak_bytes)
 
 
-@pytest.mark.parametrize("limit", [1_300_000, 1_100_000])
+@pytest.mark.parametrize("limit", [1_300_000, 1_240_000])
 def test_a_stage_with_effects_is_not_recomputed(limit):
     residuals = plan(trainer_of(effect=True), BATCH, memory_limit=limit, hardware=CARD).residuals
     assert not residuals.is_kept

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
+from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
-__all__ = ["Groups", "ancestors", "delayed", "makers_of"]
+__all__ = ["Groups", "ancestors", "delayed", "makers_of", "source_of"]
 
 
 class Groups:
@@ -87,3 +89,16 @@ def delayed(times: dict[Equation, int], kept: Collection[Equation]) -> list[tupl
     for equation, time in late.items():
         found.setdefault(time, []).append(equation)
     return sorted(found.items())
+
+
+def source_of(atom: Any, makers: Mapping[Value, Equation]) -> Value | None:
+    """Return the value that this is, or is a view of; a transposed operand is read as it lies."""
+    while isinstance(atom, Value) and atom in makers:
+        equation = makers[atom]
+        if equation.name != "transpose" and facts_of(equation.primitive).cost is not Cost.VIEW:
+            break
+        if not equation.inputs:
+            return None
+        place = equation.outputs.index(atom) if len(equation.outputs) == len(equation.inputs) else 0
+        atom = equation.inputs[place]
+    return atom if isinstance(atom, Value) else None

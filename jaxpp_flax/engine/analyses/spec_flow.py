@@ -20,7 +20,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, opened
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 
-__all__ = ["specs_after"]
+__all__ = ["specs_after", "ways"]
 
 _Axes: TypeAlias = "tuple[tuple[str, ...], ...]"  # of each dimension of a value
 
@@ -44,7 +44,7 @@ def specs_after(
     return {value: canonical(PartitionSpec(*map(entry_of, axes))) for value, axes in flow.found.items()}
 
 
-def _ways(equation: Equation, shape: Sequence[int]) -> Sequence[Way]:
+def ways(equation: Equation, shape: Sequence[int]) -> Sequence[Way]:
     """Return where dimensions of operands go, as in `ways_of`; XLA also keeps some along which an operation works."""
     batch = facts_of(equation.primitive).batch
     if batch is Batch.ALONG:
@@ -97,7 +97,7 @@ class _SpecFlow:
         wanted = self._of(equation.outputs[0]) if equation.outputs else None
         if wanted is None:
             return
-        for atom, way in zip(equation.inputs, _ways(equation, equation.outputs[0].aval.shape), strict=False):
+        for atom, way in zip(equation.inputs, ways(equation, equation.outputs[0].aval.shape), strict=False):
             if not isinstance(atom, Value) or atom in fixed:
                 continue
             axes = list(self.found.get(atom, [()] * len(way)))
@@ -149,7 +149,7 @@ class _SpecFlow:
         """Return the partition of an equation's results, to which each operand brings the dimensions that stay."""
         shape = equation.outputs[0].aval.shape
         taken, axes = set[str](), list[tuple[str, ...]]([()] * len(shape))
-        pairs = list(zip(equation.inputs, _ways(equation, shape), strict=False))
+        pairs = list(zip(equation.inputs, ways(equation, shape), strict=False))
         if facts_of(equation.primitive).batch is Batch.ELEMENTWISE:  # a whole array goes before a row of it
             pairs.sort(key=lambda pair: -pair[0].aval.size)
         for atom, way in pairs:

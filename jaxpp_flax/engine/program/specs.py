@@ -25,11 +25,25 @@ __all__ = [
     "with_own_results",
 ]
 
+_LANES = 128
+
 
 def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
     """Return the bytes of each device's part of an array; 0 for types without a size."""
     shape = sharding.shard_shape(tuple(aval.shape))
-    return math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
+    nbytes = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
+    is_tpu = isinstance(sharding.mesh, Mesh) and sharding.mesh.devices.flat[0].platform == "tpu"
+    return _padded(nbytes, shape) if is_tpu else nbytes
+
+
+def _padded(nbytes: int, shape: Sequence[int]) -> int:
+    """Return the bytes of an array on a TPU, which fills up one of its dimensions to a multiple of 128.
+
+    Example:
+      >>> _padded(4 * 512 * 64, (512, 64)), _padded(4 * 32 * 32 * 8, (32, 32, 8))
+      (131072, 131072)
+    """
+    return min((nbytes // size * (-(-size // _LANES) * _LANES) for size in shape if size), default=nbytes)
 
 
 def accumulator_spec(

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.analyses.held_inside import source_of
+from jaxpp_flax.engine.analyses.data_flow import source_of
 from jaxpp_flax.engine.analyses.spec_flow import specs_after
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import inline

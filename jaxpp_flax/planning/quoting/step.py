@@ -35,7 +35,7 @@ class QuotedStep:
       seconds: the predicted time of a step.
       spread: 80 % of measured steps are within a factor of exp(spread) of the predicted time.
       parts: the seconds of the busiest rank by purpose; their sum is `seconds`.
-      nbytes: the bytes of each device of the fullest rank, by kind, without XLA's workspace except "recomputed".
+      nbytes: the bytes of each device of the fullest rank, by kind; "workspace" is an estimate.
       host_bytes: the bytes on the host for each device of the fullest rank.
       num_microbatches: the number of microbatches of a step.
       tokens: the number of tokens of a step.

@@ -40,7 +40,9 @@ class Costs:
             of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
             stage that recomputes its residuals.
-        region: memory of the values that `jax.checkpoint` in the model recomputes while ``B`` or ``I`` runs.
+        region: memory that ``B`` or ``I`` needs for itself while it runs, also for what `jax.checkpoint` in the model
+            recomputes, beside ``activation`` where a forward and a backward are one task. A stage that recomputes
+            needs this or ``activation``, whichever is more.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> costs.table(3).times[TaskKind.BACKWARD]

@@ -53,7 +53,7 @@ def stage_table(
             *([amount(predicted[stage.rank], "B")] if predicted else []),
             _ranges([getattr(device, "id", device) for device in stage.devices]),
         )
-    notes = [f"Memory is without XLA's workspace.{_idle(stages, schedule, num_microbatches)}"]
+    notes = [f"XLA's workspace is estimated.{_idle(stages, schedule, num_microbatches)}"]
     if plan is not None:
         notes += [*_residuals(plan), *plan.notes]
     return Group(Text(title), table, *map(Text, notes))  # a caption of the table would be as narrow as that

@@ -1,0 +1,182 @@
+"""The workspace of a task: what XLA holds while it runs, beside arguments and results, before it is compiled.
+
+The model of a compiler: products, kernels, sums and loops write what they make. What is computed element by element is
+written where one of these reads it; else its readers compute it themselves, and on a TPU all of them do. It takes the
+place of an operand of its type that nothing reads later. A result of the task comes as soon as it can, and has memory
+of its own. Buffers of collectives that XLA joins, and the padding of layouts, are not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.analyses.data_flow import source_of
+from jaxpp_flax.engine.analyses.inner_bodies import open_scan
+from jaxpp_flax.engine.analyses.spec_flow import specs_after, ways
+from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
+from jaxpp_flax.engine.tracing.primitives import Batch, Cost, facts_of
+from jaxpp_flax.schedules.memory import Memory
+
+__all__ = ["stored", "workspace"]
+
+_FUSING = Cost.VIEW, Cost.LIGHT  # what is computed where it is read
+
+
+def workspace(
+    graph: Graph, in_specs: Sequence[PartitionSpec], axis_sizes: Mapping[str, int], platform: str = ""
+) -> float:
+    """Return the most bytes at one time, on one device, of what a task writes beside its results.
+
+    Args:
+      graph: the task's.
+      in_specs: the partition of each of its inputs.
+      axis_sizes: those of the mesh.
+      platform: of the devices; "tpu" for those whose products compute their operands.
+    """
+    flat = inline(graph, flatten=True, remat=True)
+    device = _Device(specs_after(flat, in_specs, axis_sizes), axis_sizes, platform)
+    made, last = _written(flat, fuses_operands=platform == "tpu")
+    ends: defaultdict[int, list[Value]] = defaultdict(list)
+    for value, at in last.items():
+        ends[at].append(value)
+    memory = Memory()
+    for at, equation in enumerate(flat.equations):
+        new, gone = made.get(at, ()), ends[at]
+        whole = sum(map(device.nbytes, gone))
+        if new and _is_elementwise(equation):
+            types = {(value.aval.shape, value.aval.dtype) for value in new}
+            taken = next((v for v in gone if (v.aval.shape, v.aval.dtype) in types), None)
+            replaced = 0.0 if taken is None else device.nbytes(taken)
+            memory.change(-replaced)
+            whole -= replaced
+        own = device.inside(equation)
+        memory.change(sum(map(device.nbytes, new)) + own)
+        memory.change(-own - whole - sum(device.nbytes(value) for value in new if value not in last))
+    return memory.peak
+
+
+def _is_elementwise(equation: Equation) -> bool:
+    facts = facts_of(equation.primitive)
+    return facts.cost in (Cost.VIEW, Cost.LIGHT) and not facts.is_reduction
+
+
+def stored(flat: Graph) -> dict[Value, frozenset[Value]]:
+    """Return what is in memory for the readers of each value of a forward, in one task with its backward.
+
+    A value that takes less than what its readers would read for it has a place of its own, and so have results.
+
+    Args:
+      flat: the forward's, without calls.
+    """
+    makers = {value: equation for equation in flat.equations for value in equation.outputs}
+    read = {
+        source
+        for equation in flat.equations
+        if facts_of(equation.primitive).cost not in _FUSING
+        for value in values(equation.inputs)
+        if (source := source_of(value, makers)) is not None
+    }
+    return _sources(flat, read.union(values(flat.outputs)), {v: frozenset({v}) for v in flat.inputs}, narrows=True)
+
+
+def _sources(
+    flat: Graph, written: Collection[Value], known: Mapping[Value, frozenset[Value]], *, narrows: bool = False
+) -> dict[Value, frozenset[Value]]:
+    """Return what is read in the place of each value: itself, or what its readers compute it from.
+
+    Args:
+      flat: the graph.
+      written: values computed element by element that are written.
+      known: for inputs of the graph.
+      narrows: also write a value that takes less than what it is computed from.
+    """
+    sources = dict(known)
+    for equation in flat.equations:
+        own = frozenset[Value]().union(*(sources.get(value, ()) for value in values(equation.inputs)))
+        is_view = facts_of(equation.primitive).cost is Cost.VIEW
+        is_fused = _is_elementwise(equation) and (is_view or not any(v in written for v in equation.outputs))
+        if is_fused and narrows and not is_view:
+            is_fused = sum(v.nbytes for v in equation.outputs) >= sum(v.nbytes for v in own)
+        sources.update((value, own if is_fused else frozenset({value})) for value in equation.outputs)
+    return sources
+
+
+def _written(flat: Graph, *, fuses_operands: bool) -> tuple[dict[int, list[Value]], dict[Value, int]]:
+    """Return what each equation writes, without results of the task, and the place of the last reader of each value."""
+    fusing = (*_FUSING, Cost.PRODUCT) if fuses_operands else _FUSING
+    read = {v for e in flat.equations if facts_of(e.primitive).cost not in fusing for v in values(e.inputs)}
+    returned = set(values(flat.outputs))
+    sources = _sources(flat, read | returned, {})
+    places, made, last = dict[Value, int](), dict[int, list[Value]](), dict[Value, int]()
+    for at, equation in enumerate(flat.equations):
+        if any(value not in sources[value] for value in equation.outputs):
+            continue
+        own = frozenset[Value]().union(*(sources.get(value, ()) for value in values(equation.inputs)))
+        place = at
+        if _is_elementwise(equation) and returned.issuperset(equation.outputs):
+            place = max((places[value] for value in own), default=at)
+        for value in own:
+            last[value] = max(place, last.get(value, place))
+        places.update(dict.fromkeys(equation.outputs, place))
+        made[at] = list(equation.outputs)
+    results = {source for value in returned for source in sources.get(value, ())}
+    made = {at: [value for value in new if value not in results] for at, new in made.items()}
+    return made, {value: at for value, at in last.items() if value not in results}
+
+
+class _Device:
+    """The bytes of one device.
+
+    Args:
+      specs: the partitions of values that are not whole on every device.
+      axis_sizes, platform: as in `workspace`.
+    """
+
+    def __init__(self, specs: Mapping[Value, PartitionSpec], axis_sizes: Mapping[str, int], platform: str) -> None:
+        self._specs, self._sizes, self._platform = specs, axis_sizes, platform
+
+    def nbytes(self, value: Value) -> float:
+        """Return the bytes of the device's part of a value."""
+        return value.nbytes / math.prod(self._sizes[name] for name in axes_in(self._spec(value)))
+
+    def _spec(self, atom: Atom) -> PartitionSpec:
+        return self._specs.get(atom, PartitionSpec()) if isinstance(atom, Value) else PartitionSpec()
+
+    def inside(self, equation: Equation) -> float:
+        """Return the bytes that an equation makes for itself: those of a scan's body, or arrays that are whole."""
+        facts = facts_of(equation.primitive)
+        if facts.batch is Batch.SCAN:
+            scan = open_scan(equation)
+            specs = list(map(self._spec, equation.inputs))
+            slices = scan.num_consts + scan.num_carry
+            specs[slices:] = [PartitionSpec(*spec.partitions[1:]) for spec in specs[slices:]]
+            return workspace(scan.body, specs, self._sizes, self._platform)
+        return self._whole(equation) if facts.cost is Cost.PRODUCT else 0.0
+
+    def _whole(self, equation: Equation) -> float:
+        """Return the bytes of what a product reads or makes whole along axes that its first operand has elsewhere.
+
+        It gathers a matrix whose axis shards the examples too, and makes the whole gradient of such a matrix. Along a
+        dimension of the result that both operands have, the first one is cut instead.
+        """
+        out, found = equation.outputs[0], 0.0
+        first, *others = zip(equation.inputs, ways(equation, out.aval.shape), strict=False)
+        taken = self._places(*first)
+        for atom, way in (*others, (out, range(out.aval.ndim))):
+            places = self._places(atom, way)
+            both = {at for at in first[1] if at is not None and at >= 0 and at in way and atom is not out}
+            shared = [name for name, at in places.items() if taken.get(name, at) != at and at not in both]
+            if shared and isinstance(atom, Value):
+                found += self.nbytes(atom) * math.prod(self._sizes[name] for name in shared)
+        return found
+
+    def _places(self, atom: Atom, way: Sequence[int | None]) -> dict[str, int | None]:
+        """Return for each axis of an array the dimension of a product's result that it shards, as in `Way`."""
+        entries = zip(self._spec(atom).partitions, way, strict=False)
+        return {name: target for entry, target in entries for name in axes_in((entry,))}
