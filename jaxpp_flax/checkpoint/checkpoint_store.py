@@ -155,6 +155,8 @@ class CheckpointStore:
         """Return what saves that were cut off left; it may be of a save that another job has under way."""
         if is_on_disk(self.directory):
             return list(self.directory.glob(f"*{TMP_MARK}*"))
+        if not self.directory.is_dir():  # in a bucket, a directory is there once it holds something
+            return []
         return [path for path in self._directories() if not is_complete(path)]
 
     def latest(self) -> int | None:
