@@ -25,7 +25,7 @@ from jaxpp_flax.checkpoint.one_writer import WRITER, own_writer, refuse_another_
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
-from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
+from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values, found_by_process_0
 from jaxpp_flax.processes.group import process_group
 
 SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
@@ -83,18 +83,17 @@ class CheckpointStore:
         Raises:
           CheckpointSaveError: if the directory cannot be written.
         """
-        group = process_group()
 
-        def look() -> None:
+        def look() -> tuple[int, ...]:
             try:
                 try_to_write(self.directory)
                 self._remains = self._unfinished()
+                return self._list()
             except OSError as error:
                 raise save_failed(self.directory, error) from error
 
-        do_in_process_0(group, "the look into the checkpoint directory", look, CheckpointSaveError)
-        present = self.steps() if group.process_index == 0 else ()
-        self._present = {*exchange_values(group, "the checkpoints before the run", present)[0]}
+        what = "the look into the checkpoint directory"
+        self._present = {*found_by_process_0(process_group(), what, look, CheckpointSaveError)}
 
     def refuse_another_writer(self, step: int | None = None) -> None:
         """Refuse checkpoints that have appeared since `begin`, of another job; before a save, later ones of this run.
@@ -107,14 +106,14 @@ class CheckpointStore:
         """
         if self._present is None:
             self.begin()
-        known, group, appeared = self._present or set(), process_group(), list[int]()
+        known: set[int] = set() if self._present is None else self._present
 
-        def look() -> None:
+        def look() -> list[int]:
             try:
                 steps = self._list()
             except OSError as error:
                 raise save_failed(self.directory, error) from error
-            appeared.extend({*steps} - known)
+            appeared = sorted({*steps} - known)
             refuse_another_writer(self.directory, appeared)
             if step is not None and (latest := max(steps, default=-1)) >= step:
                 what = "is a checkpoint of it" if latest == step else f"are later ones, up to step {latest}"
@@ -122,9 +121,10 @@ class CheckpointStore:
                     f"cannot save step {step} to {self.directory}: there {what}, and nothing there is touched. Choose "
                     "another checkpoint directory, save to a path of its own, or delete what is there."
                 )
+            return appeared
 
-        do_in_process_0(group, "the look for another writer", look, DirectoryInUseError, CheckpointSaveError)
-        known.update(exchange_values(group, "the checkpoints that have appeared", appeared)[0])
+        what = "the look for another writer"
+        known.update(found_by_process_0(process_group(), what, look, DirectoryInUseError, CheckpointSaveError))
 
     def describe(self) -> str:
         """Describe the steps to save and to keep, such as "every=2, keep=3", with the same text in every process."""

@@ -38,7 +38,7 @@ def refuse_another_writer(directory: Path, appeared: Iterable[int]) -> None:
     Raises:
       DirectoryInUseError: naming the step and its writer.
     """
-    for step in sorted(appeared):
+    for step in appeared:
         writer = read_json(directory / str(step), WRITER)
         if writer != own_writer():
             raise DirectoryInUseError(

@@ -32,6 +32,7 @@ __all__ = [
     "describe_environment",
     "do_in_process_0",
     "exchange_values",
+    "found_by_process_0",
     "value_hash",
     "value_text",
 ]
@@ -253,25 +254,42 @@ def exchange_values(
 
 
 def do_in_process_0(group: ProcessGroup, name: str, function: Callable[[], Any], *errors: type[Exception]) -> None:
-    """Call `function` in process 0, while the others wait; an error there is raised in all processes.
-
-    The other processes raise the first of the types `errors` that fits process 0's error, else the last type, with the
-    same message. `name` is the work in words, for the errors of the processes that wait.
+    """Call `function` in process 0 for its effect, while the others wait; see `found_by_process_0`.
 
     Example:
       >>> do_in_process_0(ProcessGroup(None, 0, 1), "the greeting", lambda: print("done"), OSError)
       done
     """
+
+    def without_result() -> None:
+        function()
+
+    found_by_process_0(group, name, without_result, *errors)
+
+
+def found_by_process_0(group: ProcessGroup, name: str, function: Callable[[], Any], *errors: type[Exception]) -> Any:
+    """Return in every process what `function` returns in process 0, as JSON; an error there is raised in all of them.
+
+    The other processes raise the first of the types `errors` that fits process 0's error, else the last type, with the
+    same message. `name` is the work in words, for the errors of the processes that wait.
+
+    Example:
+      >>> found_by_process_0(ProcessGroup(None, 0, 1), "the steps", lambda: [1, 2], OSError)
+      [1, 2]
+    """
     failure: Exception | None = None
+    found: Any = None
     if group.process_index == 0:
         try:
-            function()
+            found = function()
         except Exception as caught:
             failure = caught
     kind = next((i for i, error in enumerate(errors) if isinstance(failure, error)), len(errors) - 1)
-    answer = exchange_values(group, name, None if failure is None else [kind, str(failure)])[0]
+    refusal = None if failure is None else [kind, str(failure)]
+    found, refusal = exchange_values(group, name, [found, refusal])[0]
     if failure is not None:
         raise failure
-    if answer is not None:
-        number, text = answer
+    if refusal is not None:
+        number, text = refusal
         raise errors[number](f"in process 0: {text}")
+    return found

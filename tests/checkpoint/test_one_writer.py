@@ -76,6 +76,17 @@ def test_one_process_may_have_several_trainers(tmp_path: Path):
     assert first.steps() == (1, 2, 3)
 
 
+def test_what_another_trainer_of_the_process_has_saved_is_known(tmp_path: Path):
+    """Also in a directory that was empty at the beginning."""
+    first, second = CheckpointStore(tmp_path, every=1), CheckpointStore(tmp_path)
+    first.begin()
+    second.save(1, TREE, {}, wait=True)
+    assert first.wants(1)
+    first.refuse_another_writer()
+    assert first.holds(1)
+    assert not first.wants(1)
+
+
 def test_only_what_was_cut_off_before_the_run_is_removed(tmp_path: Path):
     def begin_save(step: int) -> Path:
         place = tmp_path / f"{step}{TMP_MARK}" / "state"
