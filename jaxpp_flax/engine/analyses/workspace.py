@@ -63,7 +63,7 @@ def workspace(
 
 def _is_elementwise(equation: Equation) -> bool:
     facts = facts_of(equation.primitive)
-    return facts.cost in (Cost.VIEW, Cost.LIGHT) and not facts.is_reduction
+    return facts.cost in _FUSING and not facts.is_reduction
 
 
 def stored(flat: Graph) -> dict[Value, frozenset[Value]]:

@@ -18,6 +18,7 @@ from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
 from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, batch_in, batch_of
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, everywhere
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 
 __all__ = ["keep_batch"]
 
@@ -40,7 +41,7 @@ def keep_batch(step: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts,
 
 
 def _keep_in_loop(loop: Loop, dims: Mapping[Value, BatchDim], shards: ShardCounts, submesh: AbstractMesh) -> Loop:
-    has_scan = any(e.primitive.name == "scan" for e in everywhere(loop.body))
+    has_scan = any(facts_of(e.primitive).batch is Batch.SCAN for e in everywhere(loop.body))
     if not has_scan or dims.keys().isdisjoint(loop.constants):
         return loop
     body = loop.flat_body()
