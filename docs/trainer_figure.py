@@ -17,7 +17,6 @@ from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch import split_batch
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import Batches
-from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.holder import StateHolder
@@ -25,6 +24,7 @@ from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.sources import Checkpoint, Factory
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
+from jaxpp_flax.trainers.steps import StepCalls
 from jaxpp_flax.trainers.trackers import Tracker
 from step_figure import text
 
@@ -37,7 +37,7 @@ _Walk: TypeAlias = (
 _BATCH: _Walk = (
     ("`fit` runs the loop and its callbacks", TrainingLoop),
     ("a batch is drawn, and its position in the data is noted", Batches),
-    ("one optimizer step begins", TrainStep),
+    ("one optimizer step begins", StepCalls),
     ("rows of several processes become one batch", BatchSharding),
     ("the batch is cut into microbatches", split_batch),
     ("the step compiled for these shapes is found, or made", CompiledSteps),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +25,11 @@ from jaxpp_flax.messages import listed, near_names
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
-from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
-from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.data.training_data import TrainingData
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
+from jaxpp_flax.trainers.model.chosen_model import ChosenModel
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.frozen_leaves import OtherFrozen, disk_names
 from jaxpp_flax.trainers.state.holder import StateHolder
@@ -62,48 +62,29 @@ class Checkpointing:
 
     Args:
       measured: the metrics of the latest step, which a checkpoint keeps for Orbax's policies.
-      frozen_in: returns the paths in `model_state` of parameters that are not trained.
       saves_nonfinite: True if parameters that are not finite may be saved.
     """
 
     store: CheckpointStore | None
     held: StateHolder
-    tracking: DataTracking
+    model: ChosenModel
+    data: TrainingData
     callbacks: CallbackStates
     measured: MeasuredStep
     under_way: StepsUnderWay
-    trained_on: BatchComparison
     display: Display
-    model_name: str
-    frozen_in: Callable[[Any], Collection[str]]
     saves_nonfinite: bool
     clock: Clock
 
     @without_ambient_mesh
     @timed("save")
-    def save(
-        self,
-        where: str | os.PathLike[str] | int | None = None,
-        *,
-        only: PathFilter | None = None,
-        wait: bool = True,
-    ) -> Path:
-        """As `PipelineTrainer.save`."""
-        self.held.meet("trainer.save")
-        self.trained_on.check(self.held.step)
-        if only is not None:
-            return self._save_part(where, only)
-        with process_group().waiting(f"the save of step {self.held.step}"):
-            data = gather_positions(None if (at := self.tracking.position()) is None else at.to_json())
-        beside = {"data": data, "about": {"model": self.model_name}}
-        if states := self.callbacks.to_json():
-            beside["callbacks"] = states
-        if where is not None and not isinstance(where, int):
-            return save_step(where, self._on_disk(self.held.whole()), beside)
+    def save(self, step: int | None = None, *, wait: bool = True) -> Path:
+        """Write the state in memory to the trainer's directory; `step` is its step, or None."""
+        beside = self._beside()
         store = self.need_store("save")
-        if where is not None and where != self.held.step:
+        if step is not None and step != self.held.step:
             raise ValueError(
-                f"save({where}): the state in memory is that of step {self.held.step}, and no other can be saved. Call "
+                f"save({step}): the state in memory is that of step {self.held.step}, and no other can be saved. Call "
                 "save()."
             )
         if store.is_noted(self.held.memory) and self.is_saved():
@@ -118,8 +99,29 @@ class Checkpointing:
         self.measured.saved(self.held.step)
         return store.directory / str(self.held.step)
 
-    def _save_part(self, where: str | os.PathLike[str] | int | None, only: PathFilter) -> Path:
+    @without_ambient_mesh
+    @timed("save")
+    def save_whole(self, where: str | os.PathLike[str]) -> Path:
+        """Write the state in memory to another path."""
+        return save_step(where, self._on_disk(self.held.whole()), self._beside())
+
+    def _begin_save(self) -> None:
+        self.held.meet("trainer.save")
+        self.data.trained_on.check(self.held.step)
+
+    def _beside(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the state, once all processes come here."""
+        self._begin_save()
+        with process_group().waiting(f"the save of step {self.held.step}"):
+            data = gather_positions(None if (at := self.data.tracking.position()) is None else at.to_json())
+        beside = {"data": data, "about": {"model": self.model.name}}
+        return beside | ({"callbacks": states} if (states := self.callbacks.to_json()) else {})
+
+    @without_ambient_mesh
+    @timed("save")
+    def save_part(self, where: str | os.PathLike[str] | int | None, only: PathFilter) -> Path:
         """Write the chosen leaves. The optimizer's first state is made only if a leaf of it is chosen."""
+        self._begin_save()
         if where is None or isinstance(where, int):
             raise ValueError(
                 f"save({where}, only={only!r}): the trainer's directory holds only complete states, from which fit "
@@ -133,33 +135,31 @@ class Checkpointing:
             )
         is_of_model = all(name.startswith(("params/", "model_state/")) for name in names)
         tree = self._on_disk(self.held.weights() if is_of_model else self.held.whole(), names)
-        return save_step(where, tree, {"about": {"model": self.model_name}})
+        return save_step(where, tree, {"about": {"model": self.model.name}})
 
     def _on_disk(self, state: TrainState, names: Collection[str] | None = None) -> dict[str, Any]:
         """Return a state, or its leaves of these names, as the tree that a checkpoint has."""
-        leaves, places = flatten(state)[0], disk_names(state, self.frozen_in(state.model_state))
+        leaves, places = flatten(state)[0], disk_names(state, self.model.adapter.frozen_in(state.model_state))
         return nest({places[name]: leaves[name] for name in (leaves if names is None else names)})
 
-    @without_ambient_mesh
-    @timed("restore")
+    def path_of(self, where: str | os.PathLike[str] | int) -> Any:
+        """Return the path of a checkpoint: of a step, the latest or the best in the trainer's directory, or a path."""
+        if not isinstance(where, int) and where not in ("latest", "best"):
+            return where
+        store = self.need_store("restore")
+        store.wait()  # the checkpoint to restore may still be written
+        return store.path(where if isinstance(where, int) else _latest(store) if where == "latest" else _best(store))
+
     def restore(
         self,
-        where: str | os.PathLike[str] | int = "latest",
+        path: Any,
         *,
         only: PathFilter | None = None,
         rename: Mapping[str, str] | None = None,
         missing: Literal["error", "keep"] = "error",
         low_memory: bool = False,
     ) -> None:
-        """As `PipelineTrainer.restore`."""
-        self.held.meet("trainer.restore")
-        path: Any = where
-        if isinstance(where, int) or where in ("latest", "best"):
-            store = self.need_store("restore")
-            store.wait()  # the checkpoint to restore may still be written
-            path = store.path(
-                where if isinstance(where, int) else _latest(store) if where == "latest" else _best(store)
-            )
+        """Make a checkpoint, or some of its leaves, the state."""
         if self.held.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
@@ -225,10 +225,10 @@ class Checkpointing:
                 may_differ=others.paths,
             )  # fmt: skip
         except CheckpointMismatchError as error:
-            if about.get("model", self.model_name) == self.model_name:
+            if about.get("model", self.model.name) == self.model.name:
                 raise
             raise CheckpointMismatchError(
-                f"{error.message} It was written for the model {about['model']}; this trainer has {self.model_name}.",
+                f"{error.message} It was written for the model {about['model']}; this trainer has {self.model.name}.",
                 error.faults,
             ) from None
 
@@ -252,10 +252,10 @@ class Checkpointing:
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         before, self.held.step = self.held.step, step
         self.measured.clear()
-        self.tracking.restored(position, before=before)
+        self.data.tracking.restored(position, before=before)
         self.under_way.clear()
         if self.store is not None:
-            self.store.branch = step if self.tracking.is_running else None
+            self.store.branch = step if self.data.tracking.is_running else None
 
     def leave_branch(self) -> None:
         """If a loop has gone back by a restore, rename the later checkpoints: they belong to steps that it has left."""
@@ -298,10 +298,10 @@ class Checkpointing:
                     f"{store.directory} holds no complete checkpoint: the damaged ones are {names}. Start again in "
                     "another directory, or restore a checkpoint from another place."
                 )
-            return self.tracking.position()
+            return self.data.tracking.position()
         later = f"; later steps, up to step {before}, were not saved and are lost"
         self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
-        position = self.tracking.position()
+        position = self.data.tracking.position()
         if position is None:
             self.display.message("the checkpoint holds no position in the data: the data starts from its beginning")
         return position
@@ -309,7 +309,8 @@ class Checkpointing:
     def _take_over(self, path: Path) -> None:
         """Make a step's checkpoint the state."""
         self.callbacks.restored(read_json(path, "callbacks") or {})
-        self.restore(int(path.name))
+        self.held.meet("trainer.restore")
+        self.restore(path)
 
     def is_saved(self) -> bool:
         """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,20 +14,17 @@ from jaxpp_flax._compat_texts.errors import is_uneven_split
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
+from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows
 from jaxpp_flax.trainers.data.stream import awaited, check_batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
-from jaxpp_flax.trainers.metrics.clock import Clock, timed
+from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.model.calling import call_model
-from jaxpp_flax.trainers.stages.scheduling import Scheduling
-from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop
-from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
-from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.weights import WeightCalls
 
-__all__ = ["Average", "Evaluation"]
+__all__ = ["Average", "InferenceCalls"]
 
 
 class Average:
@@ -77,25 +73,35 @@ class Average:
         return means
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Runs the calls that do not change the state; batches are loaded as in training."""
-
-    scheduling: Scheduling
-    rows: BatchSharding
-    builders: StepBuilderCache
-    executables: CompiledSteps
-    weights: InferenceWeights
-    eval_loss_fn: Callable[..., Any]
-    predict_fn: Callable[..., Any]
-    clock: Clock
+class InferenceCalls(WeightCalls):
+    """The methods of `PipelineTrainer` that do not change the state; batches are loaded as in training."""
 
     @timed("evaluation")
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None) -> dict[str, Any]:
-        """As `PipelineTrainer.evaluate`."""
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+        """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
+
+        The weights are those of `Inference(params=)`. Batches may have any sizes, and each is cut into at most
+        `num_microbatches` parts. If the data-parallel devices of a stage cannot divide the last examples evenly, each
+        device computes all of these. NNX modules run in `eval()` mode. For Linen, `model.training` is False. A loss
+        with a parameter `training` gets False.
+
+        Args:
+          data: an iterable of batches; for one batch, `[batch]`.
+          global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
+            it reads, `rows_read(batch, "evaluate")`.
+
+        Returns:
+          Metrics as floats, at least `loss`.
+
+        Raises:
+          BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
+          TypeError: if `data` is one batch, an array or a mapping.
+          ValueError: if `data` has no batch, or no example with weight in the loss.
+        """
+        self._check_devices("evaluate")
         check_batches("data", data)
-        self.weights.held.meet("trainer.evaluate")
-        average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
+        self.held.meet("trainer.evaluate")
+        average, pending, alike = Average(), None, BatchComparison(self.mesh, "evaluation")
         state_for = self._state_for_step()
         for batch in awaited(data, "the next batch to evaluate"):  # the data see the mesh of the caller
             for terms, part in self._evaluated(batch, global_batch_size, state_for, alike):
@@ -113,64 +119,81 @@ class Evaluation:
         self, batch: Any, global_batch_size: int | None, state_for: Callable[[Any], Any], alike: BatchComparison
     ) -> list[tuple[LossTerms, InferencePart]]:
         """Return the terms of each part of a batch, without waiting for them."""
-        whole = self.rows.whole(batch, global_batch_size)
+        whole = self.data.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        together = isinstance(self.eval_loss_fn, WholeBatchLoss)
+        together = isinstance(self._eval_loss_fn, WholeBatchLoss)
         found = list[tuple[LossTerms, InferencePart]]()
-        for part in self.rows.inference_parts(whole, rows_only=own is not None, together=together):
+        for part in self.data.rows.inference_parts(whole, rows_only=own is not None, together=together):
             compiled, taken = self._ready("evaluate", part, own, alike)
             found.append((compiled(state_for(compiled), taken), part))
         return found
 
     @without_ambient_mesh
-    def predict(self, batch: Any, *, global_batch_size: int | None) -> Any:
-        """As `PipelineTrainer.predict`."""
-        if isinstance(batch, Mapping) and self.predict_fn is call_model and not jax.tree_util.all_leaves([batch]):
+    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+        """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
+
+        If the model returns a scalar for a microbatch, the result is an array with one value for each microbatch.
+
+        Args:
+          batch: the input of the model, or of `predict_fn`: leaves of shape (batch, ...).
+          global_batch_size: as in `fit`: the number of examples in the whole batch; this process passes only the
+            examples that it reads, `rows_read(batch, "predict")`. Every process gets the outputs of the whole batch.
+
+        Raises:
+          TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
+          BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
+        """
+        self._check_devices("predict")
+        if isinstance(batch, Mapping) and self.inference.predict_fn is None and not jax.tree_util.all_leaves([batch]):
             raise TypeError(
                 f"predict got a dict with {', '.join(map(repr, batch))}, but not which of these the model takes. "
                 "Pass the model's input, or give the trainer a predict_fn: "
                 "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
             )
-        whole = self.rows.whole(batch, global_batch_size)
+        whole = self.data.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        parts = self.rows.inference_parts(whole, rows_only=own is not None)
-        self.weights.held.meet("trainer.predict")
-        alike, outputs, state_for = BatchComparison(self.scheduling.mesh, "prediction"), [], self._state_for_step()
+        parts = self.data.rows.inference_parts(whole, rows_only=own is not None)
+        self.held.meet("trainer.predict")
+        alike, outputs, state_for = BatchComparison(self.mesh, "prediction"), [], self._state_for_step()
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)
             outputs.append(compiled(state_for(compiled), taken))
         return join_parts(outputs)
 
+    @property
+    def _eval_loss_fn(self) -> Callable[..., Any]:
+        return self.inference.eval_loss_fn or self.steps.builders.untraced.loss_fn
+
     def _state_for_step(self) -> Callable[[Any], Any]:
         """Return the function that gives a compiled step its state: once, until another step may have moved it."""
-        return functools.lru_cache(maxsize=1)(lambda compiled: self.weights.for_inference())
+        return functools.lru_cache(maxsize=1)(lambda compiled: self._for_inference())
 
     def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, after comparison; `own` is a batch of rows, or None."""
         if own is None:
             alike.before(part.microbatches)
-            return self.compiled(kind, part), part.microbatches
-        compiled = self.compiled(kind, part)
+            return self._compiled(kind, part), part.microbatches
+        compiled = self._compiled(kind, part)
         return compiled, compared_rows(compiled, own, part.microbatches, alike)
 
     @without_ambient_mesh
-    def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
+    def _compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
         """Return the compiled step of this kind for a part of a batch."""
-        schedule = self.scheduling.schedule
+        schedule = self.schedule
         forward = ForwardOnly(schedule) if schedule is not None else None
         loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)
 
         def build() -> Any:  # called only for a new signature, not for each batch
             if kind == "evaluate":
-                return self.builders.for_inference(self.eval_loss_fn).evaluate(loop)
-            return self.builders.for_inference().predict(loop, self.predict_fn)
+                return self.steps.builders.for_inference(self._eval_loss_fn).evaluate(loop)
+            return self.steps.builders.for_inference().predict(loop, self.inference.predict_fn or call_model)
 
         try:
-            return self.executables.get(kind, part.microbatches, build, donate=False)
+            return self.steps.get(kind, part.microbatches, build, donate=False)
         except ValueError as error:
             if part.is_shared or not is_uneven_split(error):
                 raise
-            shards = self.rows.batch_shards
+            shards = self.data.rows.batch_shards
             raise BatchError(
                 f"{part.num_examples} examples of the batch are left over by the {shards} data-parallel devices "
                 "of a stage, so each device computes all of these; but the model itself shards the examples "

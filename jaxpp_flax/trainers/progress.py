@@ -71,6 +71,7 @@ class Display:
         self._total: int | None = None
         self._bar: Progress | None = None
         self._task: Any = None
+        self._told: set[str] = set()
 
     def start(self, total: int | None, done: int) -> None:
         """Show that a loop begins at `done` and ends at `total`, if known."""
@@ -105,6 +106,12 @@ class Display:
             print(text, flush=True)
         else:
             (self._console or Console(width=80)).print(text, highlight=False, soft_wrap=isinstance(text, str))
+
+    def message_once(self, text: str | None) -> None:
+        """Print a line that was not printed before; None prints nothing."""
+        if text is not None and text not in self._told:
+            self._told.add(text)
+            self.message(text)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""`PipelineTrainer` trains an ordinary Flax model as a pipeline. The class builds its parts and calls them."""
+"""`PipelineTrainer` trains an ordinary Flax model as a pipeline."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.planning import Plan, PlanningStep, StepProfile
+from jaxpp_flax.planning import Plan
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume
-from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
+from jaxpp_flax.trainers.files import FileCalls
+from jaxpp_flax.trainers.generation.generator import GenerationCalls
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
-from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
     Checkpoints,
     Inference,
@@ -33,17 +33,15 @@ from jaxpp_flax.trainers.options import (
     Training,
 )
 from jaxpp_flax.trainers.options.planned import Planned, take_plan
-from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
 from jaxpp_flax.trainers.stages.assignment import AssignmentLike
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.steps import StepCalls
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.trackers.guarded import GuardedTracker
-from jaxpp_flax.trainers.trained_model import TrainedModel
 
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer(TrainedModel):
+class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary model with marked layers (`PipelineStage`, `@pipeline_stage`). The trainer copies the model
@@ -141,20 +139,11 @@ class PipelineTrainer(TrainedModel):
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, assignment=assignment,
             mesh=MeshOptions.of(mesh), memory=Memory.of(memory),
         ))  # fmt: skip
-        self._core = make_core(
-            model,
-            tx,
-            loss_fn,
-            scheduling=make_scheduling(chosen),
-            devices=chosen.mesh,
-            assignment=chosen.assignment,
-            variables=variables,
-            training=Training.of(training),
-            precision=Precision.of(precision),
-            memory=chosen.memory,
-            logging=logged,
+        super().__init__(
+            model, tx, loss_fn, chosen=chosen, variables=variables, training=Training.of(training),
+            precision=Precision.of(precision), inference=Inference.of(inference), logging=logged,
+            checkpoints=Checkpoints.of(checkpoints),
         )  # fmt: skip
-        self._parts = make_parts(self._core, Inference.of(inference), logged, Checkpoints.of(checkpoints))
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
         self.guarded_tracker = GuardedTracker(self.tracker)
@@ -164,86 +153,6 @@ class PipelineTrainer(TrainedModel):
         self.stopping: str | None = None
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of the current loop, in order."""
-
-    # ------------------------------------------------------------------ the trainer's attributes
-
-    @property
-    def step(self) -> int:
-        """The number of optimizer steps done."""
-        return self._core.held.step
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of parts of a batch."""
-        return self._core.scheduling.num_microbatches
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages of the model."""
-        return self._core.scheduling.num_stages
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule; None if one stage on one device runs under plain `jax.jit`."""
-        return self._core.scheduling.schedule
-
-    @property
-    def mesh(self) -> MpmdMesh | None:
-        """The mesh of the ranks; None if one stage on one device runs under plain `jax.jit`."""
-        return self._core.scheduling.mesh
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of this training; None before the training step is compiled, and without a pipeline."""
-        return self._core.assigner.plan_of(self.schedule, self.num_microbatches)
-
-    # ------------------------------------------------------------------ training
-
-    def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
-        """Return the pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
-
-        `microbatches` has leaves of shape (num_microbatches, microbatch, ...). The function also runs under plain
-        `jax.jit`.
-        """
-        return self._core.executables.training_function(self._core.rows.split(batch))
-
-    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        """Compile the training step for batches like this one, and print the table of stages; nothing runs.
-
-        The mesh may be of devices that are only described: `jaxpp_flax.planning.described_devices`.
-
-        Args:
-          batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
-          global_batch_size: as in `fit`.
-
-        Returns:
-          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage on one device).
-
-        Raises:
-          ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
-        """
-        return self._parts.train_step.compile(batch, global_batch_size=global_batch_size)
-
-    def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
-        """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
-
-        Args:
-          batch: leaves of shape (batch, ...); the whole batch, or this process's rows.
-          global_batch_size: as in `fit`.
-
-        Returns:
-          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`). The
-          call does not wait for these values, but for the values of two steps before.
-
-        Raises:
-          BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
-          NonFiniteLossError: if the first loss is not finite, or if the loss of two steps before is not finite; see
-            `Training`.
-          CheckpointSaveError: if a save in the background has failed since the last step.
-          ValueError, TypeError: for other arguments that do not fit, before anything runs.
-        """
-        parts, whole = self._running("train_step"), self._core.rows.whole(batch, global_batch_size)
-        return parts.train_step.step(batch, whole)
 
     def training_steps(
         self,
@@ -284,7 +193,8 @@ class PipelineTrainer(TrainedModel):
           >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
           [1, 2, 4]
         """
-        return self._running("training_steps").loop.steps(
+        self._check_devices("training_steps")
+        return self.loop.steps(
             self, data,
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, callbacks=callbacks,
         )  # fmt: skip
@@ -336,65 +246,14 @@ class PipelineTrainer(TrainedModel):
           NonFiniteLossError: see `train_step`.
           CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
         """
+        self._check_devices("fit")
         arguments = FitArguments(
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, eval_data=eval_data,
             eval_every=eval_every, eval_global_batch_size=eval_global_batch_size, callbacks=callbacks, resume=resume,
             resume_data=resume_data,
         )  # fmt: skip
-        return self._running("fit").loop.fit(self, data, arguments)
-
-    @property
-    def measures(self) -> RunMetrics:
-        """The time, the units and the operations of the run, for `LogMetrics`."""
-        return self._core.measures
+        return self.loop.fit(self, data, arguments)
 
     def stop(self, reason: str) -> None:
         """End `fit` or `training_steps` after this step; several processes end together, up to four steps later."""
         self.stopping = reason
-
-    def message(self, text: str) -> None:
-        """Print a line without disturbing the progress bar."""
-        self._parts.display.message(text)
-
-    def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
-        """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
-
-        Training continues with the same results: they do not depend on the schedule.
-
-        Args:
-          schedule: a name or a `Schedule`.
-          num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
-
-        Raises:
-          ValueError: if the schedule does not fit the ranks or the microbatches, the trainer has no ranks (one stage on
-            one device), or its `Memory(residuals=)` is for another number of stages.
-        """
-        self._core.scheduling.use(schedule, num_stages)
-
-    def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
-        """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
-
-        The state advances by one step, and state and metrics are the same as from `train_step`. The step waits for each
-        task and each transfer, so it is slower than other steps; the measured times are then arranged with the overlap
-        that the schedule allows. The first run of a task is even slower, so do not measure the first step. With several
-        processes, all of them call this; each measures its own ranks, and all of them get the times of all ranks.
-
-        Args:
-          batch, global_batch_size: as in `train_step`.
-
-        Returns:
-          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
-          `jaxpp_flax.planning.plan` takes this profile as `costs=`.
-
-        Raises:
-          ValueError: without a pipeline; also the errors of `train_step`.
-        """
-        return self._running("profile_step").train_step.profile_step(batch, global_batch_size=global_batch_size)
-
-    def planning_step(self, batch: Any) -> PlanningStep:
-        """Return a description of the training step for batches like this one, for `jaxpp_flax.planning.plan`.
-
-        Raises:
-          ValueError: without a pipeline.
-        """
-        return self._core.executables.to_plan(self._core.rows.split(batch), count_units(batch)[0])

@@ -1,9 +1,8 @@
-"""The trainer's weights, as ordinary modules and variables."""
+"""The trainer's weights and its state, as ordinary modules and variables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,16 +14,14 @@ from flax import nnx
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.messages import amount, listed
 from jaxpp_flax.processes import value_text
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
-from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.inference_weights import InferenceWeights, average_of
+from jaxpp_flax.trainers.objects import TrainerObjects
+from jaxpp_flax.trainers.state.inference_weights import average_of, which_weights
 from jaxpp_flax.trainers.state.placement import on_parts, to_ordinary
 from jaxpp_flax.trainers.state.sources import Arrays, compare_values
 from jaxpp_flax.trainers.state.train_state import (
@@ -37,47 +34,111 @@ from jaxpp_flax.trainers.state.train_state import (
     weight_leaves,
 )
 
+__all__ = ["WeightCalls", "checked_weights"]
 
-@dataclass(frozen=True)
-class Weights:
-    """Copies the weights of a state for the user, and takes the user's, for `PipelineTrainer`."""
 
-    adapter: ModelAdapter
-    held: StateHolder
-    inference: InferenceWeights
-    mesh: MpmdMesh | None
+class WeightCalls(TrainerObjects):
+    """The methods of `PipelineTrainer` that read and set its state. Every process makes these calls."""
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
+
+        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. If no
+        step has run yet, this makes the state on the ranks: each rank gets its share.
+        """
+        self._check_devices("state")
+        return self.held.whole()
+
+    @property
+    def abstract_model(self) -> Any:
+        """The model with a `jax.ShapeDtypeStruct` for each value, as from `nnx.eval_shape`; nothing is copied."""
+        state = self.held.memory
+        return self.model.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
 
     @without_ambient_mesh
-    def model(self, *, ema: bool) -> Any:
-        """As `PipelineTrainer.gather_model`."""
+    def gather_model(self, *, ema: bool = False) -> Any:
+        """Return an ordinary module with a copy of the trained weights, all of them on one device of this process.
+
+        The device needs memory for all weights. With several processes, the weights are also sent between processes,
+        and every process must call this. For shapes alone, use `trainer.abstract_model`, which copies nothing.
+
+        Args:
+          ema: return the averaged weights, in the parameters' dtypes. The average itself, `trainer.state.ema`, has
+            float32 or a wider dtype.
+
+        Raises:
+          ModelError: if the weights are larger than the free memory of that device; nothing is copied then. A model
+            larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
+          ValueError: for `ema=True` without an average.
+        """
+        self._check_devices("gather_model")
         if ema and self.held.memory.ema is None:
             raise ValueError(
                 "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
             )
-        return self.adapter.rebuild(*self._gathered("trainer.gather_model", average_of if ema else None))
-
-    def abstract_model(self) -> Any:
-        """The model with a `jax.ShapeDtypeStruct` for each value, as from `nnx.eval_shape`; it costs nothing."""
-        state = self.held.memory
-        return self.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
+        return self.model.adapter.rebuild(*self._gathered("trainer.gather_model", average_of if ema else None))
 
     @without_ambient_mesh
-    def variables(self) -> dict[str, Any]:
-        """As `PipelineTrainer.gather_variables`."""
-        if not isinstance(self.adapter, LinenModel):
+    def gather_variables(self) -> dict[str, Any]:
+        """Return a copy of the variables of a Linen model, as `module.apply` takes them; see also `gather_model`.
+
+        Raises:
+          TypeError: for an NNX model.
+          ModelError: as in `gather_model`.
+        """
+        self._check_devices("gather_variables")
+        adapter = self.model.adapter
+        if not isinstance(adapter, LinenModel):
             raise TypeError("gather_variables() is for Linen models; for an NNX model, use `gather_model()`.")
-        return self.adapter.variables_of(*self._gathered("trainer.gather_variables", None))
+        return adapter.variables_of(*self._gathered("trainer.gather_variables", None))
 
     def _gathered(self, call: str, function: Callable[[TrainState], Any] | None) -> tuple[Any, Any]:
         """Return copies of the weights that `function` makes of the state, and of the rest, on one device."""
-        self._check(call)
-        state = self.inference.of(function)
+        self._check_memory(call)
+        state = self.held.with_weights(function)
         self.held.meet(call)
         return to_ordinary(state.params), to_ordinary(state.model_state)
 
+    def _check_memory(self, what: str) -> None:
+        """Refuse a copy of all weights on one device that cannot take them."""
+        state, device = self.held.memory, jax.local_devices()[0]
+        leaves = jax.tree.leaves((state.params, state.model_state))
+        needed = sum(leaf.size * getattr(leaf.dtype, "itemsize", 0) for leaf in leaves)
+        short = shortage({device: needed})
+        if short is not None:
+            raise ModelError(
+                f"{what} copies all weights to one device: {amount(needed, 'B')} to {device}, which has "
+                f"{amount(short.free, 'B')} free. Nothing was copied. Write them from their ranks with trainer.save(), "
+                "and read the file on a machine with more memory; trainer.abstract_model has the shapes."
+            )
+
+    def _for_inference(self) -> TrainState:
+        """Return the part of the state that inference reads, with the weights of `Inference(params=)`."""
+        self._tell_weights()
+        return self.held.with_weights(self.inference.params).for_inference()
+
+    def _tell_weights(self) -> None:
+        """Say once which weights inference and export use, if there are others."""
+        self.loop.display.message_once(which_weights(self.held.memory, self.inference.params))
+
     @without_ambient_mesh
-    def set(self, weights: Any) -> None:
-        """As `PipelineTrainer.set_weights`."""
+    def set_weights(self, weights: Any) -> None:
+        """Copy weights from a module or a tree into the model. Leaves that are not in `weights` keep their values.
+
+        Leaves are matched by their paths in the model. A leaf may be trained in one trainer and frozen in the other:
+        trainers of one model with different `frozen=` accept each other's weights, `a.set_weights(b.state.params)`.
+        The step, the random streams and the optimizer's moments do not change. Copies of parameters (their average,
+        `z` of schedule-free) get the new values too.
+
+        Args:
+          weights: a module (`other.gather_model()`), an `nnx.State`, Linen's variables or parameters, a nested dict, or
+            the state of another trainer or its `params`, with any number of stages.
+
+        Raises:
+          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
+        """
+        self._check_devices("set_weights")
         self.held.meet("trainer.set_weights")
         state = self.held.weights()
         new = checked_weights(weights, leaves_of_model(state))
@@ -103,19 +164,6 @@ class Weights:
             return on_parts(value, lambda part: jnp.array(part, dtype=dtype, copy=True))
         value = to_ordinary(value) if isinstance(value, MpmdArray) else value
         return value.astype(dtype) if isinstance(value, jax.Array) else np.array(value, dtype=dtype)
-
-    def _check(self, what: str) -> None:
-        """Refuse a copy of all weights on one device that cannot take them."""
-        state, device = self.held.memory, jax.local_devices()[0]
-        leaves = jax.tree.leaves((state.params, state.model_state))
-        needed = sum(leaf.size * getattr(leaf.dtype, "itemsize", 0) for leaf in leaves)
-        short = shortage({device: needed})
-        if short is not None:
-            raise ModelError(
-                f"{what} copies all weights to one device: {amount(needed, 'B')} to {device}, which has "
-                f"{amount(short.free, 'B')} free. Nothing was copied. Write them from their ranks with trainer.save(), "
-                "and read the file on a machine with more memory; trainer.abstract_model has the shapes."
-            )
 
 
 def checked_weights(weights: Any, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.model.linen_model import LinenModel
-from jaxpp_flax.trainers.parts import Core
 from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
 from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
 from jaxpp_flax.verify.comparison import Comparison, compare, run_twice
@@ -87,11 +86,10 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
       >>> report.agrees, report.facts["reference"]
       (True, 'the whole batch at once')
     """
-    core = trainer._core  # pyright: ignore[reportPrivateUsage]
-    microbatches = core.rows.split(batch)
+    microbatches = trainer.data.rows.split(batch)
     compiled = trainer.compile(batch)  # and places the state
-    unused = set(core.builders.for_training(core.held.memory, microbatches).unused)
-    state, is_across = trainer.state, core.held.is_across
+    unused = set(trainer.steps.builders.for_training(trainer.held.memory, microbatches).unused)
+    state, is_across = trainer.state, trainer.held.is_across
     _check_finite(state, is_across=is_across)
     copies = differing_copies(state, "before the step", is_across=is_across)
     used = [path for path in parameter_paths(state.params) if path not in unused]
@@ -101,7 +99,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
     traced = _traced_without_mesh(watched.step, used, types)
     arguments = [*traced.constants, *jax.tree.leaves((state, microbatches))]
     _check_host_calls(traced, arguments, trainer.num_microbatches, is_across=is_across)
-    _, (_, arrays) = core.executables.like_training(watched, microbatches)(_copy(state), microbatches)
+    _, (_, arrays) = trainer.steps.like_training(watched, microbatches)(_copy(state), microbatches)
     results = compiled(_copy(state), microbatches)
     found = dict(zip(watched.points, arrays, strict=True)) | points_after(results)
     copies += differing_copies(results[0], "after the step", is_across=is_across)
@@ -142,7 +140,6 @@ def _compare_blocks(
     trainer: PipelineTrainer, traced: TracedStep, arguments: Sequence[Any], found: Mapping[Point, Any], compiled: Any
 ) -> tuple[list[Row], list[Choice]]:
     """Compare what each block of the plain step makes with what the pipeline made, in order of computation."""
-    core = trainer._core  # pyright: ignore[reportPrivateUsage]
     numbers = {path: i for i, path in enumerate(flatten(trainer.state)[0], start=len(traced.constants))}
     homes = {name: stage.devices[0] for stage in getattr(compiled, "stages", ()) for name in stage.blocks}
     rows: dict[Point, Row] = {}
@@ -161,10 +158,10 @@ def _compare_blocks(
             compare,
             *(piece, reads, actual, before, spreads),
             num_microbatches=trainer.num_microbatches,
-            num_shards=core.rows.batch_shards,
+            num_shards=trainer.data.rows.batch_shards,
             process=device.process_index,
         )
-        shown = Comparison.from_json(_run_on(device, run, is_across=core.held.is_across))
+        shown = Comparison.from_json(_run_on(device, run, is_across=trainer.held.is_across))
         rows |= dict(zip(piece.compared, shown.rows, strict=True))
         spreads |= dict(zip(piece.compared, shown.spreads, strict=True))
         choices += shown.choices
@@ -176,7 +173,7 @@ def _compare_whole(
     trainer: PipelineTrainer, batch: Any, found: Mapping[Point, Any], results: Any, *, has_choices: bool
 ) -> WholeStep:
     """Compare the whole step with one by Flax and Optax alone, which runs in one process."""
-    core = trainer._core  # pyright: ignore[reportPrivateUsage]
+    builders = trainer.steps.builders
     device = holder_of(None) if trainer.mesh is None else trainer.mesh.rank_devices(0)[0]
     bring = partial(to_host, device=device)
     state, (new, metrics) = jax.tree.map(bring, (trainer.state, results))
@@ -187,25 +184,25 @@ def _compare_whole(
         every = jax.local_devices()[:1] if trainer.mesh is None else trainer.mesh.jax_mesh.devices.flat
         local = [of for of in every if of.process_index == device.process_index]
         return compare_whole(
-            plain_step_of(core), state, jax.tree.map(on_host, batch), actual,
-            num_microbatches=trainer.num_microbatches, num_shards=core.rows.batch_shards,
+            plain_step_of(trainer), state, jax.tree.map(on_host, batch), actual,
+            num_microbatches=trainer.num_microbatches, num_shards=trainer.data.rows.batch_shards,
             devices=sorted(local, key=lambda of: of != device), has_choices=has_choices,
-            is_told=core.builders.has_warned_of_microbatches, is_told_of_states=core.builders.has_warned_of_states,
+            is_told=builders.has_warned_of_microbatches, is_told_of_states=builders.has_warned_of_states,
         )  # fmt: skip
 
-    return WholeStep.from_json(_run_on(device, run, is_across=core.held.is_across))
+    return WholeStep.from_json(_run_on(device, run, is_across=trainer.held.is_across))
 
 
-def plain_step_of(core: Core) -> PlainStep:
+def plain_step_of(trainer: PipelineTrainer) -> PlainStep:
     """Return the step of a trainer's model, loss function, optimizer and options, without the trainer."""
-    adapter, compute = core.adapter, core.precision.computed
+    adapter, builder = trainer.model.adapter, trainer.steps.builders.untraced
     if isinstance(adapter, LinenModel):
-        model = PlainLinen(module=adapter.module, compute=compute)
+        model = PlainLinen(module=adapter.module, compute=adapter.compute)
     else:
         graphdef = adapter.graphdef  # pyright: ignore[reportAttributeAccessIssue]
-        model = PlainNnx(graphdef=graphdef, seed=core.training.seed, compute=compute)
-    update = PlainUpdate(tx=core.update.tx, training=core.training, precision=core.precision)
-    return PlainStep(model=model, loss_fn=core.loss_fn, update=update)
+        model = PlainNnx(graphdef=graphdef, seed=trainer.training.seed, compute=adapter.compute)
+    update = PlainUpdate(tx=builder.update.tx, training=trainer.training, precision=trainer.precision)
+    return PlainStep(model=model, loss_fn=builder.loss_fn, update=update)
 
 
 def _traced_without_mesh(step: Any, used: list[str], types: Any) -> TracedStep:

@@ -67,8 +67,8 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1)
     with pytest.raises(OSError, match="the disk of the data"):
         trainer.fit(data())
-    assert trainer._parts.checkpoints.store is not None
-    assert trainer._parts.checkpoints.store.steps() == (3,)
+    assert trainer.checkpoints.store is not None
+    assert trainer.checkpoints.store.steps() == (3,)
 
 
 def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

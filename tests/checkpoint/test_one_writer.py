@@ -109,7 +109,7 @@ def test_a_run_that_goes_back_leaves_the_checkpoints_of_another_job(tmp_path: Pa
     OtherJob(tmp_path, monkeypatch).save(5)
     with pytest.raises(DirectoryInUseError, match="of step 5 has appeared"):
         next(steps)
-    assert trainer._parts.checkpoints.store.steps() == (1, 2, 5)
+    assert trainer.checkpoints.store.steps() == (1, 2, 5)
 
 
 class Meanwhile(Callback):
@@ -180,7 +180,7 @@ def test_a_save_that_fails_after_a_loop_was_left_is_told(
     trainer = make_trainer(Checkpoints(tmp_path, every=1), logging=Logging(every=1))
     steps = trainer.training_steps(batches())
     next(steps)
-    trainer._parts.checkpoints.store.wait()
+    trainer.checkpoints.store.wait()
 
     def full(directory: Path) -> None:
         raise OSError(28, "No space left on device")

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_the_step_in_memory_is_taken(steps: int, tmp_path: Path,
     second = make_trainer(tmp_path / "run", depth=2)
     for batch in BATCHES[6 : 6 + max(steps, 1)]:
         second.train_step(batch)
-    second._core.held.step = steps  # as many steps, with other batches
+    second.held.step = steps  # as many steps, with other batches
     assert losses_of(second, steps=8, resume=True) == {s: loss for s, loss in uninterrupted.items() if s > steps}
 
 

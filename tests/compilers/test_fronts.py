@@ -49,10 +49,10 @@ def trainer(mesh: Mesh, model: Any, stages: int, loss_fn: Any = loss_fn) -> Pipe
 def check_trainer(mesh: Mesh, model: Any) -> Any:
     made = trainer(mesh, model, mesh.shape["stage"])
     compiled = made.compile(BATCH)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made._core.held.memory))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.held.memory))
     assert made.compile(BATCH) is compiled
     shapes = jax.tree.leaves(compiled.in_shardings[0][0])
-    assert len(shapes) == len(jax.tree.leaves(made._core.held.memory))
+    assert len(shapes) == len(jax.tree.leaves(made.held.memory))
     assert all(memory.argument_bytes > 0 for memory in compiled.memory_analysis())
     for executable in compiled.executables.tasks:
         assert executable.memory_analysis().output_size_in_bytes > 0

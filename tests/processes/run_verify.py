@@ -61,7 +61,7 @@ found["facts"] = right.facts["processes"]
 found["holders"] = sorted({row.process for row in right.rows})
 found["same loss"] = before == float(trainer.evaluate([batch])["loss"])
 
-executables = trainer._core.executables
+executables = trainer.steps
 compile_watched = executables.like_training
 fault = Fault("", sums(1, lambda old, new, _: 2 * new - old), (), ())
 with ExitStack() as stack:

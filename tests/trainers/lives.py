@@ -197,7 +197,7 @@ def live(
         held: list[PipelineTrainer] = []
         watched(f"{life_name}: construction", lambda life=life, held=held: held.append(life.trainer(width)), 0)
         trainer, x = held.pop(), data(width)
-        state = trainer._core.held.memory
+        state = trainer.held.memory
         share = num_bytes(state) // life.ranks
         gradients = num_bytes(state.params) // life.ranks
         for name, call in life.calls.items():

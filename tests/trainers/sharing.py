@@ -33,8 +33,8 @@ def sharing_steps(*beside: str) -> Callable[[Callable[P, PipelineTrainer]], Call
             given |= given.pop("options", {})
             given = {name: value for name, value in sorted(given.items()) if name not in beside}
             trainer = make(*args, **kwargs)
-            key = repr(given), jax.tree.structure(trainer._core.held.memory)
-            trainer._core.executables.compiled = steps.setdefault(key, (given, {}))[1]
+            key = repr(given), jax.tree.structure(trainer.held.memory)
+            trainer.steps.compiled = steps.setdefault(key, (given, {}))[1]
             return trainer
 
         return made
@@ -44,10 +44,9 @@ def sharing_steps(*beside: str) -> Callable[[Callable[P, PipelineTrainer]], Call
 
 def assign_stages(trainer: PipelineTrainer, batch: Any) -> None:
     """Trace the step and place it on ranks as `trainer.compile` does; XLA compiles nothing."""
-    train_step = trainer._parts.train_step
-    executables = train_step.executables
-    compiled = executables.compiled.copy()
+    steps = trainer.steps
+    compiled = steps.compiled.copy()
     with mock.patch.object(MpmdFunction, "compile", MpmdFunction.place):
-        executables.for_training(train_step.rows.split(batch), lambda known: None)
-    executables.compiled.clear()  # of what is only placed; other trainers may share it
-    executables.compiled.update(compiled)
+        steps.for_training(trainer.data.rows.split(batch), lambda known: None)
+    steps.compiled.clear()  # of what is only placed; other trainers may share it
+    steps.compiled.update(compiled)

@@ -139,7 +139,7 @@ def test_evaluating_and_predicting_keep_the_stages_of_training(balanced):
     trainer, plan = balanced[0], balanced[0].plan
     trainer.evaluate([tokens()])
     assert trainer.plan is plan
-    compiled = {key[0]: executable for key, executable in trainer._core.executables.compiled.items()}
+    compiled = {key[0]: executable for key, executable in trainer.steps.compiled.items()}
     sizes = [stage.parameter_count for stage in compiled["train"].stages]
     assert [stage.parameter_count for stage in compiled["evaluate"].stages] == sizes
 
@@ -162,7 +162,7 @@ def test_a_plan_is_saved_edited_and_loaded(balanced, tmp_path):
 def shown_by(trainer):
     """The console that the trainer writes to from now on."""
     console = Console(width=150, record=True)
-    trainer._parts.display._console = console
+    trainer.loop.display._console = console
     return console
 
 

@@ -71,7 +71,7 @@ def after_four(whole: Whole, tmp_path_factory) -> Path:
     """A directory with the checkpoints of steps 2 and 4, in the middle of the second pass over the data."""
     directory = tmp_path_factory.mktemp("run") / "ckpt"
     for step in ("2", "4"):
-        shutil.copytree(whole.trainer._parts.checkpoints.store.directory / step, directory / step)
+        shutil.copytree(whole.trainer.checkpoints.store.directory / step, directory / step)
     return directory
 
 
@@ -223,7 +223,7 @@ def test_an_unpipelined_model_of_stock_orbax(tmp_path: Path):
 
 
 def test_a_failed_background_save_is_told_by_the_next_step(one_stage: PipelineTrainer, monkeypatch):
-    trainer, store = one_stage, one_stage._parts.checkpoints.store
+    trainer, store = one_stage, one_stage.checkpoints.store
     trainer.save()
     trainer.train_step(OTHER[0])
     monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.write_sizes", _fail)

@@ -71,7 +71,7 @@ def test_other_values_compile_nothing_and_rows_are_read_of_arrays_alone():
     made = PipelineTrainer(Layers(), optax.sgd(0.1), loss_fn, num_stages=1, num_microbatches=2, logging=False)
     losses = [float(made.evaluate([{**batch(), "weight": weight}])["loss"]) for weight in (3.0, jnp.float32(6))]
     np.testing.assert_allclose(losses[1], 2 * losses[0], rtol=1e-6)
-    assert len(made._core.executables.compiled) == 1
+    assert len(made.steps.compiled) == 1
     rows = made.rows_read(batch())
     own = {name: leaf if name == "gain" else leaf[rows[name]] for name, leaf in batch().items()}
     assert rows["gain"] is rows["weight"] is ...

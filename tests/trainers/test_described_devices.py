@@ -36,13 +36,13 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> PipelineTrainer:
 def test_it_compiles_and_places_nothing(trainer: PipelineTrainer):
     compiled = trainer.compile(BATCH)
     assert [memory.rank for memory in compiled.memory_analysis()] == [0, 1]
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.held.memory))
     assert trainer.leaves_read(BATCH) == {"tokens": True, "targets": True}
     assert trainer.rows_read(BATCH, "evaluate")["tokens"].shape == (8,)
     assert trainer.planning_step(BATCH).num_microbatches == 4
     assert isinstance(trainer.abstract_model, m.Model)
     with pytest.raises(RuntimeError, match="a value of the trainer's state needs the mesh's devices"):
-        trainer._core.held.whole()
+        trainer.held.whole()
     assert trainer.mesh is not None
     assert "2 devices that are only described" in describe_mesh(trainer.mesh)
 

@@ -161,9 +161,9 @@ def test_no_device_holds_more_than_its_share(peak: Peak, tmp_path: Path):
     trainer = deep_trainer(checkpoints=tmp_path / "run")
     trainer.evaluate([DATA])
     peak.at("evaluate as the first call", extra=0)
-    placed = [leaf.to_mpmd_local_array for leaf in jax.tree.leaves(trainer._core.held.memory.params)]
+    placed = [leaf.to_mpmd_local_array for leaf in jax.tree.leaves(trainer.held.memory.params)]
     trainer.predict(DATA)
-    after = [leaf.to_mpmd_local_array for leaf in jax.tree.leaves(trainer._core.held.memory.params)]
+    after = [leaf.to_mpmd_local_array for leaf in jax.tree.leaves(trainer.held.memory.params)]
     assert all(a is b for a, b in zip(placed, after, strict=True)), "the weights are placed once"
     trainer.fit([DATA], steps=2)
     peak.at("two steps", extra=0)
@@ -225,10 +225,10 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
 
 def test_shapes_cost_nothing():
     trainer = deep_trainer()
-    target = trainer._core.held.target(keeps=False)
+    target = trainer.held.target(keeps=False)
     assert target.params.layers[LAYERS - 1].kernel.get_value().shape == (WIDTH, WIDTH)
     assert isinstance(trainer.abstract_model, Deep)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.held.memory.params))
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(

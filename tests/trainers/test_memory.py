@@ -49,7 +49,7 @@ class Peak:
 
 @pytest.mark.slow
 def test_no_device_holds_more_than_its_share_in_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    state = LIVES["new"].trainer(WIDTH)._core.held.memory
+    state = LIVES["new"].trainer(WIDTH).held.memory
     assert num_bytes(state) >= RANKS * (3 * LAYERS * LEAF // RANKS)
     peak, over = Peak(monkeypatch), dict[str, float]()
 

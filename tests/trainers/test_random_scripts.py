@@ -161,7 +161,7 @@ class Scripts(RuleBasedStateMachine):
         if not hasattr(self, "trainer"):
             return
         assert self.trainer.step == self.run.state.step
-        if self.trainer._core.held.is_placed:
+        if self.trainer.held.is_placed:
             self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
@@ -237,7 +237,7 @@ class Scripts(RuleBasedStateMachine):
 
     def _interrupt_within(self, event: Event | None) -> None:
         """Ctrl-C once a step has taken the state's memory, and before anything has its results."""
-        trainer, train_step = self.trainer, self.trainer._parts.train_step
+        trainer = self.trainer
         waits = event is not None and event.hook == "in_step"
 
         def finish(*arguments: Any) -> Any:
@@ -245,12 +245,12 @@ class Scripts(RuleBasedStateMachine):
             if waits and event is not None and trainer.step + 1 >= event.step:
                 waits = False
                 happen("ctrl_c")
-            return type(train_step).finish(train_step, *arguments)
+            return type(trainer)._finish(trainer, *arguments)
 
-        vars(train_step)["finish"] = finish
+        vars(trainer)["_finish"] = finish
 
     def _wait(self) -> None:
-        self.trainer._parts.checkpoints.store.wait()  # type: ignore[union-attr]
+        self.trainer.checkpoints.store.wait()  # type: ignore[union-attr]
         self.writing = False
 
     def _model(self, call: Callable[[], None]) -> Outcome:

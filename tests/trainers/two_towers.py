@@ -123,7 +123,7 @@ def whole_batch_step(loss: WholeBatchLoss, batch: Any, model: Any = None, **opti
     The embeddings of each part of the batch have the random keys and the state that the trainer documents.
     """
     trainer = trainer_of(loss, model, **{"mesh": {}, **options})  # its state lies in this process alone
-    adapter, state, count = trainer._core.adapter, trainer.state, trainer.num_microbatches
+    adapter, state, count = trainer.model.adapter, trainer.state, trainer.num_microbatches
 
     def total(params: Any) -> tuple[Any, Any]:
         def embed_part(rest: Any, index: Any) -> tuple[Any, Any]:

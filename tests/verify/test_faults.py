@@ -39,7 +39,7 @@ class Bench:
     def __init__(self, patch: pytest.MonkeyPatch, trainer: PipelineTrainer, batch: Any) -> None:
         self.trainer, self.batch = trainer, batch
         self.watched: list[Any] = []
-        cut, compile_watched = cache_of_one(verification.cut), self.trainer._core.executables.like_training
+        cut, compile_watched = cache_of_one(verification.cut), self.trainer.steps.like_training
 
         def compiled_once(function: Any, microbatches: Any) -> Any:
             if not self.watched:
@@ -48,7 +48,7 @@ class Bench:
             return self.watched[1]
 
         patch.setattr(verification, "cut", cut)
-        patch.setattr(self.trainer._core.executables, "like_training", compiled_once)
+        patch.setattr(self.trainer.steps, "like_training", compiled_once)
         assert verify(self.trainer, self.batch).agrees
 
     def find(self, fault: Fault) -> Report:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
@@ -21,19 +20,15 @@ from jaxpp_flax.trainers.generation.generation_loop import first_progress, make_
 from jaxpp_flax.trainers.generation.layout import check_fits, make_carried, rank_specs
 from jaxpp_flax.trainers.generation.prompts import check_vocabulary, make_groups, read_prompts, tokens_of_calls
 from jaxpp_flax.trainers.generation.sampling import Sampling
-from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
-from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
-from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import ForwardOnly
-from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.weights import WeightCalls
 
-__all__ = ["Generator"]
+__all__ = ["GenerationCalls"]
 
 # XLA's CPU client stops at 32 computations in flight on a device, so no more calls than these are under way.
 _MOST_UNDER_WAY = 16
@@ -63,27 +58,52 @@ class _Program:
         return self.vocabularies[taken]
 
 
-@dataclass(frozen=True)
-class Generator:
-    """Continues sequences with the current weights; the state does not change.
-
-    `programs` keeps what was traced.
-    """
-
-    adapter: ModelAdapter
-    scheduling: Scheduling
-    executables: CompiledSteps
-    held: StateHolder
-    weights: InferenceWeights
-    programs: dict[Any, _Program] = field(default_factory=dict)
+class GenerationCalls(WeightCalls):
+    """The method of `PipelineTrainer` that generates tokens; the state does not change."""
 
     @without_ambient_mesh
     def generate(
-        self, prompts: Any, *, max_new_tokens: int, lengths: Any, prefill: int, groups: int | None,
-        cache_length: int | None, cache_dtype: DTypeLike | None, **sampling_options: Any,
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
+        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
+        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
     ) -> list[np.ndarray]:  # fmt: skip
-        """As `PipelineTrainer.generate`."""
-        sampling, scheduling = Sampling(**sampling_options), self.scheduling
+        """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
+
+        A copy of the model is switched to decoding by Flax's convention. NNX: each attribute `decode` that is a boolean
+        or None is set to True, and each method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has
+        it, is called to make `nnx.Cache` variables. Linen: the module is used with `decode=True` and makes its
+        collection `cache`. The model must compute logits (batch, length, vocabulary) from tokens (batch, length). The
+        state does not change. See `docs/guides/generation.md`.
+
+        Args:
+          prompts: lists of tokens, of any lengths; or an integer array (batch, length).
+          max_new_tokens: the most tokens to add to each prompt.
+          lengths: for an array that is padded on the right: the length of each prompt.
+          temperature: 0 takes the most likely token. Otherwise the logits are divided by this number, and a token is
+            sampled.
+          top_k: sample among the k most likely tokens.
+          top_p: sample among the most likely tokens that together have this probability.
+          eos_token_id: the token, or tokens, that end a sequence.
+          seed: the seed of the samples. A sample depends only on the seed, the index of its prompt and the position,
+            and not on stages, groups or processes.
+          prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
+          groups: the number of groups of sequences in the pipeline at one time. Default: the number of stages, so that
+            every stage has work.
+          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
+            equal numbers of prompts and equal `cache_length` share their compiled steps.
+          cache_dtype: the dtype of the cache. Default: the dtype in which each module computes.
+
+        Returns:
+          One int32 array for each prompt, in order. It has shape (n,), with n from 1 to `max_new_tokens`, and holds
+          only the new tokens, without padding. If a sequence ends with an end token, this token is included.
+
+        Raises:
+          ModelError: if the model has no cache, does not use it, or does not take such lengths.
+          ValueError, TypeError: for a prompt or an option that does not fit; nothing has run then.
+        """
+        self._check_devices("generate")
+        scheduling = self.steps.scheduling
+        sampling = Sampling(temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, eos_token_id=eos_token_id)
         count = scheduling.num_stages if groups is None else check_count("groups", groups)
         new, prefill = check_count("max_new_tokens", max_new_tokens), check_count("prefill", prefill)
         rows = read_prompts(prompts, lengths)
@@ -97,17 +117,17 @@ class Generator:
         calls = [tokens_of_calls(of, prefill) for of in work]
         counts = sorted({taken for of_group in calls for taken in of_group})
         for taken in counts:
-            vocabulary = program.vocabulary(self.executables.stage, self.held.memory, taken)
+            vocabulary = program.vocabulary(self.steps.stage, self.held.memory, taken)
             check_vocabulary(rows, vocabulary)
             sampling.check_vocabulary(vocabulary)
-        steps, places = self._compile(program, sampling, progress[0], counts)
+        steps, places = self._compile_decoding(program, sampling, progress[0], counts)
         check_fits(program.cache.shapes, places[0], len(work))
         carried = [make_carried(program.cache, of_group, places) for of_group in progress]
         # Two calls of each group are under way, and the stages of a rank are computations of their own.
         schedule = scheduling.schedule
         tasks = 1 if schedule is None else -(-schedule.num_stages // schedule.num_ranks)
         most = max(1, min(2 * len(work), _MOST_UNDER_WAY // tasks))
-        take_turns(work, calls, steps, self.weights.for_inference(), carried, most)
+        take_turns(work, calls, steps, self._for_inference(), carried, most)
         found: dict[int, np.ndarray] = {}
         for group, (_, ended) in zip(work, carried, strict=True):
             found |= _new_tokens(group, ended["tokens"], sampling.end_tokens)
@@ -115,27 +135,27 @@ class Generator:
 
     def _program(self, progress: Mapping[str, Any], sampling: Sampling, dtype: Any) -> _Program:
         """Return the program for groups with a progress like this one; it is made once."""
-        (size, width), schedule, mesh = progress["tokens"].shape, self.scheduling.schedule, self.scheduling.mesh
+        (size, width), schedule, mesh = progress["tokens"].shape, self.schedule, self.mesh
         key = (size, width, None if dtype is None else jnp.dtype(dtype), sampling.compiled, schedule, trace_settings())
-        if key not in self.programs:
-            if isinstance(self.adapter, LinenModel):
-                make_cache, decode = decode_linen(self.adapter, width - 1, dtype)
+        if key not in self.steps.decoding:
+            if isinstance(self.model.adapter, LinenModel):
+                make_cache, decode = decode_linen(self.model.adapter, width - 1, dtype)
             else:
-                make_cache, decode = decode_nnx(cast(NnxModel, self.adapter), self.held.memory, width - 1, dtype)
+                make_cache, decode = decode_nnx(cast(NnxModel, self.model.adapter), self.held.memory, width - 1, dtype)
             step = make_step(decode, sampling, ForwardOnly(schedule) if schedule is not None else None)
             specs = (None, None) if mesh is None else rank_specs(mesh, make_cache, progress)
             cache = LeafPrograms.trace(lambda: make_cache(size))
-            self.programs[key] = _Program(decode, step, size, cache, specs)
-        return self.programs[key]
+            self.steps.decoding[key] = _Program(decode, step, size, cache, specs)
+        return self.steps.decoding[key]
 
-    def _compile(
+    def _compile_decoding(
         self, program: _Program, sampling: Sampling, progress: Any, counts: Sequence[int]
     ) -> tuple[dict[int, Any], Any]:
         """Return the step for each number of tokens, and the places of `carried`; place the weights."""
-        mesh, carried, steps = self.scheduling.mesh, (program.cache.shapes, progress), dict[int, Any]()
+        mesh, carried, steps = self.mesh, (program.cache.shapes, progress), dict[int, Any]()
         for taken in counts:
             arguments = (carried, program.tokens(taken))
-            steps[taken] = self.executables.for_decoding(program.step, sampling.compiled, arguments, program.specs)
+            steps[taken] = self.steps.for_decoding(program.step, sampling.compiled, arguments, program.specs)
         if mesh is not None:
             return steps, steps[counts[0]].in_shardings[0][1]
         default = jnp.zeros(()).sharding

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 __all__ = ["Clock", "Part", "timed"]
 
@@ -15,6 +15,7 @@ Part = Literal["data", "dispatch", "device", "save", "evaluation", "compilation"
 compiles; restores a checkpoint; makes, reads or moves leaves of the state to their devices; or does something else,
 such as callbacks."""
 
+_Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
 
 
@@ -70,14 +71,15 @@ class Clock:
         self._current, self._since = part, now
 
 
-def timed(part: Part) -> Callable[[Callable[..., _Returned]], Callable[..., _Returned]]:
+def timed(part: Part) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
     """Count the time of a method for a part of its object's `clock`."""
 
-    def decorate(method: Callable[..., _Returned]) -> Callable[..., _Returned]:
+    def decorate(method: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
         @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> _Returned:
-            with self.clock.part(part):
-                return method(self, *args, **kwargs)
+        def run(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+            clock: Clock = cast(Any, args[0]).clock
+            with clock.part(part):
+                return method(*args, **kwargs)
 
         return run
 

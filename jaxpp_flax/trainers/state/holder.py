@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
-from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place
+from jaxpp_flax.trainers.state.inference_weights import weights_of
+from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place, fetched
 from jaxpp_flax.trainers.state.optimizer_state import copies_of
 from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
 from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, Source, compare_values
@@ -78,6 +79,7 @@ class StateHolder:
         self.kept = kept
         self._init, self._ranks, self._compared = init, ranks, False
         self._sources: dict[str, Source] = {}  # of the leaves that are shapes, by path
+        self._programs: dict[Callable[[TrainState], Any], LeafPrograms] = {}  # of `with_weights`
         given = {path: leaf for path, leaf in flatten(first)[0].items() if not is_abstract(leaf)}
         weights = {path: leaf for path, leaf in given.items() if path.startswith(OF_MODEL)}
         others = {path: leaf for path, leaf in given.items() if path not in weights}
@@ -204,6 +206,21 @@ class StateHolder:
         wanted = flatten(self.memory.for_inference())[0]
         self._place({path: to for path, to in self._places_without_step().items() if path in wanted})
         return self.memory
+
+    def with_weights(self, function: Callable[[TrainState], Any] | None) -> TrainState:
+        """Return the state with the weights that `function` makes of it, in the types and places of the parameters.
+
+        They are made anew in each call: a copy for a short time. None: the state as it is.
+        """
+        if function is None:
+            return self.weights()
+        state = self.whole()
+        if function not in self._programs:
+            made = lambda state: weights_of(replace(state, opt_state=fetched(state.opt_state)), function)  # noqa: E731
+            self._programs[function] = LeafPrograms.trace(made, self.kept.traced(shapes_of(state)))
+        params, structure = flatten(state.params)
+        found = self._programs[function].compute(state, {path: leaf.sharding for path, leaf in params.items()})
+        return replace(state, params=jax.tree.unflatten(structure, [found[path] for path in params]))
 
     @without_ambient_mesh
     def load(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,12 +11,9 @@ import optax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.messages import listed
-from jaxpp_flax.trainers.state.first_values import LeafPrograms
-from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.optimizer_memory import fetched
-from jaxpp_flax.trainers.state.train_state import TrainState, shapes_of
+from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["InferenceWeights", "average_of"]
+__all__ = ["average_of", "weights_of", "which_weights"]
 
 
 def average_of(state: TrainState) -> Any:
@@ -25,69 +21,22 @@ def average_of(state: TrainState) -> Any:
     return state.ema
 
 
-class InferenceWeights:
-    """Makes the weights for `evaluate`, `predict`, `generate` and `export_pretrained`, and tells once which they are.
-
-    Args:
-      function: `Inference(params=)`: the weights of a `TrainState`, like its `params`. None: the trained ones.
-      tell: prints a line.
-
-    Raises:
-      ValueError: if the function's result does not have the paths and shapes of the parameters.
-    """
-
-    def __init__(
-        self, held: StateHolder, function: Callable[[TrainState], Any] | None, tell: Callable[[str], None]
-    ) -> None:
-        self.held, self._function, self._tell = held, function, tell
-        self._has_told = False
-        self._programs: dict[Callable[[TrainState], Any], LeafPrograms] = {}
-        if function is not None:
-            jax.eval_shape(lambda state: weights_of(state, function), held.memory)
-
-    def for_inference(self) -> TrainState:
-        """Return the part of the state that inference reads. It is made anew in each call: a copy for a short time."""
-        self._tell_once()
-        return self.of(self._function).for_inference()
-
-    def for_export(self, *, average: bool) -> TrainState:
-        """Return the state with the weights to write: the moving average, or those of inference."""
-        if average:
-            self._tell("export_pretrained writes the moving average of the weights")
-            return self.of(average_of)
-        self._tell_once()
-        return self.of(self._function)
-
-    def of(self, function: Callable[[TrainState], Any] | None) -> TrainState:
-        """Return the state with the weights that `function` makes of it, in the types and places of the parameters."""
-        if function is None:
-            return self.held.weights()
-        state = self.held.whole()
-        if function not in self._programs:
-            made = lambda state: weights_of(replace(state, opt_state=fetched(state.opt_state)), function)  # noqa: E731
-            self._programs[function] = LeafPrograms.trace(made, self.held.kept.traced(shapes_of(state)))
-        params, structure = flatten(state.params)
-        found = self._programs[function].compute(state, {path: leaf.sharding for path, leaf in params.items()})
-        return replace(state, params=jax.tree.unflatten(structure, [found[path] for path in params]))
-
-    def _tell_once(self) -> None:
-        """Say which weights are used, if there are others."""
-        if self._has_told:
-            return
-        self._has_told, state = True, self.held.memory
-        if self._function is not None:
-            name = getattr(self._function, "__name__", "").replace("<lambda>", "") or "..."
-            self._tell(f"inference and export use the weights of Inference(params={name})")
-        elif state.ema is not None:
-            self._tell(
-                "inference and export use the trained weights, not their moving average: "
-                "Inference(params=lambda state: state.ema)"
-            )
-        elif any(map(_is_schedule_free, jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free))):
-            self._tell(
-                "inference and export use the trained weights, not those that schedule_free evaluates: Inference("
-                "params=lambda state: optax.contrib.schedule_free_eval_params(state.opt_state, state.params))"
-            )
+def which_weights(state: TrainState, function: Callable[[TrainState], Any] | None) -> str | None:
+    """Return the line that says which weights inference uses, if the state has others; else None."""
+    if function is not None:
+        name = getattr(function, "__name__", "").replace("<lambda>", "") or "..."
+        return f"inference and export use the weights of Inference(params={name})"
+    if state.ema is not None:
+        return (
+            "inference and export use the trained weights, not their moving average: "
+            "Inference(params=lambda state: state.ema)"
+        )
+    if any(map(_is_schedule_free, jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free))):
+        return (
+            "inference and export use the trained weights, not those that schedule_free evaluates: Inference("
+            "params=lambda state: optax.contrib.schedule_free_eval_params(state.opt_state, state.params))"
+        )
+    return None
 
 
 def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:

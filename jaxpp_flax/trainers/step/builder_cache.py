@@ -20,7 +20,6 @@ from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss, warn_of_mixing
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import StepBuilder, one_of
-from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused, report_unused
 
 __all__ = ["StepBuilderCache"]
@@ -32,7 +31,7 @@ class StepBuilderCache:
     def __init__(
         self, untraced: StepBuilder, num_microbatches: int, stage: StageContext, on_unused: OnUnused = "warn"
     ) -> None:
-        self._untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
+        self.untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
         self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
         self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
@@ -49,16 +48,11 @@ class StepBuilderCache:
         """True if a warning has said that a step leaves other variables than a call with the whole batch."""
         return self._has_warned_of_states or any(found.batch_statistics for found in self._traced.values())
 
-    @property
-    def update(self) -> Update:
-        """The part of a step that changes the state."""
-        return self._untraced.update
-
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
         found = self.trace(state, microbatches)
         return replace(
-            self._untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
+            self.untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
         )
 
     def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
@@ -66,8 +60,8 @@ class StepBuilderCache:
         key = signature(microbatches)
         if key not in self._traced:
             one = one_of(microbatches)
-            model, loss_fn = self._untraced.model, self._untraced.loss_fn
-            computed = self._untraced.computed_shapes(state)
+            model, loss_fn = self.untraced.model, self.untraced.loss_fn
+            computed = self.untraced.computed_shapes(state)
             tracing = partial(trace_loss, model, loss_fn, num_microbatches=self._num_microbatches)
             found = self._stage.trace(tracing, computed, one)
             check_written(found, state, computed, self._num_microbatches)
@@ -89,15 +83,15 @@ class StepBuilderCache:
 
     def count_flops(self, state: TrainState, microbatches: Any) -> float:
         """Count the operations of the loss and its gradients for such batches."""
-        computed = self._untraced.computed_shapes(state)
-        return self._num_microbatches * self._stage.trace(self._untraced.count_flops, computed, one_of(microbatches))
+        computed = self.untraced.computed_shapes(state)
+        return self._num_microbatches * self._stage.trace(self.untraced.count_flops, computed, one_of(microbatches))
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
         """Return a builder without carried leaves, by default with the training loss; nothing is traced."""
         if loss_fn is None:
-            return self._untraced
-        told = self._has_warned and loss_fn is self._untraced.loss_fn
-        return replace(self._untraced, loss_fn=loss_fn, judge=None if told else self._judge)
+            return self.untraced
+        told = self._has_warned and loss_fn is self.untraced.loss_fn
+        return replace(self.untraced, loss_fn=loss_fn, judge=None if told else self._judge)
 
     def _judge(self, growth: LossGrowth, num_microbatches: int) -> None:
         """Warn once of a loss of evaluations that is not that of the whole batch."""

@@ -22,6 +22,7 @@ from jaxpp_flax.trainers.data.batch_sharding import examples_of_a_device
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import batch_spec, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
+from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
@@ -29,14 +30,19 @@ from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import Loop, with_schedule
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import trace_update
 
 
 class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
-    The schedule and the place of the state may change between two calls. `ignored` has the logical axis names without
-    a meaning, each with a leaf; `fsdp` is for training steps.
+    The schedule and the place of the state may change between two calls.
+
+    Args:
+      ignored: the logical axis names without a meaning, each with a leaf.
+      fsdp: for training steps.
+      under_way: the training steps that devices may still run.
     """
 
     def __init__(
@@ -50,13 +56,16 @@ class CompiledSteps:
         ignored: Mapping[str, str] | None = None,
         fsdp: Fsdp = "microbatch",
         clock: Clock | None = None,
+        under_way: StepsUnderWay | None = None,
     ) -> None:
         self.clock = clock or Clock()
-        self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
+        self.under_way = under_way or StepsUnderWay("ignore", Display(False), tells=False)
+        self.scheduling, self.assigner, self.builders, self._held = scheduling, assigner, builders, held
         self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
         self._ignored = ignored or {}
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
+        self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
 
     def for_training(self, microbatches: Any, announce: Callable[[int], None]) -> Any:
         """Return the training step for such batches, and place the state for this step.
@@ -78,8 +87,8 @@ class CompiledSteps:
     @without_ambient_mesh
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
         """Return the pure function that a training step compiles."""
-        loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
-        return self._builders.for_training(self._held.memory, microbatches).train(loop)
+        loop = Loop(num_microbatches=self.scheduling.num_microbatches, schedule=self.scheduling.schedule)
+        return self.builders.for_training(self._held.memory, microbatches).train(loop)
 
     @without_ambient_mesh
     def to_plan(self, microbatches: Any, units: int) -> PlanningStep:
@@ -88,7 +97,7 @@ class CompiledSteps:
         Raises:
           ValueError: without a pipeline.
         """
-        (schedule, mesh), held = self._scheduling.pipeline("a plan"), self._held
+        (schedule, mesh), held = self.scheduling.pipeline("a plan"), self._held
         state = held.kept.described(held.memory)
 
         function = self.training_function(microbatches)
@@ -102,7 +111,7 @@ class CompiledSteps:
         devices = mesh.rank_devices(0)
         return PlanningStep(
             schedule=schedule,
-            num_microbatches=self._scheduling.num_microbatches,
+            num_microbatches=self.scheduling.num_microbatches,
             layout=layout_of(mesh),
             platform=devices[0].platform,
             devices_of_a_rank=len(devices),
@@ -112,10 +121,10 @@ class CompiledSteps:
             kept=kept_bytes(held.memory, self.state_specs, microbatches, mesh, held.kept.kind_of),
             argument_bytes=[float(leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves((state, microbatches))],
             place=place,
-            cuts=self._assigner.fixed_cuts,
-            residuals=self._scheduling.residuals,
+            cuts=self.assigner.fixed_cuts,
+            residuals=self.scheduling.residuals,
             ignored=self._ignored,
-            update=lambda: trace_update(self._builders.update, held.memory),
+            update=lambda: trace_update(self.builders.untraced.update, held.memory),
         )
 
     def like_training(self, function: Callable[..., Any], microbatches: Any) -> Any:
@@ -181,7 +190,7 @@ class CompiledSteps:
 
     def _ready_to_compile(self, kind: str, batch: Any) -> CutPolicy:
         """Return the policy of the cuts, once every process compiles this step; the engine compares the programs."""
-        scheduling = self._scheduling
+        scheduling = self.scheduling
         if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
             refuse_disabled_jit("a pipelined step")
         step = f"a step to {kind} for {describe_batch(batch)}"
@@ -190,17 +199,17 @@ class CompiledSteps:
             compared = {"the step": step, "the schedule": repr(scheduling.schedule)}
             remedy = "Make the same call with batches of the same shapes, and the same schedule, in every process."
             compare_hashes(process_group(), "what to compile", compared, remedy)
-        return self._assigner.policy(scheduling, training=kind == "train")
+        return self.assigner.policy(scheduling, training=kind == "train")
 
     def _key(self, kind: str, microbatches: Any) -> Any:
-        return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())
+        return (kind, self.scheduling.schedule, signature(microbatches), trace_settings())
 
     def _form(self, batch: Any, *, donate: bool) -> dict[str, Any]:
         """Return the arguments of `mpmd_jit_with_loop` for a function of the state and a batch.
 
         All processes get the function's results other than a new state.
         """
-        specs, mesh = self.state_specs, self._scheduling.mesh
+        specs, mesh = self.state_specs, self.scheduling.mesh
         if specs is not None and not donate:
             specs = specs.for_inference()
         in_specs = None
@@ -220,7 +229,7 @@ class CompiledSteps:
             "donate_argnums": (0,),
             "everywhere": (False, True),
             "fsdp": self._fsdp,
-            "residuals": self._scheduling.residuals,
+            "residuals": self.scheduling.residuals,
         }
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], policy: CutPolicy, **form: Any) -> Any:
@@ -249,7 +258,7 @@ class CompiledSteps:
         donate_argnums: tuple[int, ...] = (),
         **form: Any,
     ) -> Any:
-        mesh = self._scheduling.mesh
+        mesh = self.scheduling.mesh
         if mesh is None:
             jitted = jax.jit(function, donate_argnums=donate_argnums)
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]

@@ -41,15 +41,14 @@ def interrupt(times: int = 1) -> None:
 
 def interrupted_within(trainer: PipelineTrainer, step: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
     """Ctrl-C when the step has taken the state's memory, and nothing has its results yet."""
-    train_step = trainer._parts.train_step
-    finish = train_step.finish
+    finish = trainer._finish
 
     def finishing(*arguments: Any) -> Any:
         if trainer.step == step - 1:
             interrupt(times)
         return finish(*arguments)
 
-    monkeypatch.setitem(vars(train_step), "finish", finishing)
+    monkeypatch.setitem(vars(trainer), "_finish", finishing)
 
 
 class InterruptsAfter(Callback):

@@ -233,7 +233,7 @@ def test_the_rate_counts_the_time_of_training_alone():
     now, tracker, batch = [0.0], DictTracker(), jnp.zeros((4, 2))
     trainer = trainer_with(tracker)
     trainer.log_every = 1
-    trainer._core = dataclasses.replace(trainer._core, measures=RunMetrics(clock=Clock(lambda: now[0])))
+    trainer.measures = RunMetrics(clock=Clock(lambda: now[0]))
     log = LogMetrics()
     log.on_fit_start(trainer)
     for step in range(1, 6):

@@ -101,7 +101,7 @@ def test_a_smaller_batch_that_can_be_cut_is_left_out_too(it, capsys):
         it.fit(stream(data(8, 4)), remainder=how)
         assert "a batch of 4 examples is left out" in " ".join(capsys.readouterr().out.split())
     assert it.step == 2
-    assert len(it._core.executables.compiled) == 1
+    assert len(it.steps.compiled) == 1
 
 
 def test_error_is_an_error_at_that_batch_where_sizes_are_unknown(it):

@@ -164,8 +164,8 @@ def test_calls_with_one_cache_length_share_their_compiled_steps():
     trainer = make(lambda rngs: m.GPT(rngs, num_blocks=1), num_stages=1, tx=optax.adam(0.1))
     for prompts in (PROMPTS, [[2], [3, 1], [4, 4, 4], [5], [6]]):
         trainer.generate(prompts, max_new_tokens=NEW, cache_length=12)
-        assert len(trainer._core.executables.compiled) == 1
-        assert is_abstract(trainer._core.held.memory.opt_state)  # no optimizer is made
+        assert len(trainer.steps.compiled) == 1
+        assert is_abstract(trainer.held.memory.opt_state)  # no optimizer is made
 
 
 class Forgetful(nnx.Module):
@@ -268,8 +268,8 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_runs():
         with pytest.raises(kind) as caught:
             untouched.generate(**{"prompts": [[1, 2]], "max_new_tokens": 2, **changed})
         assert text in str(caught.value)
-    assert not untouched._core.executables.compiled
-    assert is_abstract(untouched._core.held.memory), "nothing is placed"
+    assert not untouched.steps.compiled
+    assert is_abstract(untouched.held.memory), "nothing is placed"
 
 
 class WithMethod(m.GPT):

@@ -190,6 +190,6 @@ def test_a_callbacks_state_is_that_of_its_step(tmp_path: Path):
     counts = Counts()
     trainer = trainer_in(tmp_path)
     trainer.fit(DATA, steps=3, callbacks=[counts])
-    first = trainer._parts.checkpoints.callbacks.to_json()
+    first = trainer.checkpoints.callbacks.to_json()
     counts.state["steps"] = 9
     assert first == {"Counts": {"steps": 3}}

@@ -20,7 +20,6 @@ from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, Step
 from jaxpp_flax.trainers.callbacks import log_metrics
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop import training_loop
-from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.state.sources import Checkpoint
 from tests.helpers import tree_allclose
@@ -177,7 +176,7 @@ def test_no_way_out_of_fit_loses_the_last_row(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_step_loses_no_row(times: int, monkeypatch: pytest.MonkeyPatch):
     """After one, the step is finished and has its row; after two, the step before is the last one."""
-    finish = TrainStep.finish
+    finish = PipelineTrainer._finish
 
     def finishing(self: Any, *arguments: Any) -> Any:
         if self.held.step == 5:
@@ -185,7 +184,7 @@ def test_ctrl_c_in_a_step_loses_no_row(times: int, monkeypatch: pytest.MonkeyPat
                 signal.raise_signal(signal.SIGINT)
         return finish(self, *arguments)
 
-    monkeypatch.setattr(TrainStep, "finish", finishing)
+    monkeypatch.setattr(PipelineTrainer, "_finish", finishing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests so that they ignore it
     try:
         assert rows_of(2, lambda trainer, step: None) == [1, 2, 4, 6 if times == 1 else 5]

@@ -108,7 +108,7 @@ def test_one_count_of_operations():
     piped, plain = fitted(2)[0], fitted(1)[0]
     counts = [made.measures.flops(BATCHES[0], None) for made in (piped, plain)]
     assert counts[0] == counts[1]
-    (compiled,) = (of for key, of in piped._core.executables.compiled.items() if key[0] == "train")
+    (compiled,) = (of for key, of in piped.steps.compiled.items() if key[0] == "train")
     stages = 2 * sum(stage.flops for stage in compiled.stages)
     assert counts[0] == pytest.approx(stages, rel=0.1)  # stages add up gradients and cut microbatches, too
     products = 2 * 3 * sum(2 * m.WIDTH * 2 * m.WIDTH for _ in range(2)) + 2 * 3 * m.WIDTH * m.VOCABULARY

@@ -47,10 +47,8 @@ def make_trainer(checkpoints):
 
 def make(checkpoints=None):
     trainer, shown = make_trainer(checkpoints), Lines()
-    parts = trainer._parts
-    checkpoints = replace(parts.checkpoints, display=shown)
-    loop = replace(parts.loop, display=shown, checkpoints=checkpoints)
-    trainer._parts = replace(parts, display=shown, loop=loop, checkpoints=checkpoints)
+    trainer.checkpoints = replace(trainer.checkpoints, display=shown)
+    trainer.loop = replace(trainer.loop, display=shown, checkpoints=trainer.checkpoints)
     return trainer, shown
 
 

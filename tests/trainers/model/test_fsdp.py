@@ -38,7 +38,7 @@ def test_a_train_step_gathers_once(case):
     tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)))
     kernels = [leaf for leaf in jax.tree.leaves(piped.state) if leaf.shape == (WIDTH, 4 * WIDTH)]
     assert [kernel.spec for kernel in kernels] == [spec] * (STAGES * 2), "parameters and momentum stay sharded"
-    (compiled,) = piped._core.executables.compiled.values()
+    (compiled,) = piped.steps.compiled.values()
     leaves = Counter(leaf.spec == P() for leaf in jax.tree.leaves(piped.state.params))[False]
     after = executed(compiled, in_loop=False)
     assert after["all-gather"] == after["reduce-scatter"] == leaves

@@ -101,7 +101,7 @@ def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
         assert kernel.spec == spec
         local = kernel.to_mpmd_local_array
         assert {shard.data.size * parts for shard in local.addressable_shards} == {WIDTH * 4 * WIDTH}
-    assert len(piped._core.executables.compiled) == 1
+    assert len(piped.steps.compiled) == 1
 
 
 @pytest.mark.slow
@@ -166,12 +166,12 @@ def test_the_active_rules_of_flax_are_inherited(kind):
     with (nnx if kind == "nnx" else nn).logical_axis_rules(RULES):
         made = trainer(kind, mesh=axes, **names)
     given = trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=RULES), **names)
-    specs = made._core.executables.state_specs
-    assert specs == given._core.executables.state_specs
+    specs = made.steps.state_specs
+    assert specs == given.steps.state_specs
     assert {P(None, "tensor"), P("tensor")} <= {*jax.tree.leaves(specs.params), *jax.tree.leaves(specs.opt_state)}
     with nn.logical_axis_rules(RULES):  # the trainer's own come first
         made = trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=[("mlp", None)]), **names)
-    assert {*jax.tree.leaves(made._core.executables.state_specs.params)} == {P()}
+    assert {*jax.tree.leaves(made.steps.state_specs.params)} == {P()}
 
 
 def test_rules_of_a_leaf_of_its_own():
@@ -186,7 +186,7 @@ def test_rules_of_a_leaf_of_its_own():
     variables = jax.jit(OwnRules().init)(jax.random.key(0), batch()["x"])
     options = {"num_stages": STAGES, "num_microbatches": MICROBATCHES, "logging": False, "mesh": {"tensor": 2}}
     made = PipelineTrainer(OwnRules(), optax.sgd(0.1), squared_error, variables=variables, **options)
-    assert {*jax.tree.leaves(made._core.executables.state_specs.params)} == {P(None, "tensor")}
+    assert {*jax.tree.leaves(made.steps.state_specs.params)} == {P(None, "tensor")}
 
 
 @pytest.mark.parametrize(("kind", "axes"), [slow("linen", {"data": 1}), slow("nnx", None), ("linen", {"data": 2})])

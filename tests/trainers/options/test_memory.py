@@ -85,7 +85,7 @@ def test_residuals_reach_the_training_step():
             logging=False, memory=memory,
         )  # fmt: skip
         losses[name] = [float(trainer.train_step(m.make_xy(8, seed=seed))["loss"]) for seed in range(3)]
-        (compiled,) = trainer._core.executables.compiled.values()
+        (compiled,) = trainer.steps.compiled.values()
         assert ("offload" in compiled.as_text()) == (memory is not None)
     assert losses["moved"] == pytest.approx(losses["kept"], rel=1e-5)
     assert losses["kept"][0] != losses["kept"][-1]

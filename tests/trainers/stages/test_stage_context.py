@@ -98,7 +98,7 @@ def test_the_types_of_parameters_and_examples_on_explicit_axes():
     trainer = make_trainer("out_sharding", AxisType.Explicit, loss)
     trainer.train_step(make_xy(16, WIDTH))
     microbatches = jax.tree.map(lambda x: x.reshape(2, 8, WIDTH), make_xy(16, WIDTH))
-    assert trainer._core.builders.count_flops(trainer._core.held.memory, microbatches) > 0
+    assert trainer.steps.builders.count_flops(trainer.held.memory, microbatches) > 0
     assert seen == {(P(None, "tensor"), SHARED)}
 
 

@@ -96,7 +96,7 @@ def test_the_files_are_those_of_the_merged_model(options: dict[str, Any], tmp_pa
 def test_before_the_first_step_factors_go_to_their_kernels_and_stay_where_they_were(tmp_path: Path):
     trainer = make_trainer(**TENSOR)
     trainer.export_pretrained(tmp_path / "out")
-    held = trainer._core.held.memory
+    held = trainer.held.memory
     ranks = {leaf.sharding.ranks for leaf in jax.tree.leaves(held.params)}
     assert len(ranks) == 2, "the base is frozen: its leaves are divided among the ranks apart from the factors"
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(held.params))

@@ -74,8 +74,8 @@ def test_a_checkpoint_is_read_straight_onto_the_ranks(tmp_path: Path, monkeypatc
     device = jax.devices()[0]
     before = live_bytes(device)
     second = make_trainer(checkpoints=tmp_path / "run")
-    place, seen = second._core.held.place, []
-    monkeypatch.setattr(second._core.held, "place", lambda *of: (place(*of), seen.append(live_bytes(device))))
+    place, seen = second.held.place, []
+    monkeypatch.setattr(second.held, "place", lambda *of: (place(*of), seen.append(live_bytes(device))))
     second.fit([BATCH], steps=3, resume=True)
     # Of the first parameters and the optimizer's state nothing is left: a kernel, its two moments and average.
     assert seen[0] - before < 4 * KERNEL + 6000
@@ -98,7 +98,7 @@ def test_a_resume_that_never_trains_still_gives_the_state(tmp_path: Path):
 
 def test_before_the_first_step_the_state_is_whole_for_whoever_asks():
     trainer = make_trainer()
-    assert is_abstract(trainer._core.held.memory.opt_state)
+    assert is_abstract(trainer.held.memory.opt_state)
     assert not is_abstract(trainer.state.opt_state)
     trainer.train_step(BATCH)
 
@@ -107,7 +107,7 @@ def test_evaluating_first_needs_no_optimizer():
     trainer = make_trainer(precision=Precision(loss_scale="dynamic"))
     assert trainer.evaluate([BATCH])["loss"] > 0
     trainer.predict(BATCH)
-    assert is_abstract(trainer._core.held.memory.opt_state)
+    assert is_abstract(trainer.held.memory.opt_state)
 
 
 def test_what_depends_on_other_ranks_is_made_all_the_same():

@@ -90,14 +90,14 @@ def test_nothing_is_made_that_is_read(saved: Any, monkeypatch: pytest.MonkeyPatc
     assert trainer.evaluate([BATCH])["loss"] > 0
     assert made
     assert all(path.startswith("model_state/") for path in made)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.opt_state))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.held.memory.opt_state))
 
 
 def test_a_checkpoint_that_does_not_fit_makes_nothing(saved: Any):
     trainer = make_trainer(0, tx=optax.sgd(0.1, momentum=0.9))
     with pytest.raises(CheckpointMismatchError, match="opt_state/0/trace/layers/0/bias: missing in the check"):
         trainer.restore(saved[0], only=["params", "opt_state"])
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.held.memory.params))
 
 
 def test_a_wide_average_follows_narrow_weights(tmp_path: Path):

@@ -109,7 +109,7 @@ def test_only_written_state_is_carried():
     trainer = plain_trainer(model=Normed(dropout=0.1))
     trainer.step_function(BATCH)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainer.state.model_state)]
-    (builder,) = trainer._core.builders._traced.values()
+    (builder,) = trainer.steps.builders._traced.values()
     carried = sorted(jax.tree_util.keystr(paths[i]).split("'")[-2] for i in builder.writes.carried)
     assert carried == ["mean", "var"]
 
@@ -184,7 +184,7 @@ def test_only_the_variables_asked_for_are_trained():
     tree_allclose(after["layers"][0], before["layers"][0], rtol=0, atol=0)
     assert not np.allclose(after["layers"][1]["kernel"], before["layers"][1]["kernel"])
     assert len(jax.tree.leaves(trainer.state.params)) == 2
-    assert [builder.writes.carried for builder in trainer._core.builders._traced.values()] == [()]
+    assert [builder.writes.carried for builder in trainer.steps.builders._traced.values()] == [()]
 
 
 def test_sown_values_are_no_obstacle_and_a_loss_in_bfloat16_is_summed_in_float32():
