@@ -91,7 +91,8 @@ class Factory:
         return flatten(self.programs.shapes)[0].keys()
 
     def read(self, places: Mapping[str, Any]) -> dict[str, Any]:
-        return self.programs.make({path: to if isinstance(to, MpmdSharding) else None for path, to in places.items()})
+        on_ranks = {path: to if isinstance(to, MpmdSharding) else None for path, to in places.items()}
+        return self.programs.compute((), on_ranks, whole=True)
 
     def hashes(self) -> dict[str, str | None]:
         return {"the program of the model's factory (its shapes, seeds and constants)": self.programs.hash()}

@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays import device_memory
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.trainers.state import first_values
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 
 SHAPE = (80, 16)  # larger than what is computed once for all leaves
@@ -49,7 +51,7 @@ MESH = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "tenso
 
 def make(traced: LeafPrograms, places: Any = None) -> Any:
     shapes, structure = flatten(traced.shapes)
-    made = traced.make(dict.fromkeys(shapes) if places is None else flatten(places)[0])
+    made = traced.compute((), dict.fromkeys(shapes) if places is None else flatten(places)[0], whole=True)
     return jax.tree.unflatten(structure, made.values())
 
 
@@ -92,6 +94,25 @@ def test_values_are_the_eager_ones_and_divided_ones_have_their_bits(shape: tuple
     assert jax.tree.map(lambda leaf: leaf.sharding, made) == places
     part = made["uniform"].first_mpmd_replica
     assert part.addressable_shards[0].data.shape == (shape[0], shape[1] // 2)
+
+
+def test_a_leaf_larger_than_a_device_is_made_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """What no device could hold whole; XLA may round a program for parts otherwise."""
+    traced = LeafPrograms.trace(lambda: construct(SHAPE, QUICK))
+    whole, places, shapes = make(traced), shardings(traced.shapes), list[tuple[int, ...]]()
+    call = first_values._Program.__call__
+
+    def noted(self: Any, inputs: Any, sharding: Any) -> Any:
+        value = call(self, inputs, sharding)
+        shapes.extend(shard.data.shape for shard in value.addressable_shards)
+        return value
+
+    monkeypatch.setattr(first_values._Program, "__call__", noted)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
+    made = make(traced, places)
+    check(made, whole, rtol=1e-6)
+    assert jax.tree.map(lambda leaf: leaf.sharding, made) == places
+    assert {shape for shape in shapes if len(shape) == 2} == {(SHAPE[0], SHAPE[1] // 2)}
 
 
 def test_only_what_a_leaf_needs_is_computed(monkeypatch: pytest.MonkeyPatch):
