@@ -20,7 +20,6 @@ from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
 from jaxpp_flax.checkpoint.reading import RestorePlan, leaves_of, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.messages import listed, near_names
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
@@ -174,6 +173,8 @@ class Checkpointing:
                     f"copies of parameters take their restored values too: {listed(following, 3, str)}"
                 )
         position = own_position(read_json(path, "data"))
+        own = plan.at({"step": None} if "step" in plan.chosen else {})
+        step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
         if low_memory:
             self.under_way.clear()
         try:
@@ -186,11 +187,7 @@ class Checkpointing:
                 "training."
             ) from error
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
-        step: Any = self.held.stored_step()
-        known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
-        answers = exchange_values(process_group(), "the step of the checkpoint", known)
-        known = next(answer for answer in answers if answer is not None)
-        self._take_position(known, None if only is not None else position)
+        self._take_position(step, None if only is not None else position)
 
     def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:
         """Make what the optimizer keeps of parameters that were frozen in the run of the checkpoint; tell of both."""

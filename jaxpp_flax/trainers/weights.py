@@ -140,7 +140,7 @@ class WeightCalls(TrainerObjects):
         """
         self._check_devices("set_weights")
         self.held.meet("trainer.set_weights")
-        state = self.held.weights()
+        state = self.held.memory
         new = checked_weights(weights, leaves_of_model(state))
         if self.held.is_across:  # arrays on ranks are not compared: no process has all of one
             hashes = {path: None if isinstance(of, MpmdArray) else value_text(of) for path, of in new.items()}

@@ -18,7 +18,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Training
-from jaxpp_flax.trainers.state import first_values
+from jaxpp_flax.trainers.state import first_values, placement
 from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
@@ -184,6 +184,44 @@ def test_no_device_holds_more_than_its_share(peak: Peak, tmp_path: Path):
     finished = deep_trainer(checkpoints=tmp_path / "run")
     assert finished.fit([DATA], steps=2, resume=True)["loss"] > 0
     peak.at("a finished job that resumes", extra=0)
+
+
+SOURCES: dict[str, Callable[[Path], PipelineTrainer]] = {
+    "a module": lambda saved: deep_trainer(Deep(WIDTH, nnx.Rngs(0))),
+    "a factory": lambda saved: deep_trainer(),
+    "weights from memory": lambda saved: given(deep_trainer(), lambda t: t.set_weights(Deep(WIDTH, nnx.Rngs(1)))),
+    "a checkpoint": lambda saved: given(deep_trainer(), lambda t: t.restore(saved)),
+    "weights of a checkpoint": lambda saved: given(deep_trainer(), lambda t: t.restore(saved, only="params/*")),
+    "files": lambda saved: given(deep_trainer(), lambda t: t.load_pretrained(saved)),
+}
+
+
+def given(trainer: PipelineTrainer, source: Callable[[PipelineTrainer], None]) -> PipelineTrainer:
+    source(trainer)
+    return trainer
+
+
+def test_the_state_is_born_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From whatever source: no leaf has a value before the step is compiled, and none moves."""
+    trained = deep_trainer(checkpoints=tmp_path / "run")
+    trained.fit([DATA], steps=1)
+    moved, move = list[Any](), placement.spmd_to_mpmd_reshard
+
+    def noted(mesh: Any, leaves: Any, places: Any, *, donate: bool) -> Any:
+        moved.extend(leaf for leaf in leaves if isinstance(leaf, MpmdArray))
+        return move(mesh, leaves, places, donate=donate)
+
+    monkeypatch.setattr(placement, "spmd_to_mpmd_reshard", noted)
+    for name, make in SOURCES.items():
+        trainer = make(tmp_path / "run" / "1")
+        leaves = jax.tree.leaves(trainer.held.memory)
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves), name
+        trainer.train_step(DATA)
+        assert not moved, name
+    resumed = deep_trainer(checkpoints=tmp_path / "run")
+    resumed.fit([DATA], steps=2, resume=True)
+    assert resumed.step == 2
+    assert not moved
 
 
 def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):

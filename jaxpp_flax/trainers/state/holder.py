@@ -228,11 +228,6 @@ class StateHolder:
         if any(isinstance(source, Checkpoint) for source in self._sources.values()):
             self.whole()
 
-    def stored_step(self) -> Any:
-        """Return the step in the state: after a restore, that of the checkpoint."""
-        self._place({path: to for path, to in self._places_without_step().items() if path == "step"})
-        return self.memory.step
-
     def advance(self, state: TrainState) -> None:
         """Hold `state`, the result of a step. The step has reused the memory of the state held before."""
         self.memory = state

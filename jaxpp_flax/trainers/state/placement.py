@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState, parameter_of
 
-__all__ = ["Ranks", "balanced_order", "check_fits", "on_parts", "put_on_ranks", "to_ordinary"]
+__all__ = ["Ranks", "check_fits", "on_parts", "put_on_ranks", "to_ordinary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,48 +144,10 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = Tr
             found[i] = place_on_ranks(leaf, target)  # every process has the value: nothing is sent
     for is_own in (True, False):
         left = [i for i, leaf in enumerate(leaves) if found.get(i) is None and isinstance(leaf, MpmdArray) == is_own]
-        moved = _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own and donate)
+        here, there = [leaves[i] for i in left], [targets[i] for i in left]
+        moved = spmd_to_mpmd_reshard(mesh, here, there, donate=is_own and donate)
         found |= dict(zip(left, moved, strict=True))
     return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
-
-
-def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donate: bool) -> list[Any]:
-    """Move leaves to their targets, so that no rank ever holds much more than before or after."""
-    order = balanced_order(leaves, targets) if donate else range(len(leaves))
-    placed = spmd_to_mpmd_reshard(mesh, [leaves[i] for i in order], [targets[i] for i in order], donate=donate)
-    found = dict(zip(order, placed, strict=True))
-    return [found[i] for i in range(len(leaves))]
-
-
-def balanced_order(leaves: Sequence[Any], targets: Sequence[MpmdSharding]) -> list[int]:
-    """Return the order of moves in which a rank that has given bytes away is the next to get some.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import numpy as np
-      >>> from jax.sharding import Mesh
-      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
-      >>> on = [MpmdSharding(mesh, {rank}, PartitionSpec()) for rank in (0, 1)]
-      >>> leaves = [jax.ShapeDtypeStruct((2,), jnp.float32, sharding=on[i]) for i in (0, 0, 1, 1)]
-      >>> balanced_order(leaves, [on[1], on[1], on[0], on[0]])
-      [0, 2, 1, 3]
-    """
-    waiting: dict[int, dict[int, deque[int]]] = {}  # by the first rank that gets a leaf, and the first that gives it
-    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        source = leaf.sharding.ranks[0] if isinstance(leaf.sharding, MpmdSharding) else -1
-        waiting.setdefault(target.ranks[0], {}).setdefault(source, deque()).append(i)
-    held, order = Counter[int](), list[int]()
-    while waiting:
-        to = min(waiting, key=lambda rank: held[rank])
-        source = max(waiting[to], key=lambda rank: held[rank])
-        order.append(i := waiting[to][source].popleft())
-        held[to] += _nbytes(leaves[i])
-        held[source] -= _nbytes(leaves[i])
-        if not waiting[to][source]:
-            del waiting[to][source]
-        if not waiting[to]:
-            del waiting[to]
-    return order
 
 
 def on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:

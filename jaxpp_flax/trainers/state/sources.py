@@ -14,6 +14,7 @@ from jaxpp_flax.checkpoint.format.leaves import is_empty
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.pretrained.loading import LoadPlan
 from jaxpp_flax.processes import compare_hashes, process_group, value_text
@@ -77,7 +78,8 @@ class Arrays:
         return found | {path: place(self.leaves[path], to, may_alias=False) for path, to in others.items()}
 
     def hashes(self) -> dict[str, str | None]:
-        return {path: value_text(leaf) for path, leaf in self.leaves.items()}
+        # Of an array on ranks no process has all.
+        return {path: None if isinstance(of, MpmdArray) else value_text(of) for path, of in self.leaves.items()}
 
 
 @dataclass(frozen=True, eq=False)
