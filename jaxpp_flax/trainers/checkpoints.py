@@ -24,8 +24,9 @@ from jaxpp_flax.messages import listed, near_names
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
-from jaxpp_flax.trainers.data.training_data import TrainingData
+from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.model.chosen_model import ChosenModel
@@ -67,10 +68,11 @@ class Checkpointing:
     store: CheckpointStore | None
     held: StateHolder
     model: ChosenModel
-    data: TrainingData
+    data: DataTracking
     callbacks: CallbackStates
     measured: MeasuredStep
     under_way: StepsUnderWay
+    trained_on: BatchComparison
     display: Display
     saves_nonfinite: bool
     clock: Clock
@@ -106,13 +108,13 @@ class Checkpointing:
 
     def _begin_save(self) -> None:
         self.held.meet("trainer.save")
-        self.data.trained_on.check(self.held.step)
+        self.trained_on.check(self.held.step)
 
     def _beside(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the state, once all processes come here."""
         self._begin_save()
         with process_group().waiting(f"the save of step {self.held.step}"):
-            data = gather_positions(None if (at := self.data.tracking.position()) is None else at.to_json())
+            data = gather_positions(None if (at := self.data.position()) is None else at.to_json())
         beside = {"data": data, "about": {"model": self.model.name}}
         return beside | ({"callbacks": states} if (states := self.callbacks.to_json()) else {})
 
@@ -249,10 +251,10 @@ class Checkpointing:
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         before, self.held.step = self.held.step, step
         self.measured.clear()
-        self.data.tracking.restored(position, before=before)
+        self.data.restored(position, before=before)
         self.under_way.clear()
         if self.store is not None:
-            self.store.branch = step if self.data.tracking.is_running else None
+            self.store.branch = step if self.data.is_running else None
 
     def leave_branch(self) -> None:
         """If a loop has gone back by a restore, rename the later checkpoints: they belong to steps that it has left."""
@@ -295,10 +297,10 @@ class Checkpointing:
                     f"{store.directory} holds no complete checkpoint: the damaged ones are {names}. Start again in "
                     "another directory, or restore a checkpoint from another place."
                 )
-            return self.data.tracking.position()
+            return self.data.position()
         later = f"; later steps, up to step {before}, were not saved and are lost"
         self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
-        position = self.data.tracking.position()
+        position = self.data.position()
         if position is None:
             self.display.message("the checkpoint holds no position in the data: the data starts from its beginning")
         return position

@@ -119,11 +119,11 @@ class InferenceCalls(WeightCalls):
         self, batch: Any, global_batch_size: int | None, state_for: Callable[[Any], Any], alike: BatchComparison
     ) -> list[tuple[LossTerms, InferencePart]]:
         """Return the terms of each part of a batch, without waiting for them."""
-        whole = self.data.rows.whole(batch, global_batch_size)
+        whole = self.steps.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
         together = isinstance(self._eval_loss_fn, WholeBatchLoss)
         found = list[tuple[LossTerms, InferencePart]]()
-        for part in self.data.rows.inference_parts(whole, rows_only=own is not None, together=together):
+        for part in self.steps.rows.inference_parts(whole, rows_only=own is not None, together=together):
             compiled, taken = self._ready("evaluate", part, own, alike)
             found.append((compiled(state_for(compiled), taken), part))
         return found
@@ -150,9 +150,9 @@ class InferenceCalls(WeightCalls):
                 "Pass the model's input, or give the trainer a predict_fn: "
                 "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
             )
-        whole = self.data.rows.whole(batch, global_batch_size)
+        whole = self.steps.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        parts = self.data.rows.inference_parts(whole, rows_only=own is not None)
+        parts = self.steps.rows.inference_parts(whole, rows_only=own is not None)
         self.held.meet("trainer.predict")
         alike, outputs, state_for = BatchComparison(self.mesh, "prediction"), [], self._state_for_step()
         for part in parts:
@@ -193,7 +193,7 @@ class InferenceCalls(WeightCalls):
         except ValueError as error:
             if part.is_shared or not is_uneven_split(error):
                 raise
-            shards = self.data.rows.batch_shards
+            shards = self.steps.rows.batch_shards
             raise BatchError(
                 f"{part.num_examples} examples of the batch are left over by the {shards} data-parallel devices "
                 "of a stage, so each device computes all of these; but the model itself shards the examples "

@@ -17,10 +17,8 @@ from jaxpp_flax.planning import Plan
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
-from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import DataTracking
-from jaxpp_flax.trainers.data.training_data import TrainingData
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.clock import Clock
@@ -63,11 +61,11 @@ class TrainerObjects:
     model: ChosenModel
     """The model as pure functions, and its name; of its values only the shapes."""
     steps: CompiledSteps
-    """The schedule, the stages, and the steps that are compiled for them."""
+    """The schedule, the stages, the steps that are compiled for them, and the rows of a batch that a process reads."""
     held: StateHolder
     """The state: a shape with a source, or an array at its place, for each leaf."""
-    data: TrainingData
-    """The rows of a batch that this process reads, and the position of the run in its data."""
+    data: DataTracking
+    """The position of the run in its data."""
     checkpoints: Checkpointing
     """The directory of checkpoints, and what a checkpoint holds."""
     loop: TrainingLoop
@@ -121,36 +119,33 @@ class TrainerObjects:
         )  # fmt: skip
         stage = StageContext(mesh=scheduling.mesh, specs=specs, rules=rules)
         builders = StepBuilderCache(builder, scheduling.num_microbatches, stage, training.unused)
-        rows, display = BatchSharding(scheduling.mesh, scheduling.num_microbatches), Display(logging.progress)
+        display = Display(logging.progress)
         if logging.lacks_learning_rate(update.measured):
             display.message(NO_LEARNING_RATE)
         under_way = StepsUnderWay(on_nonfinite, display, tells=update.loss_scale is None)
-        self.measures = _measures(logging, self.held, builders, rows)
+        self.measures = _measures(logging, scheduling, self.held, builders)
         self.measures.skipped = lambda: under_way.skipped
         self.steps = CompiledSteps(
             scheduling, assigner, builders, self.held,
             stage=stage, ignored=ignored, fsdp=chosen.mesh.fsdp, clock=self.clock, under_way=under_way,
         )  # fmt: skip
-        self._make_loop(scheduling, rows, display, checkpoints, saves_nonfinite=on_nonfinite == "ignore")
+        self._make_loop(display, checkpoints, saves_nonfinite=on_nonfinite == "ignore")
 
-    def _make_loop(
-        self, scheduling: Scheduling, rows: BatchSharding, display: Display, options: Checkpoints | None, *,
-        saves_nonfinite: bool,
-    ) -> None:  # fmt: skip
+    def _make_loop(self, display: Display, options: Checkpoints | None, *, saves_nonfinite: bool) -> None:
         """Make what goes over data and saves."""
         held, callbacks = self.held, CallbackStates()
-        tracking = DataTracking(lambda: held.step)
-        self.data = TrainingData(rows, tracking, BatchComparison(scheduling.mesh, "training"))
+        self.data = DataTracking(lambda: held.step)
         store = None if options is None else CheckpointStore(
             options.directory, every=options.every, keep=options.keep, best=options.ranking,
             asynchronous=options.asynchronous,
         )  # fmt: skip
         self.checkpoints = Checkpointing(
             store=store, held=held, model=self.model, data=self.data, callbacks=callbacks, measured=MeasuredStep(),
-            under_way=self.steps.under_way, display=display, saves_nonfinite=saves_nonfinite, clock=self.clock,
+            under_way=self.steps.under_way, trained_on=self.steps.trained_on, display=display,
+            saves_nonfinite=saves_nonfinite, clock=self.clock,
         )  # fmt: skip
         self.loop = TrainingLoop(
-            held=held, checkpoints=self.checkpoints, tracking=tracking, callbacks=callbacks, display=display,
+            held=held, checkpoints=self.checkpoints, tracking=self.data, callbacks=callbacks, display=display,
             saves=options is not None and options.every is not None,
             deadline=None if options is None else options.preemption_deadline,
         )  # fmt: skip
@@ -234,7 +229,8 @@ def _check_options(loss_fn: Any, chosen: Planned, scheduling: Scheduling) -> Non
         )
 
 
-def _measures(logging: Logging, held: StateHolder, builders: StepBuilderCache, rows: BatchSharding) -> RunMetrics:
+def _measures(logging: Logging, scheduling: Scheduling, held: StateHolder, builders: StepBuilderCache) -> RunMetrics:
+    rows = BatchSharding(scheduling.mesh, scheduling.num_microbatches)
     devices = jax.devices()[:1] if rows.mesh is None else list(rows.mesh.jax_mesh.devices.flat)
 
     def flops(batch: Any, global_batch_size: int | None) -> float:

@@ -31,7 +31,7 @@ class StepCalls(InferenceCalls):
         `microbatches` has leaves of shape (num_microbatches, microbatch, ...). The function also runs under plain
         `jax.jit`.
         """
-        return self.steps.training_function(self.data.rows.split(batch))
+        return self.steps.training_function(self.steps.rows.split(batch))
 
     @without_ambient_mesh
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
@@ -49,8 +49,8 @@ class StepCalls(InferenceCalls):
         Raises:
           ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
         """
-        whole = self.data.rows.whole(batch, global_batch_size)
-        microbatches = self.data.rows.split(whole)
+        whole = self.steps.rows.whole(batch, global_batch_size)
+        microbatches = self.steps.rows.split(whole)
         if self.steps.has_training(microbatches):
             return self._compiled_training(microbatches, whole)
         steps, display = self.steps, self.loop.display
@@ -96,7 +96,7 @@ class StepCalls(InferenceCalls):
 
     def _prepare(self, batch: Any, global_batch_size: int | None) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
-        rows, trained_on = self.data.rows, self.data.trained_on
+        rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
         microbatches = rows.split(whole)
         compiled = self._compiled_training(microbatches, whole)
@@ -111,7 +111,7 @@ class StepCalls(InferenceCalls):
         """Use the results of a step: hold its state, and check its metrics."""
         state, metrics = results
         self.held.advance(state)
-        self.data.trained_on.after(metrics["loss"], self.step)
+        self.steps.trained_on.after(metrics["loss"], self.step)
         with self.clock.part("device"):
             self.steps.under_way.add(self.step, metrics)
         return metrics
@@ -167,7 +167,7 @@ class StepCalls(InferenceCalls):
         Raises:
           ValueError: without a pipeline.
         """
-        return self.steps.to_plan(self.data.rows.split(batch), count_units(batch)[0])
+        return self.steps.to_plan(self.steps.rows.split(batch), count_units(batch)[0])
 
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
         """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
@@ -226,7 +226,7 @@ class StepCalls(InferenceCalls):
           >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
           array([0, 1, 2, 3, 4, 5])
         """
-        rows = self.data.rows
+        rows = self.steps.rows
         if call not in ("train", *get_args(InferenceKind)):
             raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
         if call == "train":

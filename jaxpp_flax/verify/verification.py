@@ -86,7 +86,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
       >>> report.agrees, report.facts["reference"]
       (True, 'the whole batch at once')
     """
-    microbatches = trainer.data.rows.split(batch)
+    microbatches = trainer.steps.rows.split(batch)
     compiled = trainer.compile(batch)  # and places the state
     unused = set(trainer.steps.builders.for_training(trainer.held.memory, microbatches).unused)
     state, is_across = trainer.state, trainer.held.is_across
@@ -158,7 +158,7 @@ def _compare_blocks(
             compare,
             *(piece, reads, actual, before, spreads),
             num_microbatches=trainer.num_microbatches,
-            num_shards=trainer.data.rows.batch_shards,
+            num_shards=trainer.steps.rows.batch_shards,
             process=device.process_index,
         )
         shown = Comparison.from_json(_run_on(device, run, is_across=trainer.held.is_across))
@@ -185,7 +185,7 @@ def _compare_whole(
         local = [of for of in every if of.process_index == device.process_index]
         return compare_whole(
             plain_step_of(trainer), state, jax.tree.map(on_host, batch), actual,
-            num_microbatches=trainer.num_microbatches, num_shards=trainer.data.rows.batch_shards,
+            num_microbatches=trainer.num_microbatches, num_shards=trainer.steps.rows.batch_shards,
             devices=sorted(local, key=lambda of: of != device), has_choices=has_choices,
             is_told=builders.has_warned_of_microbatches, is_told_of_states=builders.has_warned_of_states,
         )  # fmt: skip

@@ -281,7 +281,7 @@ class TrainingLoop:
                 f"the processes trained different numbers of steps ({listing}): data ended earlier on some of them. "
                 "Give every process batches for the same steps, or pass `steps=`."
             )
-        self.checkpoints.data.trained_on.end(step)
+        self.checkpoints.trained_on.end(step)
 
     def _source(
         self, data: Iterable[Any], remainder: Remainder | None, global_batch_size: int | None, **more: Any

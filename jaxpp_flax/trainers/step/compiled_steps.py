@@ -18,7 +18,8 @@ from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
-from jaxpp_flax.trainers.data.batch_sharding import examples_of_a_device
+from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, examples_of_a_device
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import batch_spec, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
@@ -64,6 +65,8 @@ class CompiledSteps:
         self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
         self._ignored = ignored or {}
+        self.rows = BatchSharding(scheduling.mesh, scheduling.num_microbatches)
+        self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
 

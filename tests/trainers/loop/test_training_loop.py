@@ -361,7 +361,7 @@ def test_processes_that_trained_different_numbers_of_steps_are_named(
     monkeypatch.setattr(training_loop, "process_group", lambda: SimpleNamespace(exchange=exchange))
     loop: Any = SimpleNamespace(
         held=SimpleNamespace(is_across=True, memory=np.zeros(1), step=3),
-        checkpoints=SimpleNamespace(data=SimpleNamespace(trained_on=SimpleNamespace(end=ended.append))),
+        checkpoints=SimpleNamespace(trained_on=SimpleNamespace(end=ended.append)),
     )
     if others == [b"3"]:
         TrainingLoop._await_same_end(loop)
