@@ -16,7 +16,7 @@ from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
-from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.data.stream import TrainingData
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.generation.generator import Generator
 from jaxpp_flax.trainers.inference import Evaluation
@@ -206,7 +206,8 @@ def _check_options(
 def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
-    display, tracking, callbacks = Display(logging.progress), DataTracking(lambda: held.step), CallbackStates()
+    display, callbacks = Display(logging.progress), CallbackStates()
+    data = TrainingData(lambda: held.step, display)
     if logging.lacks_learning_rate(core.update.measured):
         display.message(NO_LEARNING_RATE)
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
@@ -217,7 +218,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         asynchronous=options.asynchronous,
     )  # fmt: skip
     checkpoints = Checkpointing(
-        store=store, held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
+        store=store, held=held, data=data, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, model_name=core.model_name, frozen_in=core.adapter.frozen_in,
         measured=MeasuredStep(), saves_nonfinite=core.on_nonfinite == "ignore",
         clock=clock,
@@ -235,7 +236,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         predict_fn=inference.predict_fn or call_model, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
-        held=held, checkpoints=checkpoints, tracking=tracking, callbacks=callbacks, display=display,
+        held=held, checkpoints=checkpoints, data=data, callbacks=callbacks, display=display,
         saves=options is not None and options.every is not None,
         deadline=None if options is None else options.preemption_deadline,
     )  # fmt: skip

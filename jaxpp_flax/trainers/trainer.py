@@ -19,8 +19,8 @@ from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume
 from jaxpp_flax.trainers.data.batch import count_units
-from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
+from jaxpp_flax.trainers.data.source import ResumeData
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
