@@ -22,9 +22,8 @@ class RemainderRule:
     would weigh more.
 
     Example:
-      >>> import numpy as np
       >>> rule = RemainderRule(how="drop")
-      >>> [size for size in (8, 8, 5, 4) if rule.takes(np.zeros(size), 8)]
+      >>> [size for size in (8, 8, 5, 4) if rule.takes(size, 8)]
       [8, 8]
     """
 
@@ -65,12 +64,11 @@ class RemainderRule:
             count += 1
         return count
 
-    def takes(self, batch: Any, full: int | None) -> bool:
-        """Return True to train on the batch, False to leave it out.
+    def takes(self, size: int | None, full: int | None) -> bool:
+        """Return True to train on a batch of `size` examples, False to leave it out.
 
         `full` is the number of examples of the first batch; None if it is not known.
         """
-        size = examples_in(batch)
         if not size or not full or size == full:
             return True
         if size > full or self.how == "error":

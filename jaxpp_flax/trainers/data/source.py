@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpp_flax.messages import warn_user
-from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_in
+from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_of
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.progress import Display
 
@@ -98,9 +98,11 @@ class Source:
         size = self.at.batch_size if self.at.in_epoch else None
         return replace(self.at, iterator=self.state(), batch_size=size)
 
-    def note(self, batch: Any) -> None:
-        """Note a batch that the iterator has given."""
-        self.at = self.at.after(jax.tree.leaves(batch), hashes=self._hashes)
+    def note(self, batch: Any) -> int | None:
+        """Note a batch that the iterator has given; return its number of examples."""
+        leaves = jax.tree.leaves(batch)
+        self.at = self.at.after(leaves, hashes=self._hashes)
+        return examples_of(leaves)
 
     def begin_pass(self) -> None:
         """Begin the next pass; data that has `set_epoch`, such as Hugging Face's, is told its number."""
@@ -196,8 +198,7 @@ class Source:
                     f'data ended after {self.at.in_epoch}. Pass the same data, or resume_data="restart" to start it '
                     "again."
                 ) from None
-            self.note(batch)
-            done, size = done + 1, examples_in(batch)
+            size, done = self.note(batch), done + 1
             tell(done)
         if left < 0:
             raise DataPositionError(
@@ -233,12 +234,12 @@ class Source:
                 UserWarning,
             )
 
-    def check_batch_size(self, position: DataPosition, batch: Any) -> None:
+    def check_batch_size(self, position: DataPosition, size: int | None) -> None:
         """Refuse another batch size in the first batch after `seek`: the data's own state counts batches.
 
         If it is refused, `at` counts batches of the new size: these are what the iterator has given.
         """
-        size, before = examples_in(batch), position.batch_size
+        before = position.batch_size
         if not self.has_state(position):
             return  # examples were counted
         if size is None or before is None or size == before:

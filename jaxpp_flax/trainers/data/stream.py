@@ -107,11 +107,11 @@ class Batches(Source, Iterator[Any]):
                 self._tell_later_passes()
         while True:
             for batch in self.iterator:
-                self.note(batch)
+                size = self.note(batch)
                 if start is not None and is_first:
-                    self.check_batch_size(start, batch)
+                    self.check_batch_size(start, size)
                 is_first = False
-                if self._remainder is not None and not self._remainder.takes(batch, self.at.batch_size):
+                if self._remainder is not None and not self._remainder.takes(size, self.at.batch_size):
                     continue
                 self._given += 1
                 self._move(by_batch=True)
