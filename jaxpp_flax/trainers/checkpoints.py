@@ -45,7 +45,7 @@ Resume = bool | int | Literal["latest_valid"]
 _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
 
 
-def check_resume(value: object) -> None:
+def check_resume(value: Any) -> None:
     """Refuse a value that `fit(resume=)` does not know."""
     if not isinstance(value, bool) and value != "latest_valid" and not (is_whole(value) and value > 0):
         raise ValueError(f'resume={value!r}: it must be True, False, "latest_valid" or the step of a checkpoint.')

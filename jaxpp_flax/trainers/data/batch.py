@@ -108,8 +108,7 @@ def cut_leaf(leaf: Any, count: int, each: int) -> Any:
     shape = (count, each, *leaf.shape[1:])
     if isinstance(leaf, jax.ShapeDtypeStruct):  # this process does not read the leaf
         return jax.ShapeDtypeStruct(shape, dtype_of(leaf))
-    numpy = jnp if isinstance(leaf, jax.Array) else np
-    return numpy.reshape(numpy.asarray(leaf), shape)
+    return (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)).reshape(shape)
 
 
 def repeated(scalar: Any, count: int) -> Any:
@@ -204,11 +203,12 @@ def signature(batch: Any) -> tuple[Any, ...]:
 
 def dtype_of(leaf: Any) -> Any:
     """Return the dtype that JAX gives `leaf`, or a shape: float64 becomes float32, unless 64 bits are enabled."""
-    if isinstance(leaf, complex | float | int) and not isinstance(leaf, np.generic):
-        return jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-    if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX
-        return jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return leaf.dtype
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        dtype = np.asarray(leaf).dtype
+    if isinstance(leaf, jax.Array) or not isinstance(dtype, np.dtype):  # PRNG keys have a dtype of JAX
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

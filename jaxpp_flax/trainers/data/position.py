@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp_flax.processes import exchange_values, process_group, value_hash
 from jaxpp_flax.trainers.errors import DataPositionError
 
-__all__ = ["BEGINNING", "DataPosition", "examples_in", "examples_of", "gather_positions", "own_position"]
+__all__ = ["BEGINNING", "DataPosition", "examples_in", "gather_positions", "own_position"]
 
 # The elements to hash of an array, and the arrays of a batch: enough to tell two batches apart, in microseconds.
 _HASHED, _HASHED_LEAVES = 1 << 10, 4
@@ -47,7 +47,7 @@ class DataPosition:
           >>> after.batches, after.in_epoch, after.examples, after.batch_size
           (1, 1, 6, 6)
         """
-        size = examples_of(leaves)
+        size = examples_in(leaves)
         own = _hash_of(leaves) if hashes and self.order is not None else None
         return DataPosition(
             batches=self.batches + 1,
@@ -106,12 +106,7 @@ def examples_in(batch: Any) -> int | None:
       >>> examples_in({"scale": np.float32(1), "x": np.zeros((6, 3))}), examples_in(7)
       (6, None)
     """
-    return examples_of(jax.tree.leaves(batch))
-
-
-def examples_of(leaves: Sequence[Any]) -> int | None:
-    """Return `examples_in` of a batch with these leaves."""
-    return next((shape[0] for leaf in leaves if (shape := getattr(leaf, "shape", ()))), None)
+    return next((shape[0] for leaf in jax.tree.leaves(batch) if (shape := getattr(leaf, "shape", ()))), None)
 
 
 def _hash_of(leaves: Sequence[Any]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpp_flax.messages import warn_user
-from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_of
+from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_in
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.progress import Display
 
@@ -68,7 +68,7 @@ class Source:
         # The loader before its iterator: torchdata's iterators have the methods too, but cannot go back.
         for owner, names in ((self.iterator, _GRAIN), (self.data, _TORCH), (self.iterator, _TORCH)):
             if all(callable(getattr(owner, name, None)) for name in names):  # a subclass may set them to None
-                return owner, *names
+                return owner, names[0], names[1]
         return None
 
     def state(self) -> Any:
@@ -95,14 +95,15 @@ class Source:
 
     def here(self) -> DataPosition:
         """Return the position between two draws. If a draw is interrupted, the iterator may have moved on."""
-        size = self.at.batch_size if self.at.in_epoch else None
-        return replace(self.at, iterator=self.state(), batch_size=size)
+        if (state := self.state()) is None and self.at.in_epoch:
+            return self.at
+        return replace(self.at, iterator=state, batch_size=self.at.batch_size if self.at.in_epoch else None)
 
     def note(self, batch: Any) -> int | None:
         """Note a batch that the iterator has given; return its number of examples."""
         leaves = jax.tree.leaves(batch)
         self.at = self.at.after(leaves, hashes=self._hashes)
-        return examples_of(leaves)
+        return examples_in(leaves)
 
     def begin_pass(self) -> None:
         """Begin the next pass; data that has `set_epoch`, such as Hugging Face's, is told its number."""

@@ -64,7 +64,8 @@ class Batches(Source, Iterator[Any]):
         self.at = replace(self.at, batches=0, epoch=0)
         self.steps = steps
         self._epochs = epochs if epochs is not None or steps is not None else 1
-        self._start, self._how = None if resume_data == "restart" else position, resume_data
+        self._start = None if resume_data == "restart" else position
+        self._how: ResumeData = resume_data
         self._remainder, self._moved = remainder, moved
         self._left_out = 0  # the number of batches of a pass that `remainder` leaves out
         if remainder is not None:
