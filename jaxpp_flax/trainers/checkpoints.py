@@ -19,6 +19,7 @@ from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
 from jaxpp_flax.checkpoint.reading import RestorePlan, leaves_of, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
+from jaxpp_flax.counts import is_whole
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.messages import listed, near_names
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
@@ -26,7 +27,7 @@ from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
-from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.data.stream import TrainingData
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.model.chosen_model import ChosenModel
@@ -39,15 +40,15 @@ from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay, check_parameters
 
 __all__ = ["Checkpointing", "Resume", "check_resume"]
 
-Resume = bool | Literal["latest_valid"]
+Resume = bool | int | Literal["latest_valid"]
 
 _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
 
 
-def check_resume(value: object) -> None:
+def check_resume(value: Any) -> None:
     """Refuse a value that `fit(resume=)` does not know."""
-    if not isinstance(value, bool) and value != "latest_valid":
-        raise ValueError(f'resume={value!r}: it must be True, False or "latest_valid".')
+    if not isinstance(value, bool) and value != "latest_valid" and not (is_whole(value) and value > 0):
+        raise ValueError(f'resume={value!r}: it must be True, False, "latest_valid" or the step of a checkpoint.')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Checkpointing:
     store: CheckpointStore | None
     held: StateHolder
     model: ChosenModel
-    data: DataTracking
+    data: TrainingData
     callbacks: CallbackStates
     measured: MeasuredStep
     under_way: StepsUnderWay
@@ -114,7 +115,7 @@ class Checkpointing:
         """Return what a checkpoint holds beside the state, once all processes come here."""
         self._begin_save()
         with process_group().waiting(f"the save of step {self.held.step}"):
-            data = gather_positions(None if (at := self.data.position()) is None else at.to_json())
+            data = gather_positions(None if (at := self.data.position) is None else at.to_json())
         beside = {"data": data, "about": {"model": self.model.name}}
         return beside | ({"callbacks": states} if (states := self.callbacks.to_json()) else {})
 
@@ -251,7 +252,7 @@ class Checkpointing:
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         before, self.held.step = self.held.step, step
         self.measured.clear()
-        self.data.restored(position, before=before)
+        self.data.restored(position, back=before - step)
         self.under_way.clear()
         if self.store is not None:
             self.store.branch = step if self.data.is_running else None
@@ -271,9 +272,11 @@ class Checkpointing:
     @without_ambient_mesh
     @timed("restore")
     def resume(self, how: Resume) -> DataPosition | None:
-        """Restore the latest checkpoint, if one exists, and return its position in the data."""
+        """Restore the latest checkpoint, if one exists, or that of a step; return its position in the data."""
         store = self.need_store("fit(resume=True)")
         store.wait()  # the latest checkpoint may still be written
+        if not isinstance(how, (bool, str)):
+            return self._roll_back(store, int(how))
         before, aside = self.held.step, list[Path]()
         while (latest := _latest(store)) is not None:
             path = store.path(latest)
@@ -297,10 +300,23 @@ class Checkpointing:
                     f"{store.directory} holds no complete checkpoint: the damaged ones are {names}. Start again in "
                     "another directory, or restore a checkpoint from another place."
                 )
-            return self.data.position()
+            return self.data.position
         later = f"; later steps, up to step {before}, were not saved and are lost"
         self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
-        position = self.data.position()
+        return self._restored_position()
+
+    def _roll_back(self, store: CheckpointStore, step: int) -> DataPosition | None:
+        """Restore the checkpoint of a step, which need not be the latest one; return its position in the data."""
+        path = store.path(step)
+        self._take_over(path)
+        latest = _latest(store) or step
+        later = f"; later checkpoints, up to step {latest}, are renamed to <step>.abandoned after the next step"
+        self.display.message(f"resumed from {path}, step {step}{later if latest > step else ''}")
+        store.branch = step
+        return self._restored_position()
+
+    def _restored_position(self) -> DataPosition | None:
+        position = self.data.position
         if position is None:
             self.display.message("the checkpoint holds no position in the data: the data starts from its beginning")
         return position

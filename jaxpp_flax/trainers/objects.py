@@ -18,7 +18,7 @@ from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
-from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.data.stream import TrainingData
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.clock import Clock
@@ -64,7 +64,7 @@ class TrainerObjects:
     """The schedule, the stages, the steps that are compiled for them, and the rows of a batch that a process reads."""
     held: StateHolder
     """The state: a shape with a source, or an array at its place, for each leaf."""
-    data: DataTracking
+    data: TrainingData
     """The position of the run in its data."""
     checkpoints: Checkpointing
     """The directory of checkpoints, and what a checkpoint holds."""
@@ -134,7 +134,7 @@ class TrainerObjects:
     def _make_loop(self, display: Display, options: Checkpoints | None, *, saves_nonfinite: bool) -> None:
         """Make what goes over data and saves."""
         held, callbacks = self.held, CallbackStates()
-        self.data = DataTracking(lambda: held.step)
+        self.data = TrainingData(lambda: held.step, display)
         store = None if options is None else CheckpointStore(
             options.directory, every=options.every, keep=options.keep, best=options.ranking,
             asynchronous=options.asynchronous,
@@ -145,7 +145,7 @@ class TrainerObjects:
             saves_nonfinite=saves_nonfinite, clock=self.clock,
         )  # fmt: skip
         self.loop = TrainingLoop(
-            held=held, checkpoints=self.checkpoints, tracking=self.data, callbacks=callbacks, display=display,
+            held=held, checkpoints=self.checkpoints, data=self.data, callbacks=callbacks, display=display,
             saves=options is not None and options.every is not None,
             deadline=None if options is None else options.preemption_deadline,
         )  # fmt: skip

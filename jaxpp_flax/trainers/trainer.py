@@ -18,8 +18,8 @@ from jaxpp_flax.planning import Plan
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume
-from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
+from jaxpp_flax.trainers.data.source import ResumeData
 from jaxpp_flax.trainers.files import FileCalls
 from jaxpp_flax.trainers.generation.generator import GenerationCalls
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
@@ -233,9 +233,9 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
             `steps` and `epochs` count from the beginning. "latest_valid" renames damaged checkpoints and continues from
-            the newest complete one.
-          resume_data: how to find the position in data that has no `set_state`: "fast_forward" draws the used batches
-            and drops them, "refuse" raises `DataPositionError`, "restart" starts the data again.
+            the newest complete one. A number goes back to that step; later checkpoints become `<step>.abandoned`.
+          resume_data: how to find the position in data without `set_state` or `load_state_dict`: "fast_forward" draws
+            the used batches and drops them, "refuse" raises `DataPositionError`, "restart" starts the data again.
 
         Returns:
           The metrics of the last step as floats, and those of the last evaluation as `eval_loss`, ... If a resumed run

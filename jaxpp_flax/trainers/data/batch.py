@@ -6,7 +6,7 @@ A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,35 +35,51 @@ def batch_size(batch: Any) -> int:
       >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
       6
     """
-    leaves = leaves_of(batch)
-    if not leaves:
+    return _checked(batch)[2]
+
+
+def _checked(batch: Any) -> tuple[list[Any], Any, int]:
+    """Return the leaves of a batch, its structure and its size, once each leaf is one that a step takes."""
+    named, tree = leaves_of(batch)
+    if not named:
         raise BatchError(f"the batch holds no array: {batch!r}. Give a pytree of arrays of shape (batch, ...).")
-    sizes: dict[str, int] = {}
-    for path, leaf in leaves:
+    size: int | None = None
+    for path, leaf in named:
         check_leaf(path, leaf)
-        if np.shape(leaf):
-            sizes[leaf_name(path)] = leaf.shape[0]
-    first_examples(batch)
-    if len(set(sizes.values())) > 1:
-        listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise BatchError(
-            f"the leaves of the batch have different leading sizes ({listing}). "
-            "The first axis of each leaf counts the examples: give every leaf the same size there."
-        )
-    return next(iter(sizes.values()))
+        if shape := np.shape(leaf):
+            size = shape[0] if size is None else size
+            if shape[0] != size:
+                _refuse_sizes(named)
+    if size is None:
+        first_examples(batch)
+        raise AssertionError("a batch of scalars is refused")
+    return [leaf for _, leaf in named], tree, size
 
 
-def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
-    """Reshape each leaf from (batch, ...) to (num_microbatches, batch // num_microbatches, ...).
+def _refuse_sizes(named: Sequence[tuple[Any, Any]]) -> None:
+    listing = ", ".join(f"{leaf_name(path)}: {leaf.shape[0]}" for path, leaf in named if np.shape(leaf))
+    raise BatchError(
+        f"the leaves of the batch have different leading sizes ({listing}). "
+        "The first axis of each leaf counts the examples: give every leaf the same size there."
+    )
+
+
+def split_batch(
+    batch: Any,
+    num_microbatches: int,
+    shards: int = 1,
+    cut: Callable[[Any, int, int], Any] | None = None,
+) -> Any:
+    """Reshape each leaf from (batch, ...) to (num_microbatches, batch // num_microbatches, ...), in one walk.
 
     A scalar gets the shape (num_microbatches,): the same value for each microbatch. `shards` is the number of devices
-    in a stage that divide the examples of one microbatch.
+    in a stage that divide the examples of one microbatch. `cut` is `cut_leaf`, or takes its place.
 
     Example:
       >>> split_batch(np.zeros((6, 3)), 2).shape
       (2, 3, 3)
     """
-    size = batch_size(batch)
+    leaves, tree, size = _checked(batch)
     if size % num_microbatches or size == 0:
         path, leaf = first_examples(batch)
         lower = size - size % num_microbatches
@@ -81,16 +97,18 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
             f"{num_microbatches * shards}, use fewer microbatches, or give each stage devices that divide {each}: "
             f"mesh={{'data': {math.gcd(each, shards)}}}."
         )
+    cut = cut or cut_leaf
+    return jax.tree.unflatten(tree, [cut(leaf, num_microbatches, each) for leaf in leaves])
 
-    def reshape(leaf: Any) -> Any:
-        if not np.shape(leaf):
-            return repeated(leaf, num_microbatches)
-        if isinstance(leaf, jax.ShapeDtypeStruct):  # this process does not read the leaf
-            return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), dtype_of(leaf))
-        numpy = jnp if isinstance(leaf, jax.Array) else np
-        return numpy.reshape(numpy.asarray(leaf), (num_microbatches, each, *leaf.shape[1:]))
 
-    return jax.tree.map(reshape, batch)
+def cut_leaf(leaf: Any, count: int, each: int) -> Any:
+    """Return a leaf in the step's form: `count` microbatches of `each` examples, or as many equal scalars."""
+    if not np.shape(leaf):
+        return repeated(leaf, count)
+    shape = (count, each, *leaf.shape[1:])
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # this process does not read the leaf
+        return jax.ShapeDtypeStruct(shape, dtype_of(leaf))
+    return (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)).reshape(shape)
 
 
 def repeated(scalar: Any, count: int) -> Any:
@@ -113,7 +131,7 @@ class InferencePart:
 
 
 def split_for_inference(
-    batch: Any, num_microbatches: int, shards: int = 1, *, together: bool = False
+    batch: Any, num_microbatches: int, shards: int = 1, *, together: bool = False, cut: Any = None
 ) -> list[InferencePart]:
     """Cut a batch of any size into at most `num_microbatches` parts that the shards divide, and the remaining examples.
 
@@ -134,10 +152,10 @@ def split_for_inference(
     if shared:
         fits = (n for n in range(min(num_microbatches, shared), 0, -1) if shared % n == 0 and shared // n % shards == 0)
         count = next(fits)
-        cut = split_batch(_rows(batch, 0, shared), count, shards)
-        parts.append(InferencePart(microbatches=cut, num_microbatches=count, num_examples=shared))
+        split = split_batch(_rows(batch, 0, shared), count, shards, cut)
+        parts.append(InferencePart(microbatches=split, num_microbatches=count, num_examples=shared))
     if size > shared:
-        left = split_batch(_rows(batch, shared, size), 1)
+        left = split_batch(_rows(batch, shared, size), 1, cut=cut)
         parts.append(InferencePart(microbatches=left, num_microbatches=1, num_examples=size - shared, is_shared=False))
     return parts
 
@@ -185,11 +203,12 @@ def signature(batch: Any) -> tuple[Any, ...]:
 
 def dtype_of(leaf: Any) -> Any:
     """Return the dtype that JAX gives `leaf`, or a shape: float64 becomes float32, unless 64 bits are enabled."""
-    if isinstance(leaf, complex | float | int) and not isinstance(leaf, np.generic):
-        return jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-    if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX
-        return jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return leaf.dtype
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        dtype = np.asarray(leaf).dtype
+    if isinstance(leaf, jax.Array) or not isinstance(dtype, np.dtype):  # PRNG keys have a dtype of JAX
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

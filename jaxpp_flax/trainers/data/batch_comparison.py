@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import compare_hashes, process_group, value_hash
 from jaxpp_flax.trainers.data.batch_leaves import leaf_name
 
@@ -59,7 +60,9 @@ class BatchComparison:
             return
         self._count += 1
         for name, leaf in leaves.items():
-            known, new = self._hashes.get(name, ""), value_hash(leaf, _SAMPLED)
+            # The processes made a global array together: none of them has all of it.
+            new = None if isinstance(leaf, MpmdArray) else value_hash(leaf, _SAMPLED)
+            known = self._hashes.get(name, "")
             # A process that has once left out a leaf does not know the other processes' hash of this leaf any more.
             both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
             self._hashes[name] = None if both is None else value_hash(both)

@@ -38,9 +38,9 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, complex | float | int) or (hasattr(item, "dtype") and np.shape(item) == ())
 
 
-def leaves_of(batch: Any) -> list[tuple[Any, Any]]:
-    """Return the paths and leaves of a batch; a list of numbers is one leaf, which `check_leaf` refuses."""
-    return jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list_of_numbers)
+def leaves_of(batch: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the paths and leaves of a batch, and its structure; a list of numbers is a leaf, for `check_leaf`."""
+    return jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_list_of_numbers)
 
 
 def leaf_name(path: Any) -> str:
@@ -50,6 +50,8 @@ def leaf_name(path: Any) -> str:
 
 def check_leaf(path: Any, leaf: Any) -> None:
     """Refuse a leaf that is neither an array nor a number, or in other than device memory: raise a `BatchError`."""
+    if type(leaf) is np.ndarray and _is_jax_dtype(leaf.dtype):  # most leaves
+        return
     if is_list_of_numbers(leaf):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__} of {_about_list(leaf)}")
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):

@@ -25,6 +25,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.data.batch import (
     InferencePart,
     batch_size,
+    cut_leaf,
     dtype_of,
     first_examples,
     repeated,
@@ -33,6 +34,7 @@ from jaxpp_flax.trainers.data.batch import (
 )
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_leaves import check_leaf, is_list_of_numbers, leaf_name
+from jaxpp_flax.trainers.data.global_arrays import cut_global, is_global
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.mesh import num_batch_shards
 
@@ -59,11 +61,18 @@ class BatchSharding:
     @without_ambient_mesh
     def split(self, whole: Any) -> Any:
         """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...)."""
-        return split_batch(self._taken(whole), self.num_microbatches, self.batch_shards)
+        return split_batch(whole, self.num_microbatches, self.batch_shards, self._cut)
 
-    def _taken(self, batch: Any) -> Any:
-        """Return a batch whose arrays can be cut and given to a step, whatever sharding the data has given them."""
-        return jax.tree.map(_on_auto_axes if self.mesh is not None else _on_default_device, batch)
+    def _cut(self, leaf: Any, count: int, each: int) -> Any:
+        if self.mesh is not None and is_global(leaf):
+            return cut_global(leaf, count, each, self.mesh)
+        return cut_leaf(self._taken(leaf), count, each)
+
+    def _taken(self, leaf: Any) -> Any:
+        """Return an array that can be cut and given to a step, whatever sharding the data has given it."""
+        if not _is_placed(leaf):
+            return leaf
+        return _on_auto_axes(leaf) if self.mesh is not None else _on_default_device(leaf)
 
     def read(self, compiled: Any, batch: Any, num_microbatches: int) -> Any:
         """Return the indices of the examples that this process reads of each leaf; `...` for a scalar.
@@ -88,7 +97,8 @@ class BatchSharding:
 
         With `together`, all examples are in one part.
         """
-        parts = split_for_inference(self._taken(whole), self.num_microbatches, self.batch_shards, together=together)
+        taken = jax.tree.map(self._taken, whole)
+        parts = split_for_inference(taken, self.num_microbatches, self.batch_shards, together=together, cut=self._cut)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
             size = batch_size(whole)
             raise BatchError(
@@ -117,6 +127,11 @@ class BatchSharding:
 
         def whole(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             check_leaf(path, leaf)
+            if is_global(leaf):
+                raise BatchError(
+                    f"{leaf_name(path)} is a jax.Array over several processes, which has the whole batch already. "
+                    "Leave global_batch_size= out."
+                )
             shape = np.shape(leaf)
             return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
 
@@ -128,19 +143,17 @@ def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and named_memory(leaf.sharding) is None
 
 
-def _on_auto_axes(leaf: Any) -> Any:
+def _on_auto_axes(leaf: jax.Array) -> jax.Array:
     """Return an array as one on Auto axes, in the same places: on Explicit ones JAX refuses to cut sharded examples."""
-    if not _is_placed(leaf) or not isinstance(leaf.sharding, NamedSharding):
+    if not isinstance(leaf.sharding, NamedSharding) or AxisType.Explicit not in leaf.sharding.mesh.axis_types:
         return leaf
     mesh = leaf.sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        return leaf
     return jax.device_put(leaf, NamedSharding(Mesh(np.asarray(mesh.devices), mesh.axis_names), leaf.sharding.spec))
 
 
-def _on_default_device(leaf: Any) -> Any:
+def _on_default_device(leaf: jax.Array) -> jax.Array:
     """Return an array on the device where the state is without a mesh."""
-    if not _is_placed(leaf) or not leaf.committed:
+    if not leaf.committed:
         return leaf
     default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]

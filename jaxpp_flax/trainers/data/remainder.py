@@ -22,9 +22,8 @@ class RemainderRule:
     would weigh more.
 
     Example:
-      >>> import numpy as np
       >>> rule = RemainderRule(how="drop")
-      >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
+      >>> [size for size in (8, 8, 5, 4) if rule.takes(size, 8)]
       [8, 8]
     """
 
@@ -65,14 +64,13 @@ class RemainderRule:
             count += 1
         return count
 
-    def fitted(self, batch: Any, full: int | None) -> Any:
-        """Return the batch to train on; None to leave the batch out.
+    def takes(self, size: int | None, full: int | None) -> bool:
+        """Return True to train on a batch of `size` examples, False to leave it out.
 
         `full` is the number of examples of the first batch; None if it is not known.
         """
-        size = examples_in(batch)
         if not size or not full or size == full:
-            return batch
+            return True
         if size > full or self.how == "error":
             raise BatchError(f"data gave a batch of {size} examples. {_rule(size, full)}")
         if not self._has_told:
@@ -81,7 +79,7 @@ class RemainderRule:
             self.display.message(
                 f"a batch of {size} examples is left out, as are others like it: the first one has {full}{also}"
             )
-        return None
+        return False
 
 
 def _rule(size: int, full: int) -> str:

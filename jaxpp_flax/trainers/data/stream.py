@@ -1,29 +1,23 @@
-"""The stream of batches: from any iterable of pytrees of arrays, in one pass or several."""
+"""The batches of a loop, from any iterable of pytrees of arrays; and the one position of a trainer in its data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes import process_group
-from jaxpp_flax.trainers.data.position import (
-    DataPosition,
-    Drawn,
-    ResumeData,
-    check_batch_size,
-    has_own_state,
-    named,
-    seek,
-    seek_pass,
-    state_of,
-)
+from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition
 from jaxpp_flax.trainers.data.remainder import RemainderRule
+from jaxpp_flax.trainers.data.source import ResumeData, Source, named
 from jaxpp_flax.trainers.progress import Display
 
+__all__ = ["Batches", "TrainingData", "awaited", "check_batches"]
 
-class Batches(Iterator[Any]):
+
+class Batches(Source, Iterator[Any]):
     """The batches of `data`, at most `steps` of them, in at most `epochs` passes; the iterator knows its position.
 
     Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator
@@ -33,21 +27,20 @@ class Batches(Iterator[Any]):
     Args:
       steps: counts without the batches before `position`.
       epochs: counts with the passes before `position`.
-      resume_data: how to reach the position if `data` has no `set_state`.
+      resume_data: how to reach the position if `data` has no state of its own.
       display: shows the progress towards the position.
-      drawn: from `drawn_from`, if `data` is an iterator that has been used before.
+      at: where `data` stands, if it is an iterator that has been used before.
       remainder: the rule for batches of another size than the first one; None: batches are not changed.
+      moved: called when the position moves, with the new one, and whether this is by a batch.
 
     Example:
       >>> list(Batches([1, 2, 3], steps=5)), list(Batches([1, 2], epochs=2))
       ([1, 2, 3, 1, 2], [1, 2, 1, 2])
       >>> source = Batches([5, 6, 7], steps=5)
-      >>> [next(source) for _ in range(4)], source.position().epoch, source.position().in_epoch
+      >>> [next(source) for _ in range(4)], source.position.epoch, source.position.in_epoch
       ([5, 6, 7, 5], 1, 1)
-      >>> list(Batches([5, 6, 7], steps=1, position=source.position()))
+      >>> list(Batches([5, 6, 7], steps=1, position=source.position))
       [6]
-      >>> list(Batches([5, 6, 7], steps=1, position=source.position_after(3)))
-      [5]
     """
 
     def __init__(
@@ -59,35 +52,31 @@ class Batches(Iterator[Any]):
         position: DataPosition | None = None,
         resume_data: ResumeData = "fast_forward",
         display: Display | None = None,
-        drawn: Drawn | None = None,
+        at: DataPosition | None = None,
         remainder: RemainderRule | None = None,
+        moved: Callable[[DataPosition, bool], None] = lambda position, by_batch: None,
     ) -> None:
         steps = None if steps is None else check_count("steps", steps)
         epochs = None if epochs is None else check_count("epochs", epochs)
-        first = _iterator_of(data, epochs)
+        super().__init__(data, _iterator_of(data, epochs), display or Display(False), at or BEGINNING)
         if resume_data not in ("fast_forward", "refuse", "restart"):
             raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
-        start = None if resume_data == "restart" else position
-        self._data, self._iterator, self._steps = data, first, steps
+        self.at = replace(self.at, batches=0, epoch=0)
+        self.steps = steps
         self._epochs = epochs if epochs is not None or steps is not None else 1
-        self._start, self._display = start, display or Display(False)
+        self._start = None if resume_data == "restart" else position
         self._how: ResumeData = resume_data
-        self._remainder = remainder
-        self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
+        self._remainder, self._moved = remainder, moved
+        self._left_out = 0  # the number of batches of a pass that `remainder` leaves out
         if remainder is not None:
-            begin = 0 if start is None else start.in_epoch
+            begin = 0 if self._start is None else self._start.in_epoch
             length = _length(data) if isinstance(data, Sequence) else None
             once = steps is not None and length is not None and begin + steps <= length
-            self.left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
+            self._left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
         self._has_told = False
-        self.given = 0
-        self._taken = 0  # counts the batches that are left out too
-        self._before = start.batches if start is not None else 0
-        self._epoch = start.epoch if start is not None else 0
-        # Without an iterator that keeps the order, it may change from run to run: a program may shuffle a list too.
-        self._hashes = not hasattr(first, "get_state")
-        self._drawn = drawn or Drawn(hashes=self._hashes)  # in the current pass
-        self._position = self._position_before = start or self._here()
+        self._given = 0
+        self.position = self._start or self.here()
+        """The position after all given batches."""
         self._run = self._generate()
 
     def __next__(self) -> Any:
@@ -96,88 +85,127 @@ class Batches(Iterator[Any]):
 
     def steps_left(self) -> int | None:
         """Return the number of batches that will be given, if that is known before the first one."""
-        length = _length(self._data)
+        length, start = _length(self.data), self._start or BEGINNING
         if length is None:
-            return self._steps
-        whole = (length - self.left_out) * (self._epochs or 1) - (self._before - self._epoch * self.left_out)
-        if self._steps is None:
+            return self.steps
+        whole = (length - self._left_out) * (self._epochs or 1) - (start.batches - start.epoch * self._left_out)
+        if self.steps is None:
             return whole
-        return self._steps if self._epochs is None else min(self._steps, whole)
+        return self.steps if self._epochs is None else min(self.steps, whole)
 
-    def position(self) -> DataPosition:
-        """Return the position after all given batches."""
-        return self._position
-
-    def position_after(self, used: int) -> DataPosition | None:
-        """Return the position after `used` batches, if these are all given batches, or all but the last; else None."""
-        return {self.given - 1: self._position_before, self.given: self._position}.get(used)
-
-    def drawn_from(self, data: Any) -> Drawn | None:
-        """Return the batches drawn from `data`, if these batches came from this very iterator; else None."""
-        return self._drawn if data is self._iterator else None
-
-    def _here(self) -> DataPosition:
-        """Return the position between two draws. If a draw is interrupted, the iterator may have moved on."""
-        return DataPosition(
-            batches=self._before + self._taken,
-            epoch=self._epoch,
-            in_epoch=self._drawn.batches,
-            examples=self._drawn.examples,
-            batch_size=self._drawn.batch_size if self._drawn.batches else None,
-            iterator=state_of(self._iterator),
-            order=self._drawn.order,
-        )
+    def _move(self, *, by_batch: bool) -> None:
+        self.position = self.here()
+        self._moved(self.position, by_batch)
 
     def _generate(self) -> Iterator[Any]:
-        once = self._iterator is self._data
-        if self._epochs is not None and self._epoch >= self._epochs:
-            self._display.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
+        start, once, is_first = self._start, self.iterator is self.data, True
+        if start is not None and self._epochs is not None and start.epoch >= self._epochs:
+            self.display.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
             return
-        if self._start is not None:
-            self._iterator = seek_pass(self._data, self._iterator, self._start, self._how, self._display)
-            seek(self._data, self._iterator, self._start, self._how, self._display, self._drawn)
-            if self._start.epoch:
+        if start is not None:
+            self.seek(start, self._how)
+            if start.epoch:
                 self._tell_later_passes()
         while True:
-            for drawn in self._iterator:
-                self._drawn.add(drawn)
-                if self._start is not None and not self._taken:
-                    check_batch_size(self._iterator, self._start, drawn, self._drawn)
-                self._taken += 1
-                batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._drawn.batch_size)
-                if batch is None:
+            for batch in self.iterator:
+                size = self.note(batch)
+                if start is not None and is_first:
+                    self.check_batch_size(start, size)
+                is_first = False
+                if self._remainder is not None and not self._remainder.takes(size, self.at.batch_size):
                     continue
-                self.given += 1
-                self._position_before, self._position = self._position, self._here()
+                self._given += 1
+                self._move(by_batch=True)
                 yield batch
-                if self.given == self._steps:
+                if self._given == self.steps:
                     return
-            used = self._before + self._taken + (0 if self._start is None else self._start.in_epoch)
-            if not used:
-                raise ValueError(f"data ({named(self._data)}) held no batch.")
-            if self._epochs is not None and self._epoch + 1 >= self._epochs:
+            if not (self.at.batches or (start is not None and start.in_epoch)):
+                raise ValueError(f"data ({named(self.data)}) held no batch.")
+            if self._epochs is not None and self.at.epoch + 1 >= self._epochs:
                 return
-            if once or not self._drawn.batches:
+            if once or not self.at.in_epoch:
                 warn_user(
-                    f"data ended after {self.given} of {self._steps} steps: {named(self._data)} runs once. "
+                    f"data ended after {self._given} of {self.steps} steps: {named(self.data)} runs once. "
                     "Training stops here.",
                     UserWarning,
                 )
                 return
-            self._epoch, self._drawn = self._epoch + 1, Drawn(batch_size=self._drawn.batch_size, hashes=self._hashes)
-            self._iterator = iter(self._data)
-            self._position = self._here()
+            self.begin_pass()
+            self._move(by_batch=False)
             self._tell_later_passes()
 
     def _tell_later_passes(self) -> None:
         """Tell once that a resumed run may order its later passes otherwise: it did not draw what was drawn before."""
-        if self._start is not None and not self._has_told and has_own_state(self._iterator, self._start):
+        if self._start is not None and not self._has_told and self.has_state(self._start):
             self._has_told = True
-            self._display.message(
-                f"pass {self._epoch + 1} over the data ({named(self._data)}): the iterator's state was restored, but "
+            self.display.message(
+                f"pass {self.at.epoch + 1} over the data ({named(self.data)}): the iterator's state was restored, but "
                 "earlier passes were not drawn again. If the order of a pass depends on them, an uninterrupted run "
                 "would draw another one. Let each pass depend on a seed and its number only."
             )
+
+
+class TrainingData:
+    """The data of a trainer. It gives each loop its batches, and owns the position that a checkpoint keeps.
+
+    The position belongs to the step in memory. A batch that is drawn at step s moves the position of step s + 1 only.
+    A restored checkpoint brings the position of its step. A loop goes on with its next batch even then: the data does
+    not go back, and the position after the next step is that of the batch which this step uses.
+
+    Args:
+      step: returns the step in memory.
+    """
+
+    def __init__(self, step: Callable[[], int], display: Display) -> None:
+        self._step, self._display = step, display
+        self._known: dict[int, DataPosition] = {}  # of the step in memory, and of the next one if its batch is drawn
+        self._running: Batches | None = None
+        self._last: Batches | None = None
+        self._ends_at_step = False
+
+    @property
+    def position(self) -> DataPosition | None:
+        """The position in the data after the step in memory; None if that is not known."""
+        return self._known.get(self._step())
+
+    @property
+    def is_running(self) -> bool:
+        """True while a loop draws batches."""
+        return self._running is not None
+
+    def batches(self, data: Iterable[Any], *, ends_at_step: bool = False, **options: Any) -> Batches:
+        """Return the batches of a loop, with the options of `Batches`; an iterator of the last loop goes on.
+
+        With `ends_at_step`, `steps` counts up to a step of the run: a restore of an earlier one makes the loop longer.
+        """
+        at = self._last.at if self._last is not None and self._last.iterator is data else None
+        self._last = Batches(data, display=self._display, at=at, moved=self._move, **options)
+        self._ends_at_step = ends_at_step
+        return self._last
+
+    def begin(self, batches: Batches) -> None:
+        """Note that a loop draws these batches from now on."""
+        self._running, self._known = batches, {self._step(): batches.position}
+
+    def end(self, batches: Batches) -> None:
+        """Note that the loop has ended: later steps do not use its batches."""
+        if self._running is batches:
+            self._running = None
+            self._known = {step: position for step, position in self._known.items() if step == self._step()}
+
+    def restored(self, position: DataPosition | None, *, back: int) -> None:
+        """Note that the step in memory comes from a checkpoint with this position, `back` steps before the old one."""
+        self._known = {} if position is None else {self._step(): position}
+        if self._running is not None and self._ends_at_step and self._running.steps is not None:
+            self._running.steps += back
+
+    def _move(self, position: DataPosition, by_batch: bool) -> None:
+        step = self._step()
+        now = {step: self._known[step]} if step in self._known else {}
+        if by_batch:
+            self._known = {**now, step + 1: position}
+        elif now:
+            self._known = {step: position}
 
 
 def _length(data: Any) -> int | None:
@@ -236,53 +264,3 @@ def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
         if batch is end:
             return
         yield batch
-
-
-class DataTracking:
-    """Tracks the position in the data that belongs to the step in memory, `step()`, for checkpoints."""
-
-    def __init__(self, step: Callable[[], int]) -> None:
-        self._step = step
-        self._source: Batches | None = None
-        self._last_source: Batches | None = None  # the source of the last loop; a restore does not change it
-        self._source_begin = 0
-        self._position: tuple[int, DataPosition] | None = None  # a step, and the position after it
-
-    def enter(self, source: Batches) -> Batches:
-        """Note that batches come from `source` from now on."""
-        self._source = self._last_source = source
-        self._source_begin, self._position = self._step(), None
-        return source
-
-    @property
-    def is_running(self) -> bool:
-        """True while a loop draws batches."""
-        return self._source is not None
-
-    def leave(self, source: Batches) -> None:
-        """Note that batches do not come from `source` any more: later steps do not belong to `source`."""
-        if self._source is source:
-            position = self.position()
-            self._source, self._position = None, None if position is None else (self._step(), position)
-
-    def drawn_from(self, data: Any) -> Drawn | None:
-        """Return the batches that the last loop has drawn from `data`, if `data` is the same iterator; else None."""
-        return None if self._last_source is None else self._last_source.drawn_from(data)
-
-    def restored(self, position: DataPosition | None, *, before: int) -> None:
-        """Note that the step in memory comes from a checkpoint with this position in the data.
-
-        The data of a loop does not go back: its next step uses the next batch. `before` is the step before the restore.
-        """
-        self._source_begin += self._step() - before
-        self._position = None if position is None else (self._step(), position)
-
-    def position(self) -> DataPosition | None:
-        """Return the position in the data after the step in memory, if known."""
-        at_step, position = self._position or (None, None)
-        if at_step == self._step():
-            return position
-        if self._source is None:
-            return None
-        # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
-        return self._source.position_after(self._step() - self._source_begin)

@@ -10,8 +10,8 @@ from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, named
 from jaxpp_flax.trainers.callbacks.stop_conditions import EarlyStopping
 from jaxpp_flax.trainers.checkpoints import Resume, check_resume
-from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
+from jaxpp_flax.trainers.data.source import ResumeData
 from jaxpp_flax.trainers.data.stream import check_batches
 
 __all__ = ["FitArguments"]

@@ -62,6 +62,7 @@ class Save(Callback):
     def begun(self) -> Generator[None]:
         """Look into the directory before the run; inside, the ranking hears of saves."""
         if self._store is not None:
+            self._store.branch = None
             try:
                 self._store.begin()
             except CheckpointSaveError as error:
@@ -93,8 +94,6 @@ class Save(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self._beginning = trainer.step
         self._ranking.begin(trainer.callbacks)
-        if self._store is not None:
-            self._store.branch = None
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self._store is not None:

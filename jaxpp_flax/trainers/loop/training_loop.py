@@ -25,7 +25,7 @@ from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
-from jaxpp_flax.trainers.data.stream import Batches, DataTracking
+from jaxpp_flax.trainers.data.stream import Batches, TrainingData
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.loop.save import Save
@@ -62,7 +62,7 @@ class TrainingLoop:
 
     held: StateHolder
     checkpoints: Checkpointing
-    tracking: DataTracking
+    data: TrainingData
     callbacks: CallbackStates
     display: Display
     saves: bool
@@ -89,6 +89,7 @@ class TrainingLoop:
         begun = [callback for callback in callbacks if callback not in users]
         stepping = [callback for callback in callbacks if overrides(callback, "on_step")]
         begins_at, ended = None, None
+        self.data.begin(source)
         try:
             for batch in trainer.measures.clock.each(source, "data"):
                 save.on_next_batch()
@@ -122,7 +123,7 @@ class TrainingLoop:
             end_callbacks([callback for callback in callbacks if callback in begun], trainer, ended)
         finally:
             ended = None  # else the error would hold itself, by its traceback and this frame
-            self.tracking.leave(source)
+            self.data.end(source)
             trainer.callbacks = ()
 
     def steps(
@@ -208,6 +209,7 @@ class TrainingLoop:
         source = self._source(
             data, arguments.remainder, arguments.global_batch_size,
             steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
+            ends_at_step=bool(arguments.resume),
         )  # fmt: skip
         left = source.steps_left()
         log = LogMetrics(
@@ -286,10 +288,8 @@ class TrainingLoop:
     def _source(
         self, data: Iterable[Any], remainder: Remainder | None, global_batch_size: int | None, **more: Any
     ) -> Batches:
-        """Return the batches of a loop, whose position is tracked from now on."""
         rule = RemainderRule.of(remainder, global_batch_size, self.display)
-        drawn = self.tracking.drawn_from(data)
-        return self.tracking.enter(Batches(data, display=self.display, drawn=drawn, remainder=rule, **more))
+        return self.data.batches(data, remainder=rule, **more)
 
 
 def _preemptible(records: Generator[StepRecord], stop: Stop, save: Save) -> Generator[StepRecord]:

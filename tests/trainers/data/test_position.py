@@ -43,7 +43,7 @@ def after(data: object, count: int) -> DataPosition:
     source = Batches(data, steps=100)  # type: ignore[arg-type]
     for _ in range(count):
         next(source)
-    position = DataPosition.from_json(source.position().to_json())
+    position = DataPosition.from_json(source.position.to_json())
     assert position is not None
     return position
 
@@ -60,7 +60,7 @@ def test_no_example_is_skipped_or_drawn_again(before: int, count: int, now: int)
 def test_positions_go_on_in_the_new_size():
     source = Batches(in_batches(4), steps=3, position=after(in_batches(8), 2))
     next(source)
-    position = source.position()
+    position = source.position
     assert (position.in_epoch, position.examples, position.batch_size) == (5, 20, 4)
 
 
@@ -81,7 +81,7 @@ def test_the_smaller_rest_of_a_pass_is_no_change():
     """Of 54 examples the seventh batch has six; the size is still the full one."""
     rest = Batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1)
     assert [len(batch) for batch in rest] == [6]
-    assert rest.position().batch_size == 8
+    assert rest.position.batch_size == 8
 
 
 def test_a_refused_batch_leaves_the_place_as_it_was():
@@ -90,11 +90,10 @@ def test_a_refused_batch_leaves_the_place_as_it_was():
     source = Batches(data, steps=9, position=before)
     with pytest.raises(DataPositionError, match="gives batches of 4"):
         next(source)
-    assert source.position() == before
+    assert source.position == before
     assert data.at == 3
-    drawn = source.drawn_from(data)
-    assert drawn is not None
-    assert (drawn.batches, drawn.examples, drawn.batch_size) == (3, 12, 4)
+    drawn = source.at
+    assert (drawn.in_epoch, drawn.examples, drawn.batch_size) == (3, 12, 4)
 
 
 def test_positions_of_older_checkpoints_count_batches():
@@ -108,7 +107,7 @@ def test_passes_that_are_done_are_not_begun_again(data: object):
     position = DataPosition(batches=4, epoch=1, in_epoch=1, examples=8, batch_size=8)
     source = Batches(data, epochs=1, position=position)  # type: ignore[arg-type]
     assert list(zip(range(9), source, strict=False)) == []
-    assert source.position() == position
+    assert source.position == position
 
 
 class Interrupted(WithState):
@@ -126,7 +125,7 @@ def test_a_batch_that_was_never_given_is_drawn_again():
     next(source), next(source)
     with pytest.raises(KeyboardInterrupt):
         next(source)
-    assert next(Batches(WithState(8), steps=1, position=source.position()))[0] == 16
+    assert next(Batches(WithState(8), steps=1, position=source.position))[0] == 16
 
 
 def test_data_without_a_state_may_have_other_batches_than_data_with_one():
@@ -136,15 +135,15 @@ def test_data_without_a_state_may_have_other_batches_than_data_with_one():
 def in_use(data: object, count: int, **options: object) -> object:
     source = Batches(data, steps=count, **options)  # type: ignore[arg-type]
     assert len(list(source)) == count
-    return source.drawn_from(data)
+    return source.at
 
 
 def test_an_iterator_in_use_stands_after_all_that_it_has_given():
     data = iter(in_batches(4))
     drawn = in_use(data, 2)
-    source = Batches(data, steps=2, drawn=drawn)  # type: ignore[arg-type]
+    source = Batches(data, steps=2, at=drawn)  # type: ignore[arg-type]
     assert [batch[0] for batch in source] == [8, 12]
-    assert next(Batches(in_batches(4), steps=1, position=source.position()))[0] == 16
+    assert next(Batches(in_batches(4), steps=1, position=source.position))[0] == 16
 
 
 @pytest.mark.parametrize("given", [2, 4])
@@ -152,7 +151,7 @@ def test_an_iterator_in_use_goes_on_by_examples(given: int):
     """The run used two batches of 8 before; this iterator has given batches of 4."""
     data, position = iter(in_batches(4)), after(in_batches(8), 2)
     drawn = in_use(data, given)
-    assert next(Batches(data, steps=1, position=position, drawn=drawn))[0] == 16  # type: ignore[arg-type]
+    assert next(Batches(data, steps=1, position=position, at=drawn))[0] == 16  # type: ignore[arg-type]
 
 
 class OnceInterrupted:
@@ -177,7 +176,7 @@ def test_a_search_that_was_interrupted_goes_on_where_it_stands():
     source = Batches(data, steps=1, position=position)
     with pytest.raises(KeyboardInterrupt):
         next(source)
-    assert next(Batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12
+    assert next(Batches(data, steps=1, position=position, at=source.at))[0] == 12
 
 
 class Live(WithState):
@@ -206,10 +205,10 @@ class Live(WithState):
 
 def test_a_state_is_copied_when_it_is_taken_and_given():
     source = Batches(Live(4), steps=5)
-    for _ in range(3):
-        next(source)
-    before, now = source.position_after(2), source.position()
-    assert before is not None
+    next(source), next(source)
+    before = source.position
+    next(source)
+    now = source.position
     assert [position.iterator["at"] for position in (before, now)] == [[2], [3]]
     assert before.iterator["order"][0] == 2
     resumed = Batches(Live(4), steps=2, position=before)
@@ -231,7 +230,7 @@ def test_a_state_that_cannot_be_copied_is_refused_by_a_checkpoint_alone():
     source = Batches(Locked(4), steps=2)
     assert len(list(source)) == 2
     with pytest.raises(DataPositionError, match="get_state returned a lock"):
-        source.position().to_json()
+        source.position.to_json()
 
 
 def test_an_iterator_that_takes_the_methods_of_its_class_away_has_no_state():

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.checkpoint import CheckpointSaveError
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError
 from jaxpp_flax.trainers import Callback, Checkpoints, Logging
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -47,8 +47,8 @@ def make_trainer(progress: bool = False, **options: Any) -> PipelineTrainer:
     )  # fmt: skip
 
 
-def trainer_in(directory: Path, **options: Any) -> PipelineTrainer:
-    return make_trainer(checkpoints=Checkpoints(directory, every=2, **options))
+def trainer_in(directory: Path, progress: bool = False, **options: Any) -> PipelineTrainer:
+    return make_trainer(progress=progress, checkpoints=Checkpoints(directory, every=2, **options))
 
 
 class GoesBack(Callback):
@@ -143,6 +143,62 @@ def test_the_restored_checkpoint_of_another_directory(tmp_path: Path):
     resumed = trainer_in(tmp_path / "run")
     resumed.fit(Stream(), steps=5, resume=True)
     tree_allclose(resumed.state, after([*DATA[:2], *DATA[5:8]]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Stream, lambda: list(DATA), lambda: iter(DATA)], ids=["stream", "list", "iterator"])
+def test_a_run_begins_at_an_earlier_step(kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Steps 1 to 7, then a run from step 4: the data goes back too, and what is left behind is set aside."""
+    trainer_in(tmp_path, keep=None).fit(kind(), steps=7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "6", "7"]
+    back = trainer_in(tmp_path, keep=None, progress=True)
+    back.fit(kind(), steps=6, resume=4)
+    told = capsys.readouterr().out
+    assert "step 4; later checkpoints, up to step 7, are renamed to <step>.abandoned after the next step" in told
+    assert "the run has gone back to step 4: its checkpoint of step 6 is now" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "6", "6.abandoned", "7.abandoned"]
+    tree_allclose(back.state, after(DATA[:6]), rtol=0, atol=0)
+    resumed = trainer_in(tmp_path)
+    resumed.fit(kind(), steps=8, resume=True)
+    tree_allclose(resumed.state, after(DATA[:8]), rtol=0, atol=0)
+
+
+def test_nothing_is_set_aside_before_the_first_step_of_the_new_branch(tmp_path: Path):
+    trainer_in(tmp_path).fit(DATA, steps=6)
+
+    def dies() -> Any:
+        yield from DATA[:2]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer_in(tmp_path).fit(dies(), steps=6, resume=2)
+    trainer_in(tmp_path).fit(DATA, steps=2, resume=2)  # nothing to do
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "6"]
+    with pytest.raises(CheckpointNotFoundError, match=r"has no checkpoint of step 3; it has 2, 4, 6"):
+        trainer_in(tmp_path).fit(DATA, steps=6, resume=3)
+    for wrong in (0, 2.0, "first"):
+        with pytest.raises(ValueError, match='must be True, False, "latest_valid" or the step of a checkpoint'):
+            trainer_in(tmp_path).fit(DATA, steps=6, resume=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("to", [2, 6])
+def test_a_run_that_counts_from_the_beginning_ends_at_its_step_though_it_goes_back(to: int, tmp_path: Path):
+    """On resume, `steps` is the step at the end; a restore within the run, back or forth, does not move the end."""
+    trainer_in(tmp_path, keep=None).fit(Stream(), steps=6)
+    run = trainer_in(tmp_path, keep=None)
+    run.fit(Stream(), steps=9, resume=4, callbacks=[GoesBack(5, to)])
+    assert run.step == 9
+
+
+def test_the_position_is_known_again_after_a_step_with_another_batch(tmp_path: Path):
+    trainer = trainer_in(tmp_path)
+    for step, _ in trainer.training_steps(Stream(), steps=3):
+        if step == 1:
+            trainer.train_step(DATA[9])
+            assert trainer._parts.loop.data.position is None
+    assert trainer.step == 4
+    resumed = trainer_in(tmp_path)
+    resumed.fit(Stream(), steps=5, resume=True)
+    tree_allclose(resumed.state, after([DATA[0], DATA[9], *DATA[1:4]]), rtol=0, atol=0)
 
 
 def test_outside_of_a_loop_later_checkpoints_are_not_touched(tmp_path: Path):
