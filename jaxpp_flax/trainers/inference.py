@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ import jax
 import numpy as np
 
 from jaxpp_flax._compat_texts.errors import is_uneven_split
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
+from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
-from jaxpp_flax.trainers.data.stream import awaited, check_batches
+from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
+from jaxpp_flax.trainers.data.padding import Form, form_for, resized
+from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
@@ -46,8 +50,8 @@ class Average:
         self._sums: defaultdict[str, Any] = defaultdict(float)
         self._weights: defaultdict[str, Any] = defaultdict(float)
 
-    def add(self, terms: LossTerms, num_microbatches: int, num_examples: int) -> None:
-        """Add a batch's terms, summed over its microbatches."""
+    def add(self, terms: LossTerms, num_microbatches: float, num_examples: int) -> None:
+        """Add a batch's terms, summed over its microbatches, or over shares of them."""
         loss = terms.total if terms.weight is None else (terms.total, terms.weight)
         for name, value in {"loss": loss, **terms.metrics}.items():
             if isinstance(value, tuple):
@@ -91,36 +95,86 @@ class Evaluation:
     clock: Clock
 
     @timed("evaluation")
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None) -> dict[str, Any]:
+    def evaluate(self, data: Any, *, steps: int | None, global_batch_size: int | None) -> dict[str, Any]:
         """As `PipelineTrainer.evaluate`."""
-        check_batches("data", data)
+        sets, steps = evaluation_sets("data", data), None if steps is None else check_count("steps", steps)
         self.weights.held.meet("trainer.evaluate")
+        found: dict[str, Any] = {}
+        for name, batches in sets.items():
+            means = self._means(batches, steps, global_batch_size, "data" if name is None else f"data[{name!r}]")
+            found |= means if name is None else {f"{name}/{metric}": value for metric, value in means.items()}
+        return found
+
+    def _means(
+        self, data: Iterable[Any], steps: int | None, global_batch_size: int | None, name: str
+    ) -> dict[str, Any]:
+        """Return the means over one set of data."""
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
-        state_for = self._state_for_step()
-        for batch in awaited(data, "the next batch to evaluate"):  # the data see the mesh of the caller
-            for terms, part in self._evaluated(batch, global_batch_size, state_for, alike):
+        state_for, forms = self._state_for_step(), dict[Any, Form]()
+        drawn = itertools.islice(data, steps)
+        for batch in awaited(drawn, "the next batch to evaluate"):  # the data see the mesh of the caller
+            for terms, part in self._evaluated(batch, global_batch_size, state_for, alike, forms):
                 if pending is not None:
                     average.add(*pending)
-                pending = (terms, part.num_microbatches, part.num_examples)
+                count = part.num_microbatches if part.shares is None else part.shares.sum(dtype=np.float64)
+                pending = (terms, count, part.num_examples)
         if pending is None:
-            raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
+            raise ValueError(f"evaluate got {name} (a {type(data).__name__}) without a single batch.")
         average.add(*pending)
         alike.end()
         return average.result()
 
     @without_ambient_mesh
     def _evaluated(
-        self, batch: Any, global_batch_size: int | None, state_for: Callable[[Any], Any], alike: BatchComparison
+        self,
+        batch: Any,
+        global_batch_size: int | None,
+        state_for: Callable[[Any], Any],
+        alike: BatchComparison,
+        forms: dict[Any, Form],
     ) -> list[tuple[LossTerms, InferencePart]]:
         """Return the terms of each part of a batch, without waiting for them."""
         whole = self.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        together = isinstance(self.eval_loss_fn, WholeBatchLoss)
+        parts = None if own is not None else self._padded(whole, forms)
+        if parts is None:
+            together = isinstance(self.eval_loss_fn, WholeBatchLoss)
+            parts = self.rows.inference_parts(whole, rows_only=own is not None, together=together)
         found = list[tuple[LossTerms, InferencePart]]()
-        for part in self.rows.inference_parts(whole, rows_only=own is not None, together=together):
+        for part in parts:
             compiled, taken = self._ready("evaluate", part, own, alike)
-            found.append((compiled(state_for(compiled), taken), part))
+            shares = np.ones(part.num_microbatches, np.float32) if part.shares is None else part.shares
+            found.append((compiled(state_for(compiled), taken, shares), part))
         return found
+
+    def _padded(self, whole: Any, forms: dict[Any, Form]) -> list[InferencePart] | None:
+        """Return the parts of a batch in the form of the largest batch so far, whose program runs them.
+
+        None if a program of its own is due: the batch fills one exactly and none is larger, or examples may not be
+        repeated.
+
+        Args:
+          forms: the forms so far, by the structure of an example.
+        """
+        size, shards, count = batch_size(whole), self.rows.batch_shards, self.scheduling.num_microbatches
+        key = signature(resized(whole, 1))
+        form = forms.get(key)
+        if form is None or size > form.size:
+            fits = size % (count * shards) == 0
+            form = Form(count, size // count) if fits else form_for(size, count, shards)
+        if size != form.size or form.num_microbatches != count:
+            if not self._may_repeat(whole, form):
+                return None
+            forms[key] = form
+            return self.rows.padded_parts(whole, form)
+        forms[key] = form
+        return None
+
+    def _may_repeat(self, whole: Any, form: Form) -> bool:
+        """Return whether a mean stays the same if examples of a batch are repeated, and all of them are here."""
+        here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(whole) if isinstance(leaf, jax.Array))
+        one = resized(whole, form.microbatch)
+        return here and self.builders.is_separable(self.eval_loss_fn, self.weights.held.memory, one)
 
     @without_ambient_mesh
     def predict(self, batch: Any, *, global_batch_size: int | None) -> Any:
@@ -165,8 +219,10 @@ class Evaluation:
                 return self.builders.for_inference(self.eval_loss_fn).evaluate(loop)
             return self.builders.for_inference().predict(loop, self.predict_fn)
 
+        shares = jax.ShapeDtypeStruct((part.num_microbatches,), np.float32)
         try:
-            return self.executables.get(kind, part.microbatches, build, donate=False)
+            more = (shares,) if kind == "evaluate" else ()
+            return self.executables.get(kind, part.microbatches, build, donate=False, more=more)
         except ValueError as error:
             if part.is_shared or not is_uneven_split(error):
                 raise

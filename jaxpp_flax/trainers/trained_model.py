@@ -99,28 +99,41 @@ class TrainedModel:
 
     # ------------------------------------------------------------------ inference, and the rows of this process
 
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+    def evaluate(
+        self,
+        data: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        steps: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> dict[str, Any]:
         """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
 
-        The weights are those of `Inference(params=)`. Batches may have any sizes, and each is cut into at most
-        `num_microbatches` parts. If the data-parallel devices of a stage cannot divide the last examples evenly, each
-        device computes all of these. NNX modules run in `eval()` mode. For Linen, `model.training` is False. A loss
-        with a parameter `training` gets False.
+        The weights are those of `Inference(params=)`. NNX modules run in `eval()` mode. For Linen, `model.training` is
+        False. A loss with a parameter `training` gets False.
+
+        Batches may have any sizes. Smaller ones than the largest so far run its program: examples fill it up by
+        repetition, and each counts once, so the mean is exact. This needs a loss and metrics that are surely means, or
+        pairs `(sum, weight)`, of single examples. If a trace does not show that (`exp` of the mean, a loss that
+        compares examples), each size is compiled, and cut into at most `num_microbatches` parts; if the data-parallel
+        devices of a stage cannot divide the last examples evenly, each device computes all of these.
 
         Args:
-          data: an iterable of batches; for one batch, `[batch]`.
+          data: an iterable of batches; for one batch, `[batch]`. Or a mapping of names to such sets.
+          steps: the most batches to draw of each set; None draws all.
           global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
             it reads, `rows_read(batch, "evaluate")`.
 
         Returns:
-          Metrics as floats, at least `loss`.
+          Metrics as floats, at least `loss`; of several sets, `<set>/loss` and so on. `fit` returns and logs the same
+          metrics with the prefix `eval_`: `eval_loss`, `eval_<set>/loss`.
 
         Raises:
           BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
-          TypeError: if `data` is one batch, an array or a mapping.
-          ValueError: if `data` has no batch, or no example with weight in the loss.
+          TypeError: if `data` is one batch, or an array.
+          ValueError: if a set has no batch, or no example with weight in the loss; if a name has a slash.
         """
-        return self._running("evaluate").evaluation.evaluate(data, global_batch_size=global_batch_size)
+        evaluation = self._running("evaluate").evaluation
+        return evaluation.evaluate(data, steps=steps, global_batch_size=global_batch_size)
 
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).

@@ -166,8 +166,9 @@ class TrainingLoop:
         evaluation = None
         if arguments.eval_data is not None:
             evaluation = Evaluate(
-                arguments.eval_data, every=arguments.eval_every, global_batch_size=arguments.eval_global_batch_size
-            )
+                arguments.eval_data, every=arguments.eval_every, steps=arguments.eval_steps,
+                global_batch_size=arguments.eval_global_batch_size,
+            )  # fmt: skip
         save = Save(
             self.checkpoints, by_itself=self.checkpoints.store is not None, again="fit(..., resume=True)", stop=stop,
             saves_interrupted=True, tells=not self.saves, evaluation=evaluation,
