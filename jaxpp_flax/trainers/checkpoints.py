@@ -28,6 +28,7 @@ from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.progress import Display
@@ -186,11 +187,27 @@ class Checkpointing:
                 "training."
             ) from error
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
-        step: Any = self.held.stored_step()
-        known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
-        answers = exchange_values(process_group(), "the step of the checkpoint", known)
-        known = next(answer for answer in answers if answer is not None)
-        self._take_position(known, None if only is not None else position)
+        self._take_position(self._step_in_state(), None if only is not None else position)
+
+    def set_state(self, state: TrainState) -> None:
+        """As `PipelineTrainer.set_state`."""
+        if not isinstance(state, TrainState):
+            raise ModelError(f"trainer.set_state got a {type(state).__name__}: it takes a `TrainState`.")
+        now, new = flatten(self.held.memory)[0], flatten(state)[0]
+        faults = [f"{path}: it lacks this leaf" for path in now if path not in new]
+        for path, leaf in new.items():
+            if path not in now or (leaf.shape, leaf.dtype) != (now[path].shape, now[path].dtype):
+                has = "no such leaf" if path not in now else f"{now[path].dtype}{list(now[path].shape)}"
+                faults.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, and the trainer has {has}")
+            elif hasattr(leaf, "is_deleted") and leaf.is_deleted():
+                faults.append(f"{path}: a step has reused its memory")
+        if faults:
+            raise ModelError(
+                f"trainer.set_state got a state that does not fit, and nothing has changed. {listed(faults, 8, str)}."
+            )
+        self.held.put(state)
+        self.held.meet("trainer.set_state")
+        self._take_position(self._step_in_state(), None)
 
     def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:
         """Make what the optimizer keeps of parameters that were frozen in the run of the checkpoint; tell of both."""
@@ -248,6 +265,13 @@ class Checkpointing:
             )
         new = {path: plan.chosen[f"params/{of}"] for path, of in copies.items() if path not in plan.chosen}
         return replace(plan, chosen={**plan.chosen, **new}), [*new]
+
+    def _step_in_state(self) -> int:
+        """Return the step that a new state holds, on some of the processes."""
+        step: Any = self.held.stored_step()
+        known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
+        answers = exchange_values(process_group(), "the step of the new state", known)
+        return next(answer for answer in answers if answer is not None)
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         before, self.held.step = self.held.step, step

@@ -15,6 +15,7 @@ from jaxpp_flax.pretrained import IDENTITY, NameMap
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind
+from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
 from jaxpp_flax.trainers.parts import Core, Parts
 from jaxpp_flax.trainers.state.train_state import TrainState
 
@@ -31,8 +32,10 @@ class TrainedModel:
         """Return the parts for a call that needs values on devices; refuse it if the devices are only described.
 
         Raises:
-          RuntimeError: on a mesh of a described topology, for which a trainer only compiles.
+          RuntimeError: on a mesh of a described topology, for which a trainer only compiles; or if the state is gone.
         """
+        if call not in ("compiled_step", "fit", "restore", "set_state"):  # `fit` may resume
+            self._core.held.check_owned(f"trainer.{call}")
         if self._core.scheduling.mesh is not None:
             self._core.scheduling.mesh.check_attached(f"trainer.{call}")
         return self._parts
@@ -96,6 +99,27 @@ class TrainedModel:
           ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
         """
         self._running("set_weights").weights.set(weights)
+
+    # ------------------------------------------------------------------ a state of your own
+
+    def compiled_step(self, batch: Any, *, global_batch_size: int | None = None) -> CompiledStep:
+        """Return the training step as a pure function, for a loop that owns its state: `fit` runs the same program.
+
+        Args:
+          batch, global_batch_size: as in `compile`, which this calls.
+        """
+        program = self._running("compiled_step").train_step.compile(batch, global_batch_size=global_batch_size)
+        return CompiledStep(program, batch, self._core.rows, global_batch_size)
+
+    def set_state(self, state: TrainState) -> None:
+        """Go on from a state that `compiled_step` returned, or that `jaxpp_flax.checkpoint.restore` read; no copy.
+
+        The place in the data is not known afterwards. The trainer's next step reuses the memory of `state`.
+
+        Raises:
+          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
+        """
+        self._running("set_state").checkpoints.set_state(state)
 
     # ------------------------------------------------------------------ inference, and the rows of this process
 

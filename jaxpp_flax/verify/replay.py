@@ -71,8 +71,8 @@ class Replay(Callback):
         """Replay this step if it is due, and copy the state if the next one is."""
         before, self._before = self._before, None
         if before is not None and super().wants(record.step):
-            step = trainer._parts.train_step
-            found = step.again(before, record.batch, global_batch_size=record.global_batch_size)
+            step = trainer.compiled_step(record.batch, global_batch_size=record.global_batch_size)
+            found = step(before, record.batch)
             before = None  # the step reused its memory
             self.replayed.append(record.step)
             _check_equal((trainer.state, dict(record.metrics)), found, record.step)

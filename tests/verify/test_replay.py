@@ -12,7 +12,7 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import Memory
-from jaxpp_flax.trainers.loop.train_step import TrainStep
+from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
 from jaxpp_flax.verify import Replay, ReplayError
 from tests.trainers import models as m
 
@@ -41,9 +41,9 @@ def test_replays_change_nothing(options: dict[str, Any]):
 
 
 def test_a_device_that_computes_wrongly_is_named(monkeypatch: pytest.MonkeyPatch):
-    again = TrainStep.again
+    again = CompiledStep.__call__
 
-    def damaged(self: TrainStep, *of: Any, **named: Any) -> Any:
+    def damaged(self: CompiledStep, *of: Any, **named: Any) -> Any:
         """One bit of one number of one device is another one."""
         state, metrics = again(self, *of, **named)
         kernel: MpmdArray = state.params["layers"][1]["kernel"]
@@ -56,7 +56,7 @@ def test_a_device_that_computes_wrongly_is_named(monkeypatch: pytest.MonkeyPatch
         state.params["layers"][1]["kernel"] = MpmdArray({1: whole}, kernel.sharding)
         return state, metrics
 
-    monkeypatch.setattr(TrainStep, "again", damaged)
+    monkeypatch.setattr(CompiledStep, "__call__", damaged)
     trainer = make_trainer()
     with pytest.raises(
         ReplayError, match=r"step 1 gave other bits .*: params/layers/1/kernel on device .* of rank 1, at \(1, 2\)"

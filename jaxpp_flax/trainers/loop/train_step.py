@@ -106,12 +106,6 @@ class TrainStep:
                 f"{describe_batch(whole)}"
             )
 
-    @without_ambient_mesh
-    def again(self, state: Any, batch: Any, *, global_batch_size: int | None) -> tuple[Any, dict[str, Any]]:
-        """Return the new state and the metrics of a step from `state`, whose memory it reuses; the trainer stays."""
-        compiled, microbatches = self._prepare(batch, self.rows.whole(batch, global_batch_size))
-        return compiled(state, microbatches)
-
     def finish(self, results: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""
         state, metrics = results

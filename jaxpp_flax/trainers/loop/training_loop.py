@@ -176,6 +176,7 @@ class TrainingLoop:
         with save.begun():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
             if not arguments.resume:
+                self.held.check_owned("trainer.fit")
                 save.refuse_later_checkpoints()
             begin = trainer.step
             try:

@@ -330,7 +330,7 @@ def test_several_sets_are_named_in_the_log_the_result_and_by_early_stopping():
 @pytest.mark.parametrize("watched", ["loss", "eval_loss", "other/loss"])
 def test_early_stopping_of_no_set_is_refused_before_the_first_step(watched):
     made = trainer()
-    with pytest.raises(ValueError, match="the sets 'a', 'b'. Name the metric of one of them: 'a/loss', 'b/loss'"):
+    with pytest.raises(ValueError, match=r"the sets 'a', 'b'\. Name the metric of one of them: 'a/loss', 'b/loss'"):
         made.fit(DATA, eval_data={"a": DATA, "b": DATA}, eval_every=1, callbacks=[EarlyStopping(watched)])
     assert made.step == 0
 
