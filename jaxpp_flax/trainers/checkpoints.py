@@ -190,7 +190,7 @@ class Checkpointing:
                 "training."
             ) from error
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
-        self._take_position(step, None if only is not None else position)
+        self.take_position(step, None if only is not None else position)
 
     def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:
         """Make what the optimizer keeps of parameters that were frozen in the run of the checkpoint; tell of both."""
@@ -249,7 +249,8 @@ class Checkpointing:
         new = {path: plan.chosen[f"params/{of}"] for path, of in copies.items() if path not in plan.chosen}
         return replace(plan, chosen={**plan.chosen, **new}), [*new]
 
-    def _take_position(self, step: int, position: DataPosition | None) -> None:
+    def take_position(self, step: int, position: DataPosition | None) -> None:
+        """Note that the state in memory is another one, of this step and this position in the data."""
         before, self.held.step = self.held.step, step
         self.measured.clear()
         self.data.restored(position, back=before - step)

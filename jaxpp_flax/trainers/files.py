@@ -48,7 +48,7 @@ class FileCalls(WeightCalls):
             path.
           ValueError: if `only` chooses no leaf, or `where` is no path.
         """
-        self._check_devices("save")
+        self._check_ready("save")
         if only is not None:
             return self.checkpoints.save_part(where, only)
         if where is None or isinstance(where, int):
@@ -90,7 +90,7 @@ class FileCalls(WeightCalls):
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
             The state in memory does not change then, except as described at `low_memory`.
         """
-        self._check_devices("restore")
+        self._check_ready("restore")
         self.held.meet("trainer.restore")
         path = self.checkpoints.path_of(where)
         self.checkpoints.restore(path, only=only, rename=rename, missing=missing, low_memory=low_memory)
@@ -120,7 +120,7 @@ class FileCalls(WeightCalls):
           ModuleNotFoundError: for safetensors without the extra `huggingface`.
           ValueError: after the first step.
         """
-        self._check_devices("load_pretrained")
+        self._check_ready("load_pretrained")
         self.held.meet("trainer.load_pretrained")
         if self.step:
             raise ValueError(
@@ -170,7 +170,7 @@ class FileCalls(WeightCalls):
           CheckpointSaveError: if the directory exists, or cannot be written.
           ValueError: for `ema=True` without an average; if an adapter cannot be merged.
         """
-        self._check_devices("export_pretrained")
+        self._check_ready("export_pretrained")
         self.held.meet("trainer.export_pretrained")
         if ema and self.held.memory.ema is None:
             raise ValueError("export_pretrained(ema=True) needs an average: training=Training(ema_decay=0.999).")

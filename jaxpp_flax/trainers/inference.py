@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,11 +12,14 @@ import jax
 import numpy as np
 
 from jaxpp_flax._compat_texts.errors import is_uneven_split
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
+from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows
-from jaxpp_flax.trainers.data.stream import awaited, check_batches
+from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
+from jaxpp_flax.trainers.data.padding import Form, form_for, resized
+from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
@@ -42,8 +46,8 @@ class Average:
         self._sums: defaultdict[str, Any] = defaultdict(float)
         self._weights: defaultdict[str, Any] = defaultdict(float)
 
-    def add(self, terms: LossTerms, num_microbatches: int, num_examples: int) -> None:
-        """Add a batch's terms, summed over its microbatches."""
+    def add(self, terms: LossTerms, num_microbatches: float, num_examples: int) -> None:
+        """Add a batch's terms, summed over its microbatches, or over shares of them."""
         loss = terms.total if terms.weight is None else (terms.total, terms.weight)
         for name, value in {"loss": loss, **terms.metrics}.items():
             if isinstance(value, tuple):
@@ -77,56 +81,118 @@ class InferenceCalls(WeightCalls):
     """The methods of `PipelineTrainer` that do not change the state; batches are loaded as in training."""
 
     @timed("evaluation")
-    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+    def evaluate(
+        self,
+        data: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        steps: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> dict[str, Any]:
         """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
 
-        The weights are those of `Inference(params=)`. Batches may have any sizes, and each is cut into at most
-        `num_microbatches` parts. If the data-parallel devices of a stage cannot divide the last examples evenly, each
-        device computes all of these. NNX modules run in `eval()` mode. For Linen, `model.training` is False. A loss
-        with a parameter `training` gets False.
+        The weights are those of `Inference(params=)`. NNX modules run in `eval()` mode. For Linen, `model.training` is
+        False. A loss with a parameter `training` gets False.
+
+        Batches may have any sizes. Smaller ones than the largest so far run its program: examples fill it up by
+        repetition, and each counts once, so the mean is exact. This needs a loss and metrics that are surely means, or
+        pairs `(sum, weight)`, of single examples. If a trace does not show that (`exp` of the mean, a loss that
+        compares examples), each size is compiled, and cut into at most `num_microbatches` parts; if the data-parallel
+        devices of a stage cannot divide the last examples evenly, each device computes all of these.
 
         Args:
-          data: an iterable of batches; for one batch, `[batch]`.
+          data: an iterable of batches; for one batch, `[batch]`. Or a mapping of names to such sets.
+          steps: the most batches to draw of each set; None draws all.
           global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
             it reads, `rows_read(batch, "evaluate")`.
 
         Returns:
-          Metrics as floats, at least `loss`.
+          Metrics as floats, at least `loss`; of several sets, `<set>/loss` and so on. `fit` returns and logs the same
+          metrics with the prefix `eval_`: `eval_loss`, `eval_<set>/loss`.
 
         Raises:
           BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
-          TypeError: if `data` is one batch, an array or a mapping.
-          ValueError: if `data` has no batch, or no example with weight in the loss.
+          TypeError: if `data` is one batch, or an array.
+          ValueError: if a set has no batch, or no example with weight in the loss; if a name has a slash.
         """
-        self._check_devices("evaluate")
-        check_batches("data", data)
+        self._check_ready("evaluate")
+        sets, steps = evaluation_sets("data", data), None if steps is None else check_count("steps", steps)
         self.held.meet("trainer.evaluate")
+        found: dict[str, Any] = {}
+        for name, batches in sets.items():
+            means = self._means(batches, steps, global_batch_size, "data" if name is None else f"data[{name!r}]")
+            found |= means if name is None else {f"{name}/{metric}": value for metric, value in means.items()}
+        return found
+
+    def _means(
+        self, data: Iterable[Any], steps: int | None, global_batch_size: int | None, name: str
+    ) -> dict[str, Any]:
+        """Return the means over one set of data."""
         average, pending, alike = Average(), None, BatchComparison(self.mesh, "evaluation")
-        state_for = self._state_for_step()
-        for batch in awaited(data, "the next batch to evaluate"):  # the data see the mesh of the caller
-            for terms, part in self._evaluated(batch, global_batch_size, state_for, alike):
+        state_for, forms = self._state_for_step(), dict[Any, Form]()
+        drawn = itertools.islice(data, steps)
+        for batch in awaited(drawn, "the next batch to evaluate"):  # the data see the mesh of the caller
+            for terms, part in self._evaluated(batch, global_batch_size, state_for, alike, forms):
                 if pending is not None:
                     average.add(*pending)
-                pending = (terms, part.num_microbatches, part.num_examples)
+                count = part.num_microbatches if part.shares is None else part.shares.sum(dtype=np.float64)
+                pending = (terms, count, part.num_examples)
         if pending is None:
-            raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
+            raise ValueError(f"evaluate got {name} (a {type(data).__name__}) without a single batch.")
         average.add(*pending)
         alike.end()
         return average.result()
 
     @without_ambient_mesh
     def _evaluated(
-        self, batch: Any, global_batch_size: int | None, state_for: Callable[[Any], Any], alike: BatchComparison
+        self,
+        batch: Any,
+        global_batch_size: int | None,
+        state_for: Callable[[Any], Any],
+        alike: BatchComparison,
+        forms: dict[Any, Form],
     ) -> list[tuple[LossTerms, InferencePart]]:
         """Return the terms of each part of a batch, without waiting for them."""
         whole = self.steps.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        together = isinstance(self._eval_loss_fn, WholeBatchLoss)
+        parts = None if own is not None else self._padded(whole, forms)
+        if parts is None:
+            together = isinstance(self._eval_loss_fn, WholeBatchLoss)
+            parts = self.steps.rows.inference_parts(whole, rows_only=own is not None, together=together)
         found = list[tuple[LossTerms, InferencePart]]()
-        for part in self.steps.rows.inference_parts(whole, rows_only=own is not None, together=together):
+        for part in parts:
             compiled, taken = self._ready("evaluate", part, own, alike)
-            found.append((compiled(state_for(compiled), taken), part))
+            shares = np.ones(part.num_microbatches, np.float32) if part.shares is None else part.shares
+            found.append((compiled(state_for(compiled), taken, shares), part))
         return found
+
+    def _padded(self, whole: Any, forms: dict[Any, Form]) -> list[InferencePart] | None:
+        """Return the parts of a batch in the form of the largest batch so far, whose program runs them.
+
+        None if a program of its own is due: the batch fills one exactly and none is larger, or examples may not be
+        repeated.
+
+        Args:
+          forms: the forms so far, by the structure of an example.
+        """
+        size, shards, count = batch_size(whole), self.steps.rows.batch_shards, self.num_microbatches
+        key = signature(resized(whole, 1))
+        form = forms.get(key)
+        if form is None or size > form.size:
+            fits = size % (count * shards) == 0
+            form = Form(count, size // count) if fits else form_for(size, count, shards)
+        if size != form.size or form.num_microbatches != count:
+            if not self._may_repeat(whole, form):
+                return None
+            forms[key] = form
+            return self.steps.rows.padded_parts(whole, form)
+        forms[key] = form
+        return None
+
+    def _may_repeat(self, whole: Any, form: Form) -> bool:
+        """Return whether a mean stays the same if examples of a batch are repeated, and all of them are here."""
+        here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(whole) if isinstance(leaf, jax.Array))
+        one = resized(whole, form.microbatch)
+        return here and self.steps.builders.is_separable(self._eval_loss_fn, self.held.memory, one)
 
     @without_ambient_mesh
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
@@ -143,7 +209,7 @@ class InferenceCalls(WeightCalls):
           TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
           BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
         """
-        self._check_devices("predict")
+        self._check_ready("predict")
         if isinstance(batch, Mapping) and self.inference.predict_fn is None and not jax.tree_util.all_leaves([batch]):
             raise TypeError(
                 f"predict got a dict with {', '.join(map(repr, batch))}, but not which of these the model takes. "
@@ -188,8 +254,10 @@ class InferenceCalls(WeightCalls):
                 return self.steps.builders.for_inference(self._eval_loss_fn).evaluate(loop)
             return self.steps.builders.for_inference().predict(loop, self.inference.predict_fn or call_model)
 
+        shares = jax.ShapeDtypeStruct((part.num_microbatches,), np.float32)
         try:
-            return self.steps.get(kind, part.microbatches, build, donate=False)
+            more = (shares,) if kind == "evaluate" else ()
+            return self.steps.get(kind, part.microbatches, build, donate=False, more=more)
         except ValueError as error:
             if part.is_shared or not is_uneven_split(error):
                 raise

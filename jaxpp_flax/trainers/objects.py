@@ -191,12 +191,14 @@ class TrainerObjects:
         """Print a line without disturbing the progress bar."""
         self.loop.display.message(text)
 
-    def _check_devices(self, call: str) -> None:
-        """Refuse a call that needs values on devices, if the devices are only described.
+    def _check_ready(self, call: str) -> None:
+        """Refuse a call that needs values on devices, if there are none.
 
         Raises:
-          RuntimeError: on a mesh of a described topology, for which a trainer only compiles.
+          RuntimeError: on a mesh of a described topology, for which a trainer only compiles; or if the state is gone.
         """
+        if call not in ("compiled_step", "fit", "restore", "set_state"):  # `fit` may resume
+            self.held.check_owned(f"trainer.{call}")
         if self.mesh is not None:
             self.mesh.check_attached(f"trainer.{call}")
 

@@ -14,12 +14,13 @@ from jaxpp_flax.trainers.data.batch import count_units, describe_batch, shape_of
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows, examples_of_a_device
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.inference import InferenceCalls
+from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
 from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["StepCalls", "run_again"]
+__all__ = ["StepCalls"]
 
 
 class StepCalls(InferenceCalls):
@@ -68,6 +69,16 @@ class StepCalls(InferenceCalls):
                 display.message(plan.table())
         return compiled
 
+    def compiled_step(self, batch: Any, *, global_batch_size: int | None = None) -> CompiledStep:
+        """Return the training step as a pure function, for a loop that owns its state: `fit` runs the same program.
+
+        Args:
+          batch, global_batch_size: as in `compile`, which this calls.
+        """
+        self._check_ready("compiled_step")
+        program = self.compile(batch, global_batch_size=global_batch_size)
+        return CompiledStep(program, batch, self.steps.rows, global_batch_size)
+
     @without_ambient_mesh
     @timed("dispatch")
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
@@ -88,7 +99,7 @@ class StepCalls(InferenceCalls):
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: for other arguments that do not fit, before anything runs.
         """
-        self._check_devices("train_step")
+        self._check_ready("train_step")
         compiled, microbatches = self._prepare(batch, global_batch_size)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
             results = compiled(self.held.memory, microbatches)
@@ -152,7 +163,7 @@ class StepCalls(InferenceCalls):
         Raises:
           ValueError: without a pipeline; also the errors of `train_step`.
         """
-        self._check_devices("profile_step")
+        self._check_ready("profile_step")
         schedule, mesh = self.steps.scheduling.pipeline("profile_step")
         compiled, microbatches = self._prepare(batch, global_batch_size)
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
@@ -233,12 +244,3 @@ class StepCalls(InferenceCalls):
             return rows.read(self.compile(batch), batch, rows.num_microbatches)
         part = rows.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
         return rows.read(self._compiled(call, part), batch, part.num_microbatches)
-
-
-@without_ambient_mesh
-def run_again(
-    trainer: StepCalls, state: TrainState, batch: Any, *, global_batch_size: int | None
-) -> tuple[TrainState, dict[str, Any]]:
-    """Return the new state and the metrics of a step from `state`, whose memory it reuses; the trainer stays."""
-    compiled, microbatches = trainer._prepare(batch, global_batch_size)  # pyright: ignore[reportPrivateUsage]
-    return compiled(state, microbatches)

@@ -23,15 +23,7 @@ from jaxpp_flax.trainers.data.source import ResumeData
 from jaxpp_flax.trainers.files import FileCalls
 from jaxpp_flax.trainers.generation.generator import GenerationCalls
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
-from jaxpp_flax.trainers.options import (
-    Checkpoints,
-    Inference,
-    Logging,
-    Memory,
-    MeshOptions,
-    Precision,
-    Training,
-)
+from jaxpp_flax.trainers.options import Checkpoints, Inference, Logging, Memory, MeshOptions, Precision, Training
 from jaxpp_flax.trainers.options.planned import Planned, take_plan
 from jaxpp_flax.trainers.stages.assignment import AssignmentLike
 from jaxpp_flax.trainers.steps import StepCalls
@@ -193,7 +185,7 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
           >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
           [1, 2, 4]
         """
-        self._check_devices("training_steps")
+        self._check_ready("training_steps")
         return self.loop.steps(
             self, data,
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, callbacks=callbacks,
@@ -207,8 +199,9 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
         epochs: int | None = None,
         global_batch_size: int | None = None,
         remainder: Remainder | None = None,
-        eval_data: Iterable[Any] | None = None,
+        eval_data: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         eval_every: int | None = None,
+        eval_steps: int | None = None,
         eval_global_batch_size: int | None = None,
         callbacks: Sequence[Callback] = (),
         resume: Resume = False,
@@ -218,7 +211,8 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
 
         Args:
           data: an iterable of batches: a list, a generator, a grain dataset or loader.
-          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
+          steps: the number of steps to train; with `resume`, counted from the beginning of the run. Data that can be
+            iterated again is repeated as needed.
           epochs: the number of passes over the data; it must be possible to iterate over the data again. Without
             `steps` and `epochs`, `fit` makes one pass.
           global_batch_size: None: each process passes whole batches (a leaf that the process does not read may be a
@@ -227,8 +221,10 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
           remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
             leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
             "drop", with a message. A batch with more examples than the first one is refused.
-          eval_data: data to evaluate at the end, and every `eval_every` steps.
+          eval_data: data to evaluate at the end, and every `eval_every` steps: see `evaluate`. A mapping names several
+            sets; `EarlyStopping` and `Checkpoints(best=)` name a metric of one of them: "eval_<set>/loss".
           eval_every: the number of steps between two evaluations. None: only at the end. Without `eval_data`, an error.
+          eval_steps: the most batches of each set in one evaluation. None: all of them.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
@@ -246,11 +242,11 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
           NonFiniteLossError: see `train_step`.
           CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
         """
-        self._check_devices("fit")
+        self._check_ready("fit")
         arguments = FitArguments(
             steps=steps, epochs=epochs, global_batch_size=global_batch_size, remainder=remainder, eval_data=eval_data,
-            eval_every=eval_every, eval_global_batch_size=eval_global_batch_size, callbacks=callbacks, resume=resume,
-            resume_data=resume_data,
+            eval_every=eval_every, eval_steps=eval_steps, eval_global_batch_size=eval_global_batch_size,
+            callbacks=callbacks, resume=resume, resume_data=resume_data,
         )  # fmt: skip
         return self.loop.fit(self, data, arguments)
 

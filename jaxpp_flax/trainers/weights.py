@@ -16,7 +16,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.messages import amount, listed
-from jaxpp_flax.processes import value_text
+from jaxpp_flax.processes import exchange_values, process_group, value_text
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
@@ -47,7 +47,7 @@ class WeightCalls(TrainerObjects):
         The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. If no
         step has run yet, this makes the state on the ranks: each rank gets its share.
         """
-        self._check_devices("state")
+        self._check_ready("state")
         return self.held.whole()
 
     @property
@@ -72,7 +72,7 @@ class WeightCalls(TrainerObjects):
             larger than a device stays in parts: `trainer.save()` writes it, each leaf from its ranks.
           ValueError: for `ema=True` without an average.
         """
-        self._check_devices("gather_model")
+        self._check_ready("gather_model")
         if ema and self.held.memory.ema is None:
             raise ValueError(
                 "gather_model(ema=True) needs an average of the weights: training=Training(ema_decay=0.999)."
@@ -87,7 +87,7 @@ class WeightCalls(TrainerObjects):
           TypeError: for an NNX model.
           ModelError: as in `gather_model`.
         """
-        self._check_devices("gather_variables")
+        self._check_ready("gather_variables")
         adapter = self.model.adapter
         if not isinstance(adapter, LinenModel):
             raise TypeError("gather_variables() is for Linen models; for an NNX model, use `gather_model()`.")
@@ -138,7 +138,7 @@ class WeightCalls(TrainerObjects):
         Raises:
           ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
         """
-        self._check_devices("set_weights")
+        self._check_ready("set_weights")
         self.held.meet("trainer.set_weights")
         state = self.held.memory
         new = checked_weights(weights, leaves_of_model(state))
@@ -157,6 +157,36 @@ class WeightCalls(TrainerObjects):
             )
         values |= {path: given[of] for path, of in copies.items()}
         self.held.take(Arrays({path: self._owned(value, leaves[path].dtype) for path, value in values.items()}))
+
+    def set_state(self, state: TrainState) -> None:
+        """Go on from a state that `compiled_step` returned, or that `jaxpp_flax.checkpoint.restore` read; no copy.
+
+        The place in the data is not known afterwards. The trainer's next step reuses the memory of `state`.
+
+        Raises:
+          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
+        """
+        self._check_ready("set_state")
+        if not isinstance(state, TrainState):
+            raise ModelError(f"trainer.set_state got a {type(state).__name__}: it takes a `TrainState`.")
+        now, new = flatten(self.held.memory)[0], flatten(state)[0]
+        faults = [f"{path}: it lacks this leaf" for path in now if path not in new]
+        for path, leaf in new.items():
+            if path not in now or (leaf.shape, leaf.dtype) != (now[path].shape, now[path].dtype):
+                has = "no such leaf" if path not in now else f"{now[path].dtype}{list(now[path].shape)}"
+                faults.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, and the trainer has {has}")
+            elif hasattr(leaf, "is_deleted") and leaf.is_deleted():
+                faults.append(f"{path}: a step has reused its memory")
+        if faults:
+            raise ModelError(
+                f"trainer.set_state got a state that does not fit, and nothing has changed. {listed(faults, 8, str)}."
+            )
+        self.held.put(state)
+        self.held.meet("trainer.set_state")
+        step: Any = state.step
+        known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
+        answers = exchange_values(process_group(), "the step of the new state", known)
+        self.checkpoints.take_position(next(answer for answer in answers if answer is not None), None)
 
     def _owned(self, value: Any, dtype: Any) -> Any:
         """Return a value of this type; an array on ranks is a copy, which a step may donate."""

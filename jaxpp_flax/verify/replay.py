@@ -16,7 +16,6 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
-from jaxpp_flax.trainers.steps import run_again
 from jaxpp_flax.verify.errors import ReplayError
 
 __all__ = ["Replay"]
@@ -72,7 +71,8 @@ class Replay(Callback):
         """Replay this step if it is due, and copy the state if the next one is."""
         before, self._before = self._before, None
         if before is not None and super().wants(record.step):
-            found = run_again(trainer, before, record.batch, global_batch_size=record.global_batch_size)
+            step = trainer.compiled_step(record.batch, global_batch_size=record.global_batch_size)
+            found = step(before, record.batch)
             before = None  # the step reused its memory
             self.replayed.append(record.step)
             _check_equal((trainer.state, dict(record.metrics)), found, record.step)

@@ -12,8 +12,8 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import Memory
+from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
 from jaxpp_flax.verify import Replay, ReplayError
-from jaxpp_flax.verify import replay as replaying
 from tests.trainers import models as m
 
 
@@ -41,11 +41,11 @@ def test_replays_change_nothing(options: dict[str, Any]):
 
 
 def test_a_device_that_computes_wrongly_is_named(monkeypatch: pytest.MonkeyPatch):
-    again = replaying.run_again
+    again = CompiledStep.__call__
 
-    def damaged(*of: Any, **named: Any) -> Any:
+    def damaged(self: CompiledStep, *of: Any, **named: Any) -> Any:
         """One bit of one number of one device is another one."""
-        state, metrics = again(*of, **named)
+        state, metrics = again(self, *of, **named)
         kernel: MpmdArray = state.params["layers"][1]["kernel"]
         (array,) = kernel._partially_addressable_arrays.values()
         parts = [np.array(shard.data) for shard in array.addressable_shards]
@@ -56,7 +56,7 @@ def test_a_device_that_computes_wrongly_is_named(monkeypatch: pytest.MonkeyPatch
         state.params["layers"][1]["kernel"] = MpmdArray({1: whole}, kernel.sharding)
         return state, metrics
 
-    monkeypatch.setattr(replaying, "run_again", damaged)
+    monkeypatch.setattr(CompiledStep, "__call__", damaged)
     trainer = make_trainer()
     with pytest.raises(
         ReplayError, match=r"step 1 gave other bits .*: params/layers/1/kernel on device .* of rank 1, at \(1, 2\)"

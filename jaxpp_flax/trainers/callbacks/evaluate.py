@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
+from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
 
 __all__ = ["Evaluate"]
 
@@ -15,13 +17,27 @@ class Evaluate(Callback):
     """Evaluates every `every` steps, and at the end if the last step had no evaluation; logs to `trainer.tracker`.
 
     Args:
-      data: the data to evaluate; it must be possible to iterate over it several times.
+      data: the data to evaluate, or a mapping of names to several sets; it must be possible to iterate over it several
+        times.
       every: steps between two evaluations; None for one evaluation at the end.
+      steps: the most batches of each set to evaluate; None evaluates all.
       global_batch_size: the number of examples in a batch of `data`: see `PipelineTrainer.evaluate`.
+
+    Raises:
+      TypeError, ValueError: as `PipelineTrainer.evaluate`.
     """
 
-    def __init__(self, data: Iterable[Any], *, every: int | None = None, global_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        data: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        every: int | None = None,
+        steps: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> None:
         super().__init__(every=1 if every is None else every)
+        evaluation_sets("Evaluate: data", data)
+        self._steps = None if steps is None else check_count("Evaluate: steps", steps)
         self._data, self._global_batch_size, self._only_at_end = data, global_batch_size, every is None
         self._begin: int | None = None
         self.at_end = False
@@ -46,7 +62,7 @@ class Evaluate(Callback):
             self._evaluate(trainer)
 
     def _evaluate(self, trainer: Any) -> None:
-        metrics = trainer.evaluate(self._data, global_batch_size=self._global_batch_size)
+        metrics = trainer.evaluate(self._data, steps=self._steps, global_batch_size=self._global_batch_size)
         named = {f"eval_{name}": value for name, value in metrics.items()}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
         trainer.message(f"step {trainer.step}  {shown}")

@@ -77,8 +77,8 @@ class LogMetrics(Callback):
         self._rate, self._pending = Rate(None, lambda: 0.0), deque[_Row]()
         self.units, self.unit = 0, "examples"  # of all steps
         self.best: tuple[str, float, int] | None = None
-        """The best value of the metric of `ranking`, with its name and step. Without `ranking`: the lowest `eval_loss`,
-        or without evaluations the lowest logged `loss`."""
+        """The best value of the metric of `ranking`, with its name and step. Without `ranking`: the lowest `eval_loss`
+        (of several sets, of the first one), or without evaluations the lowest logged `loss`."""
         self.last: dict[str, Any] = {}
         """The metrics that were logged last, with the metrics of evaluations."""
 
@@ -112,7 +112,8 @@ class LogMetrics(Callback):
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self.last = {**self.last, **{f"eval_{name}": value for name, value in metrics.items()}}
-        self._compare("eval_loss", step)
+        first = next((name for name in metrics if name.endswith("/loss")), "loss")  # of several sets
+        self._compare(f"eval_{first}", step)
 
     def on_last_step(self, trainer: Any, error: BaseException | None) -> None:
         if error is None or (isinstance(error, SystemExit) and not has_failed(error)):
@@ -186,7 +187,7 @@ class LogMetrics(Callback):
         value = self.last.get(ranking.best)
         if not isinstance(value, float) or not math.isfinite(value):
             return
-        if self._ranking is None and best is not None and best[0] == "eval_loss" != name:
+        if self._ranking is None and best is not None and best[0].startswith("eval_") and name == "loss":
             return
         if best is None or best[0] != ranking.best or ranking.order(value) > ranking.order(best[1]):
             self.best = (ranking.best, value, step)

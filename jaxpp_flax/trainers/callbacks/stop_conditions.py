@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxpp_flax.checkpoint.format.locations import location
@@ -22,7 +22,8 @@ class EarlyStopping(Callback):
     run stays stopped. Without `resume=`, each `fit` starts to count from zero.
 
     Args:
-      metric: the name of a metric of the evaluation; "loss" and "eval_loss" mean the same.
+      metric: the name of a metric of the evaluation; "loss" and "eval_loss" mean the same. With several sets of data,
+        "<set>/loss".
       patience: the number of evaluations without improvement after which `fit` ends, at least 1.
       min_delta: a smaller change does not count as an improvement.
       mode: "min" if smaller values are better; "max" if larger values are, as for an accuracy.
@@ -49,6 +50,20 @@ class EarlyStopping(Callback):
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
         self._sign = 1 if mode == "min" else -1
         self.set_state(None)
+
+    def check_sets(self, sets: Sequence[str | None]) -> None:
+        """Refuse a metric of none of these sets of data; the name of a single set is None.
+
+        Raises:
+          ValueError: the message has names that would do.
+        """
+        name, _, metric = self._metric.removeprefix("eval_").rpartition("/")
+        if sets != [None] and name not in sets:
+            choices = ", ".join(repr(f"{one}/{metric}") for one in sets)
+            raise ValueError(
+                f"EarlyStopping watches {self._metric!r}, but eval_data has the sets {', '.join(map(repr, sets))}. "
+                f"Name the metric of one of them: {choices}."
+            )
 
     def state_name(self) -> str:
         return f"{type(self).__name__}({self._metric})"

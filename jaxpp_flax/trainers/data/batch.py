@@ -128,6 +128,7 @@ class InferencePart:
     num_microbatches: int
     num_examples: int
     is_shared: bool = True  # the data-parallel devices of a stage divide each microbatch; else each computes all of it
+    shares: Any = None  # of each microbatch, how much it counts; None: 1
 
 
 def split_for_inference(

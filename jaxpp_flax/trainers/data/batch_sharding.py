@@ -35,6 +35,7 @@ from jaxpp_flax.trainers.data.batch import (
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_leaves import check_leaf, is_list_of_numbers, leaf_name
 from jaxpp_flax.trainers.data.global_arrays import cut_global, is_global
+from jaxpp_flax.trainers.data.padding import Form, padded_parts
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.mesh import num_batch_shards
 
@@ -107,6 +108,10 @@ class BatchSharding:
                 f"{self.batch_shards} examples; or pass whole batches, without global_batch_size."
             )
         return parts
+
+    def padded_parts(self, whole: Any, form: Form) -> list[InferencePart]:
+        """Bring a whole batch into the form of a program for batches of another size."""
+        return list(padded_parts(self._taken(whole), batch_size(whole), form))
 
     def whole(self, batch: Any, global_batch_size: int | None) -> Any:
         """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""

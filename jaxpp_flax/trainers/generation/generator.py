@@ -101,7 +101,7 @@ class GenerationCalls(WeightCalls):
           ModelError: if the model has no cache, does not use it, or does not take such lengths.
           ValueError, TypeError: for a prompt or an option that does not fit; nothing has run then.
         """
-        self._check_devices("generate")
+        self._check_ready("generate")
         scheduling = self.steps.scheduling
         sampling = Sampling(temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, eos_token_id=eos_token_id)
         count = scheduling.num_stages if groups is None else check_count("groups", groups)

@@ -10,9 +10,9 @@ from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, named
 from jaxpp_flax.trainers.callbacks.stop_conditions import EarlyStopping
 from jaxpp_flax.trainers.checkpoints import Resume, check_resume
+from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
 from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.data.source import ResumeData
-from jaxpp_flax.trainers.data.stream import check_batches
 
 __all__ = ["FitArguments"]
 
@@ -29,8 +29,9 @@ class FitArguments:
     epochs: int | None
     global_batch_size: int | None
     remainder: Remainder | None
-    eval_data: Iterable[Any] | None
+    eval_data: Iterable[Any] | Mapping[str, Iterable[Any]] | None
     eval_every: int | None
+    eval_steps: int | None
     eval_global_batch_size: int | None
     callbacks: Sequence[Callback]
     resume: Resume
@@ -38,25 +39,30 @@ class FitArguments:
 
     def __post_init__(self) -> None:
         named(self.callbacks)
-        for callback in self.callbacks:
-            if self.eval_data is None and isinstance(callback, EarlyStopping):
-                raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
         check_resume(self.resume)
-        for name in ("steps", "epochs", "global_batch_size", "eval_every", "eval_global_batch_size"):
+        of_evaluation = ("eval_every", "eval_steps", "eval_global_batch_size")
+        for name in ("steps", "epochs", "global_batch_size", *of_evaluation):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))
-        if self.eval_data is not None:
-            check_batches("eval_data", self.eval_data)
-        for name in ("eval_every", "eval_global_batch_size") if self.eval_data is None else ():
+        sets = {} if self.eval_data is None else evaluation_sets("eval_data", self.eval_data)
+        for callback in self.callbacks:
+            if not sets and isinstance(callback, EarlyStopping):
+                raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
+            if isinstance(callback, EarlyStopping):
+                callback.check_sets([*sets])
+        for name in of_evaluation if not sets else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)}, but there is nothing to evaluate: pass eval_data=.")
-        if self.eval_every is not None and isinstance(self.eval_data, Iterator):
-            raise ValueError(
-                f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
-                f"{type(self.eval_data).__name__} can be iterated only once. Pass a list."
-            )
+        for batches in sets.values():
+            if self.eval_every is not None and isinstance(batches, Iterator):
+                raise ValueError(
+                    f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
+                    f"{type(batches).__name__} can be iterated only once. Pass a list."
+                )
 
     def common(self) -> Mapping[str, Any]:
-        """Return the arguments that all processes must pass alike."""
+        """Return the arguments that all processes must pass alike; of the data to evaluate, the names of the sets."""
         own = ("eval_data", "callbacks", "resume_data")
-        return {name: value for name, value in vars(self).items() if name not in own}
+        sets = ", ".join(map(repr, self.eval_data)) if isinstance(self.eval_data, Mapping) else ""
+        common = {name: value for name, value in vars(self).items() if name not in own}
+        return {**common, "eval_data": f"sets {sets}"} if sets else common

@@ -167,8 +167,9 @@ class TrainingLoop:
         evaluation = None
         if arguments.eval_data is not None:
             evaluation = Evaluate(
-                arguments.eval_data, every=arguments.eval_every, global_batch_size=arguments.eval_global_batch_size
-            )
+                arguments.eval_data, every=arguments.eval_every, steps=arguments.eval_steps,
+                global_batch_size=arguments.eval_global_batch_size,
+            )  # fmt: skip
         save = Save(
             self.checkpoints, by_itself=self.checkpoints.store is not None, again="fit(..., resume=True)", stop=stop,
             saves_interrupted=True, tells=not self.saves, evaluation=evaluation,
@@ -176,6 +177,7 @@ class TrainingLoop:
         with save.begun():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
             if not arguments.resume:
+                self.held.check_owned("trainer.fit")
                 save.refuse_later_checkpoints()
             begin = trainer.step
             try:

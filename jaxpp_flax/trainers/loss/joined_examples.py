@@ -26,6 +26,7 @@ from jaxpp_flax.engine.analyses.batch_flow import propagate
 from jaxpp_flax.engine.analyses.inner_bodies import open_scan
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, applied, values
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, Operands, facts_of
+from jaxpp_flax.trainers.loss.apart import Apart
 from jaxpp_flax.trainers.loss.example_counts import (
     ROUND,
     Count,
@@ -60,6 +61,8 @@ class Followed:
       counts: how many examples it adds up; None if it does not depend on them.
       numbers: the number that it is, if it is a known one.
       normalises: whether it is made of statistics of the batch that the examples of this batch are computed with.
+      apart: whether it depends on no example, or holds examples apart: see `Apart`.
+      shifted: whether it is a sum over the examples and something else.
     """
 
     joins: Sequence[Joins]
@@ -67,6 +70,8 @@ class Followed:
     counts: Sequence[Count | None]
     numbers: Sequence[float | None]
     normalises: Sequence[bool]
+    apart: Sequence[bool]
+    shifted: Sequence[bool]
 
 
 def find_joins(graph: Graph, examples: Iterable[Value], count: int) -> list[Joins]:
@@ -99,6 +104,8 @@ def follow_examples(
         counts=counts,
         numbers=search.known(graph.outputs),
         normalises=[bool(found and found.statistics & search.normalising) for found in counts],
+        apart=[value not in search.dependent or value in search.apart.found for value in outputs],
+        shifted=[value in search.apart.shifted for value in outputs],
     )
 
 
@@ -112,6 +119,7 @@ class _Search:
         self.counts: dict[Value, Count] = {}  # of each value that depends on the examples
         self.numbers: dict[Value, float | None] = {}  # the values of which each entry is the same known number
         self.normalising: set[Value] = set() if normalising is None else normalising  # statistics of the batch
+        self.apart = Apart()
 
     def add(self, value: Value, count: Count, dim: BatchDim | None = None) -> None:
         """Note a value that depends on the examples."""
@@ -119,6 +127,7 @@ class _Search:
         self.counts[value] = count
         if dim is not None:
             self.dims[value] = dim
+            self.apart.found.add(value)
 
     def walk(self, equations: Sequence[Equation], place: str) -> None:
         """Follow the examples through equations; `place` is that of the call around them."""
@@ -157,6 +166,7 @@ class _Search:
                 self.dependent.add(value)
             if isinstance(same, Constant):
                 self.numbers[value] = number_of_literal(same.value)
+            self.apart.pass_on(same, value)
             for known in (self.dims, self.joins, self.counts, self.numbers):
                 if same in known:
                     known[value] = known[same]  # type: ignore[index]
@@ -196,7 +206,11 @@ class _Search:
                 (inner.numbers[value],) = self.known([atom])
         inner.walk(scan.body.equations, place)
         rounds = equation.params["length"]
+        carried = zip(scan.body.inputs[scan.num_consts :], scan.body.outputs[: scan.num_carry], strict=False)
+        grows = any(made in inner.dependent and before not in inner.dependent for before, made in carried)
         for k, (made, value) in enumerate(zip(scan.body.outputs, equation.outputs, strict=True)):
+            if grows or (made in inner.dependent and made not in inner.apart.found):
+                self.apart.found.discard(value)
             count = inner.counts.get(made)  # type: ignore[arg-type]
             if count is None:
                 continue
@@ -228,6 +242,9 @@ class _Search:
             joins = self._joins(equation, at, value, place, is_one=count.rows is not None and len(count.rows) == 1)
             if joins != _NONE:
                 self.joins[value] = joins
+            if not chosen:
+                targets = _targets(equation, at)
+                self.apart.note(equation, value, self.dependent, self.dims, targets, self.count)
             self.counts[value] = self._with_statistics(equation, one, operands, at, value)
 
     def _chosen(

@@ -28,7 +28,8 @@ class LossGraph:
 
     The graph has the inputs `(state, parameters, step, index of the microbatch, batch)` after its constants, and the
     outputs `(state, loss, weights, parameters)`, with state and parameters after the call. The weights are that of the
-    loss, if it is a pair, and then those of the metrics that are pairs.
+    loss, if it is a pair, and then those of the metrics that are pairs. An evaluation changes nothing: in the place of
+    the parameters it has the metrics.
     """
 
     graph: Graph
@@ -37,6 +38,7 @@ class LossGraph:
     num_parameters: int
     is_pair: bool
     weighed: tuple[str, ...]  # the metrics that are pairs
+    metrics: tuple[str, ...]
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -52,6 +54,30 @@ class LossGraph:
         """The positions of the outputs that are weights."""
         first = self.num_states + 1
         return slice(first, first + self.is_pair + len(self.weighed))
+
+    @cached_property
+    def is_separable(self) -> bool:
+        """Whether loss and metrics of an evaluation are surely means, or sums with their weights, of single examples.
+
+        Then each example may be repeated, and the batch be cut, if each microbatch counts by its share of the batch.
+        """
+        found, size, first = self.followed, self.num_examples, self.num_states
+
+        def is_mean(i: int) -> bool:
+            count = found.counts[i]
+            return found.apart[i] and (count is None or (count.averaged and count.examples < 1.5))
+
+        def is_sum(i: int) -> bool:
+            count, number = found.counts[i], found.numbers[i]
+            if count is None:
+                return number is not None and number % size == 0  # made of the size of the batch
+            return found.apart[i] and not found.shifted[i] and not count.averaged and round(count.examples) == size
+
+        weights = dict(zip((None,) * self.is_pair + self.weighed, range(first + 1, self.weights.stop), strict=True))
+        values = {None: first, **dict(zip(self.metrics, range(self.weights.stop, len(found.apart)), strict=True))}
+        return size > 1 and all(
+            is_sum(i) and is_sum(weights[name]) if name in weights else is_mean(i) for name, i in values.items()
+        )
 
     @property
     def num_examples(self) -> int:

@@ -73,7 +73,7 @@ def trace_graph(
       ModelError: if the call changes more of the model than values, and the next call would differ.
     """
     leaves, tree = jax.tree.flatten(state.model_state)
-    pairs: list[tuple[bool, tuple[str, ...]]] = []
+    pairs: list[tuple[bool, tuple[str, ...], tuple[str, ...]]] = []
     changes: list[Changes | None] = []
     contents: list[Contents] = []
 
@@ -91,9 +91,10 @@ def trace_graph(
         output, bound = call_function(loss_fn, own, params, given, batch, **numbers, restores=not contents)
         terms = read_loss(output, differentiated=training)
         weights = {name: value[1] for name, value in terms.metrics.items() if isinstance(value, tuple)}
-        pairs.append((terms.weight is not None, tuple(weights)))
+        pairs.append((terms.weight is not None, tuple(weights), tuple(terms.metrics)))
         if not training:  # what an evaluation writes is dropped
-            return leaves, [terms.total, terms.weight, *weights.values()], []
+            values = [value[0] if isinstance(value, tuple) else value for value in terms.metrics.values()]
+            return leaves, [terms.total, terms.weight, *weights.values()], values
         after = own.rest_of(bound, rest), own.params_of(bound, params)
         if checked:
             changes.append(changes_of(bound, before, _THE_CALL, contents[-1]))
@@ -113,6 +114,7 @@ def trace_graph(
         num_parameters=len(jax.tree.leaves(state.params)),
         is_pair=pairs[-1][0],
         weighed=pairs[-1][1],
+        metrics=pairs[-1][2],
     )
 
 
@@ -203,6 +205,17 @@ def evaluated_growth(
     growth = LossGrowth.of(*_other_sizes(trace, loss, microbatch), set())
     _check_weights(loss, growth, state.params)
     return growth
+
+
+def is_separable(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> bool:
+    """Return whether `LossGraph.is_separable` of the loss of an evaluation."""
+    size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
+    try:
+        return trace_graph(
+            model, loss_fn, state, microbatch if size > 1 else _resized(microbatch, 2), training=False
+        ).is_separable
+    except Exception:  # the user's function may raise anything for a size that it does not expect
+        return False
 
 
 def _resized(microbatch: Any, size: int) -> Any:

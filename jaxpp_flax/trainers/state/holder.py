@@ -10,6 +10,7 @@ import jax
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
@@ -106,7 +107,7 @@ class StateHolder:
         """
         if self.is_across:
             # Once the state is ready, no other process waits for a value of this process.
-            jax.block_until_ready(jax.tree.leaves(self.memory))
+            jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.memory) if not _is_gone(leaf)])
             why = f"it waits in {call}{detail}, which every process must call after the same step"
             process_group().barrier(call, idle_reason=why)
 
@@ -151,6 +152,24 @@ class StateHolder:
         read = source.read(now) if now else {}
         self._sources |= dict.fromkeys([path for path in source.paths if path not in now], source)
         self.memory = jax.tree.unflatten(structure, (leaves | read).values())
+
+    def put(self, state: TrainState) -> None:
+        """Hold another state, whose arrays may lie anywhere."""
+        self.memory, self.is_placed, self._sources = state, False, {}
+
+    def check_owned(self, call: str) -> None:
+        """Refuse a call that needs the state, if a step has reused its memory and has not returned to the trainer.
+
+        Raises:
+          RuntimeError: the message says how the trainer gets a state.
+        """
+        here = (leaf for leaf in jax.tree.leaves((self.memory.step, self.memory.params)) if _is_here(leaf))
+        if _is_gone(next(here, self.memory.step)):
+            raise RuntimeError(
+                f"{call}: the trainer has no state, since a step has reused its memory: one of "
+                "`trainer.compiled_step`, or one that was interrupted. Give the trainer the state that the step "
+                "returned, `trainer.set_state(state)`, or restore a checkpoint."
+            )
 
     def begin_anew(self) -> None:
         """Forget the optimizer's state and the average: they are made from the parameters again."""
@@ -286,6 +305,16 @@ class StateHolder:
             begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
             hashes |= {**numbers, begins: programs.hash()}
         compare_values("the initial state", hashes)
+
+
+def _is_gone(leaf: Any) -> bool:
+    """Return whether a step has reused the memory of a leaf."""
+    return not is_abstract(leaf) and leaf.is_deleted()
+
+
+def _is_here(leaf: Any) -> bool:
+    """Return whether this process has a part of a leaf."""
+    return not isinstance(leaf, MpmdArray) or leaf.is_partially_addressable
 
 
 def _under(name: str, leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -306,21 +306,24 @@ class StepBuilder:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         return count_flops(from_jaxpr(jax.make_jaxpr(jax.value_and_grad(loss_of))(*shapes, index))[0].equations)
 
-    def evaluate(self, loop: Loop) -> StepFunction:
-        """Return `evaluate(state, batch) -> LossTerms`: sums over the microbatches; writes to the state are dropped."""
+    def evaluate(self, loop: Loop) -> Callable[[TrainState, Any, Any], LossTerms]:
+        """Return `evaluate(state, batch, shares) -> LossTerms`: sums over the microbatches, each times its share.
 
-        def evaluate(state: TrainState, batch: Any) -> LossTerms:
+        Writes to the state are dropped. The loss of a whole batch has no shares.
+        """
+
+        def evaluate(state: TrainState, batch: Any, shares: Any) -> LossTerms:
             state = self._computed(state)
             if (loss := self._in_two_passes(loop)) is not None:
                 stacked = self._embed_all(loss, state, batch, loop, training=False)
                 terms = summed(loss_of_all(loss, stacked, batch), loop.num_microbatches)
             else:
-                terms = treduce_i(
-                    lambda index: read_loss(self._infer(self.loss_fn, state, batch, index)),
-                    loop.num_microbatches,
-                    loop.schedule,
-                    Add,
-                )
+
+                def share_of(index: Any) -> LossTerms:
+                    own = read_loss(self._infer(self.loss_fn, state, batch, index))
+                    return jax.tree.map(lambda term: term * shares[index], own)
+
+                terms = treduce_i(share_of, loop.num_microbatches, loop.schedule, Add)
             weighs = terms.weight is not None or any(isinstance(value, tuple) for value in terms.metrics.values())
             judges = self.judge is not None and loop.num_microbatches > 1 and loss is None
             if weighs or judges:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
-from jaxpp_flax.trainers.loss.loss_trace import LossTrace, check_reads, check_written, trace_loss
+from jaxpp_flax.trainers.loss.loss_trace import LossTrace, check_reads, check_written, is_separable, trace_loss
 from jaxpp_flax.trainers.loss.loss_warnings import (
     warn_of_evaluation,
     warn_of_microbatches,
@@ -37,6 +37,7 @@ class StepBuilderCache:
         self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
         self._has_warned_of_evaluation = False
         self._reported: set[str] = set()  # unused parameters
+        self._separable: dict[Any, bool] = {}
 
     @property
     def has_warned_of_microbatches(self) -> bool:
@@ -92,6 +93,18 @@ class StepBuilderCache:
             return self.untraced
         told = self._has_warned and loss_fn is self.untraced.loss_fn
         return replace(self.untraced, loss_fn=loss_fn, judge=None if told else self._judge)
+
+    def is_separable(self, loss_fn: Callable[..., Any], state: TrainState, one: Any) -> bool:
+        """Return whether each example counts for itself in evaluations of a loss; `one` has the shapes of a microbatch.
+
+        A trainer has one such loss. It is traced once for each structure of a batch.
+        """
+        key, untraced = signature(one), self.untraced
+        if key not in self._separable:
+            tracing = partial(is_separable, untraced.model, loss_fn)
+            compares = isinstance(loss_fn, WholeBatchLoss)
+            self._separable[key] = not compares and self._stage.trace(tracing, untraced.computed_shapes(state), one)
+        return self._separable[key]
 
     def _judge(self, growth: LossGrowth, num_microbatches: int) -> None:
         """Warn once of a loss of evaluations that is not that of the whole batch."""

@@ -143,11 +143,14 @@ class CompiledSteps:
         """Return True if `for_training` would compile nothing for such batches."""
         return self._key("train", microbatches) in self.compiled
 
-    def get(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
+    def get(
+        self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool, more: tuple[Any, ...] = ()
+    ) -> Any:
         """Return the compiled step of this kind, "train" or a kind of inference, for such batches.
 
         `build` makes the pure function, if the step is not compiled yet. With `donate`, the step reuses the state's
-        memory. Without, the weights are placed for it now, if no step was compiled before.
+        memory. Without, the weights are placed for it now, if no step was compiled before. `more` has the shapes of
+        further arguments, which follow from the kind and the batch; each device gets all of them.
         """
         held = self._held
         process_group().step = held.step + (kind == "train")  # for messages
@@ -158,7 +161,9 @@ class CompiledSteps:
                 state = held.kept.described(held.memory) if donate else held.memory.for_inference()
                 function = build()
                 form = self._form(microbatches, donate=donate)
-                self.compiled[key] = self._compile(function, (state, microbatches), policy, **form)
+                if form["in_shardings"] is not None:
+                    form["in_shardings"] = (*form["in_shardings"], *[PartitionSpec()] * len(more))
+                self.compiled[key] = self._compile(function, (state, microbatches, *more), policy, **form)
         compiled = self.compiled[key]
         if not donate:
             held.place_weights(lambda: compiled.in_shardings[0][0])

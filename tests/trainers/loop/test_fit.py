@@ -15,7 +15,7 @@ from flax import nnx
 from rich.console import Console
 
 from jaxpp_flax import DictTracker, JsonlTracker, PipelineTrainer
-from jaxpp_flax.trainers import Callback, CompositeTracker, Logging
+from jaxpp_flax.trainers import Callback, CompositeTracker, Evaluate, Logging
 from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import Batches
@@ -313,3 +313,39 @@ def test_the_shape_of_the_whole_batch_is_found_once_a_step(monkeypatch):
     monkeypatch.setattr(BatchSharding, "whole", lambda *arguments: found.append(1) or whole(*arguments))
     trainer().fit(DATA, global_batch_size=4)
     assert len(found) == 1 + len(DATA)  # once for the compilation
+
+
+def test_several_sets_are_named_in_the_log_the_result_and_by_early_stopping():
+    tracker, sets = DictTracker(), {"books": DATA, "code": DATA[:1]}
+    made = trainer(tracker=tracker)
+    result = made.fit(DATA, steps=6, eval_data=sets, eval_every=1, eval_steps=2, callbacks=[
+        EarlyStopping("eval_code/loss", patience=1, mode="max"),
+    ])  # fmt: skip
+    assert made.step == 2, "its loss falls, and does not rise once"
+    expected = {f"eval_{name}": value for name, value in made.evaluate(sets, steps=2).items()}
+    assert {name: result[name] for name in expected} == expected == {n: tracker[n][2] for n in expected}
+    assert sorted(tracker["eval_books/loss"]) == [1, 2]
+
+
+@pytest.mark.parametrize("watched", ["loss", "eval_loss", "other/loss"])
+def test_early_stopping_of_no_set_is_refused_before_the_first_step(watched):
+    made = trainer()
+    with pytest.raises(ValueError, match=r"the sets 'a', 'b'\. Name the metric of one of them: 'a/loss', 'b/loss'"):
+        made.fit(DATA, eval_data={"a": DATA, "b": DATA}, eval_every=1, callbacks=[EarlyStopping(watched)])
+    assert made.step == 0
+
+
+def test_the_arguments_of_evaluations_are_checked_before_the_first_step():
+    made = trainer()
+    with pytest.raises(ValueError, match="eval_steps=2, but there is nothing to evaluate"):
+        made.fit(DATA, eval_steps=2)
+    with pytest.raises(ValueError, match="eval_every=2 needs eval_data that can be iterated again"):
+        made.fit(DATA, eval_data={"a": DATA, "b": iter(DATA)}, eval_every=2)
+    with pytest.raises(TypeError, match=r"Evaluate: data\['a'\] is a dict of"):
+        Evaluate({"a": DATA[0]})
+    assert made.step == 0
+
+
+def test_the_best_of_several_sets_is_that_of_the_first_one(capsys):
+    trainer(progress=True).fit(DATA, steps=2, eval_data={"books": DATA, "code": DATA[:1]}, eval_every=1)
+    assert re.search(r"best eval_books/loss \S+ at step 2", capsys.readouterr().out)

@@ -194,7 +194,7 @@ def test_the_position_is_known_again_after_a_step_with_another_batch(tmp_path: P
     for step, _ in trainer.training_steps(Stream(), steps=3):
         if step == 1:
             trainer.train_step(DATA[9])
-            assert trainer._parts.loop.data.position is None
+            assert trainer.data.position is None
     assert trainer.step == 4
     resumed = trainer_in(tmp_path)
     resumed.fit(Stream(), steps=5, resume=True)
