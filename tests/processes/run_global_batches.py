@@ -18,7 +18,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
@@ -55,10 +55,8 @@ def on(sharding: NamedSharding, batch: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not leaf.ndim:
             return leaf
-        rows = sorted(
-            {row for index in sharding.addressable_devices_indices_map(leaf.shape).values()
-             for row in range(*index[0].indices(leaf.shape[0]))}
-        )  # fmt: skip
+        indices: Any = sharding.addressable_devices_indices_map(leaf.shape)
+        rows = sorted({row for index in indices.values() for row in range(*index[0].indices(leaf.shape[0]))})
         return jax.make_array_from_process_local_data(sharding, leaf[rows], leaf.shape)
 
     return jax.tree.map(one, batch)
@@ -73,6 +71,7 @@ def main() -> None:
         "the trainer's mesh": NamedSharding(mesh, P("data")),
         "all devices": NamedSharding(Mesh(devices, ("i",)), P("i")),
         "in another order": NamedSharding(Mesh(devices[::-1], ("i",)), P("i")),
+        "on explicit axes": NamedSharding(Mesh(devices, ("i",), axis_types=(AxisType.Explicit,)), P("i")),
         "replicated": NamedSharding(mesh, P()),
     }
     batches = [make_batch(seed) for seed in range(3)]

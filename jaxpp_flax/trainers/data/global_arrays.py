@@ -62,11 +62,11 @@ def cut_global(leaf: jax.Array, count: int, each: int, mesh: MpmdMesh) -> Any:
 
 @lru_cache
 def _place_of(mesh: MpmdMesh, devices: frozenset[Any]) -> tuple[Mesh, tuple[int, ...]] | None:
-    """Return the mesh of these devices, with its ranks: the whole one, or that of one rank."""
+    """Return a mesh of these devices, with its ranks: all of them or one. On Auto axes, JAX cuts any sharding."""
     ranks = tuple(range(mesh.mpmd_dim))
-    for where, of in ((mesh.jax_mesh, ranks), *((mesh.unstack[rank], (rank,)) for rank in ranks)):
+    for where, its_ranks in ((mesh.jax_mesh, ranks), *((mesh.unstack[rank], (rank,)) for rank in ranks)):
         if devices == frozenset(where.devices.flat):
-            return where, of
+            return Mesh(where.devices, where.axis_names), its_ranks
     return None
 
 
