@@ -15,7 +15,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxpp_flax.checkpoint.barriers import name_checkpoint, shared_work
-from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
+from jaxpp_flax.checkpoint.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnfinishedCheckpointError,
+)
 from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.leaves import Wanted, abstract_leaf, empty, is_empty
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location
@@ -28,6 +33,7 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
     read_metadata,
 )
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, places_of, rename_path
+from jaxpp_flax.processes.comparison import find_everywhere
 from jaxpp_flax.processes.group import process_group
 
 
@@ -117,12 +123,37 @@ def restore(
         step: in the checkpoint, but not in the target
       JPF406: ...
     """
-    return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra).read()
+    plan = plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra)
+    check_whole(path)
+    return plan.read()
+
+
+def check_whole(path: str | os.PathLike[str], json: Collection[str] = ()) -> None:
+    """Refuse a damaged checkpoint before its values are read; all processes call this, and all raise the error of any.
+
+    Each process reads the metadata of the leaves, and the JSON of these names; process 0 compares files with the index.
+
+    Raises:
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
+    """
+    place, group = checkpoint_location(path), process_group()
+
+    def look() -> None:
+        tree = find_tree(place)
+        read_metadata(tree)
+        for name in json:
+            read_json(place, name)
+        if group.process_index == 0:
+            check_files(tree)
+
+    what = f"the restore of {name_checkpoint(place)}"
+    with group.waiting(what):
+        find_everywhere(group, what, look, CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A checked restore, before the values are read: every leaf fits, and no file is missing or cut off."""
+    """A checked restore, before the values are read: every leaf fits."""
 
     directory: Path  # of the tree on disk
     metadata: Any  # Orbax's metadata of each leaf
@@ -223,8 +254,6 @@ def plan_restore(
         order = {name: i for i, name in enumerate(leaves)}
         faults.sort(key=lambda fault: order.get(fault.partition(":")[0], len(order)))
         raise CheckpointMismatchError(f"checkpoint {directory} does not fit the target.", faults)
-    with process_group().waiting(f"the restore of {name_checkpoint(directory)}"):
-        check_files(directory)
     return RestorePlan(
         directory=directory, metadata=metadata, leaves=leaves, structure=structure, chosen=chosen, wants=wants
     )

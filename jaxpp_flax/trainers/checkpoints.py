@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint import (
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
-from jaxpp_flax.checkpoint.reading import RestorePlan, leaves_of, plan_restore, read_json
+from jaxpp_flax.checkpoint.reading import RestorePlan, check_whole, leaves_of, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -42,6 +42,8 @@ __all__ = ["Checkpointing", "Resume", "check_resume"]
 Resume = bool | Literal["latest_valid"]
 
 _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+# The JSON of a step that is read when a run goes on from it.
+_JSON = ("about", "callbacks", "data", "metrics")
 
 
 def check_resume(value: object) -> None:
@@ -164,6 +166,7 @@ class Checkpointing:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
+        check_whole(path, _JSON)
         others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), leaves_of(path).keys())
         plan = self._plan(path, only, rename, missing, others)
         fresh = list(filter(choose(only), others.fresh)) if missing == "error" else []
@@ -214,7 +217,7 @@ class Checkpointing:
         missing: Literal["error", "keep"],
         others: OtherFrozen,
     ) -> RestorePlan:
-        """Compare a checkpoint with the state, and the checkpoint's files with their sizes."""
+        """Compare a checkpoint with the state."""
         target = self.held.target(keeps=only is not None or missing == "keep")
         about = read_json(path, "about") or {}
         try:
@@ -308,8 +311,8 @@ class Checkpointing:
 
     def _take_over(self, path: Path) -> None:
         """Make a step's checkpoint the state."""
-        self.callbacks.restored(read_json(path, "callbacks") or {})
         self.restore(int(path.name))
+        self.callbacks.restored(read_json(path, "callbacks") or {})
 
     def is_saved(self) -> bool:
         """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""
