@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import orbax.checkpoint as ocp
 
-hook: Callable[[], object] = lambda: None  # noqa: E731
+hook: Callable[[], None] = lambda: None  # noqa: E731
 ocp.options.AsyncOptions = functools.partial(  # type: ignore[misc]
     ocp.options.AsyncOptions, post_finalization_callback=lambda: hook()
 )
