@@ -123,24 +123,26 @@ def restore(
         step: in the checkpoint, but not in the target
       JPF406: ...
     """
-    plan = plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra)
-    check_whole(path)
-    return plan.read()
+    metadata = read_whole_metadata(path)
+    return plan_restore(path, metadata, target, only=only, rename=rename, missing=missing, extra=extra).read()
 
 
-def check_whole(path: str | os.PathLike[str], json: Collection[str] = ()) -> None:
-    """Refuse a damaged checkpoint before its values are read; all processes call this, and all raise the error of any.
+def read_whole_metadata(path: str | os.PathLike[str], json: Collection[str] = ()) -> Any:
+    """Return Orbax's metadata of each leaf; refuse a damaged checkpoint, before its values are read.
 
-    Each process reads the metadata of the leaves, and the JSON of these names; process 0 compares files with the index.
+    All processes call this, and all raise the error of any: each reads the metadata and the JSON of these names, and
+    process 0 compares the files with the index.
 
     Raises:
       CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
     """
     place, group = checkpoint_location(path), process_group()
+    metadata: Any = None
 
     def look() -> None:
+        nonlocal metadata
         tree = find_tree(place)
-        read_metadata(tree)
+        metadata = read_metadata(tree)
         for name in json:
             read_json(place, name)
         if group.process_index == 0:
@@ -149,6 +151,7 @@ def check_whole(path: str | os.PathLike[str], json: Collection[str] = ()) -> Non
     what = f"the restore of {name_checkpoint(place)}"
     with group.waiting(what):
         find_everywhere(group, what, look, CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+    return metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +202,7 @@ class RestorePlan:
 
 def plan_restore(
     path: str | os.PathLike[str],
+    metadata: Any,
     target: Any,
     *,
     only: PathFilter | None = None,
@@ -212,6 +216,7 @@ def plan_restore(
 
     Args:
       path, target, only, rename, missing, extra: as in `restore`.
+      metadata: what `read_whole_metadata` has read of the checkpoint.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
       may_differ: leaves that the target or the checkpoint alone may have; they are not restored.
     """
@@ -219,7 +224,6 @@ def plan_restore(
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
     directory = find_tree(checkpoint_location(path))
-    metadata = read_metadata(directory)
     leaves, structure = flatten(target)
     wanted, widened = choose(only), choose(widen)
     stored = stored_leaves(metadata)

@@ -193,13 +193,13 @@ def test_an_index_of_several_levels_is_read_whole(tmp_path: Path):
             store.with_transaction(transaction)[f"leaf{number}"] = b"a value of 20 bytes."
     needed = needed_bytes(tmp_path)
     assert sum(needed.values()) > 40_000
-    assert all((tmp_path / name).stat().st_size == size for name, size in needed.items())
+    assert all((tmp_path / name).stat().st_size >= size for name, size in needed.items())
 
 
 def test_damage_that_comes_later_gives_orbax_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tree = {"x": jnp.asarray(np.random.default_rng(0).normal(size=5000), jnp.float32)}
     path = save(tmp_path / "ckpt", tree)
-    monkeypatch.setattr("jaxpp_flax.checkpoint.reading.check_whole", lambda path: delete(path))
+    monkeypatch.setattr("jaxpp_flax.checkpoint.reading.check_files", lambda path: delete(path))
     with pytest.raises(CorruptCheckpointError, match=r"restore another one.*Orbax says"):
         restore(path, tree)
 

@@ -309,7 +309,7 @@ def data_begins_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def damage_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("jaxpp_flax.trainers.checkpoints.check_whole", lambda *_: None)
+    patch.setattr("jaxpp_flax.checkpoint.reading.check_files", lambda _: None)
 
 
 def run_scripts_of_several_seeds() -> None:
