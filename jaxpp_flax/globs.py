@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-__all__ = ["NameFilter", "captures", "matches", "matches_any"]
+__all__ = ["NameFilter", "captures", "covering_globs", "matches", "matches_any"]
 
 NameFilter: TypeAlias = str | Sequence[str] | Callable[[str], bool]
 """A glob, several of them, or a function of the name."""
@@ -50,3 +50,26 @@ def captures(name: str, glob: str) -> tuple[str, ...] | None:
     """
     found = re.fullmatch("(.+?)".join(map(re.escape, glob.split("*"))), name)
     return None if found is None else found.groups()
+
+
+def covering_globs(wanted: Sequence[str], others: Collection[str], most: int | None = None) -> list[str]:
+    """Return few globs that match every wanted path and none of the others; nothing if these are more than `most`.
+
+    Example:
+      >>> covering_globs(["predictor/bias", "predictor/mlp/kernel", "token"], ["encoder/kernel"])
+      ['predictor/*', 'token']
+      >>> covering_globs(["layers/0/key/bias", "layers/1/key/bias"], ["layers/0/key/kernel", "layers/1/key/kernel"])
+      ['layers/*/key/bias']
+    """
+    found: list[str] = []
+    for path in wanted:
+        if any(matches(path, glob) for glob in found):
+            continue
+        if len(found) == most:
+            return []
+        parts = path.split("/")
+        subtrees = ["/".join(parts[:length]) + "/*" for length in range(1, len(parts))]
+        in_all_layers = [re.sub(r"(^|/)\d+(?=/|$)", r"\1*", glob) for glob in (*subtrees, path)]
+        allowed = [glob for glob in (*subtrees, *in_all_layers) if not any(matches(other, glob) for other in others)]
+        found.append(max((path, *allowed), key=lambda glob: sum(matches(other, glob) for other in wanted)))
+    return found

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
-import resource
 from pathlib import Path
 
 import jax
 import pytest
 
 from jaxpp_flax import doctor
-from jaxpp_flax.doctor import Finding, Measurement
+from jaxpp_flax.doctor import Finding
 from jaxpp_flax.processes import process_group
 from tests.launch.running import QUICK, started
 
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 def wrong(findings: list[Finding]) -> list[str]:
-    return [finding.subject for finding in findings if finding.wrong]
+    return [finding.subject for finding in findings if finding.remedy]
 
 
 def test_it_finds_what_is_installed_here():
@@ -27,7 +25,6 @@ def test_it_finds_what_is_installed_here():
     assert found["jax"].startswith(f"{jax.__version__} (tested: 0.10.2 to ")
     assert found["backend"] == "cpu"
     assert found["devices of this process"] == "8 × cpu"
-    assert found["transport: transfer"].startswith("found")
 
 
 def test_each_version_stands_beside_the_tested_ones():
@@ -46,28 +43,13 @@ def test_a_missing_package_is_wrong(monkeypatch: pytest.MonkeyPatch):
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    [finding] = [finding for finding in doctor.versions() if finding.wrong]
+    [finding] = [finding for finding in doctor.versions() if finding.remedy]
     assert finding == Finding("optax", "not installed", "pip install optax")
 
 
-@pytest.mark.parametrize(
-    ("jax_version", "jaxlib_version"), [("0.9.1", "0.9.1"), ("0.10.2", "0.10.3"), ("0.12.0", "0.10.2")]
-)
-def test_versions_that_do_not_fit_are_wrong(monkeypatch: pytest.MonkeyPatch, jax_version: str, jaxlib_version: str):
-    real = importlib.metadata.version
-    monkeypatch.setattr(jax, "__version__", jax_version)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: jaxlib_version if name == "jaxlib" else real(name))
-    assert wrong(doctor.versions()) == ["jax"]
-
-
 def test_a_proxy_in_the_way_is_wrong():
-    assert wrong(doctor.surroundings({"HTTPS_PROXY": "http://proxy:3128"})) == ["proxy"]
-    assert not wrong(doctor.surroundings({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"}))
-
-
-def test_too_few_open_files_are_wrong(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert wrong(doctor.surroundings({})) == ["open files"]
+    assert wrong(doctor.known_faults({"HTTPS_PROXY": "http://proxy:3128"})) == ["proxy"]
+    assert not wrong(doctor.known_faults({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"}))
 
 
 def test_without_a_backend_the_report_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -83,27 +65,20 @@ def test_without_a_backend_the_report_says_so(monkeypatch: pytest.MonkeyPatch, c
 def test_something_wrong_gives_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert doctor.main(["--no-processes"]) == 0
     assert "all is well" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "surroundings", lambda _: [Finding("proxy", "in the way", "remove it")])
+    monkeypatch.setattr(doctor, "known_faults", lambda _: [Finding("proxy", "in the way", "remove it")])
     assert doctor.main(["--no-processes"]) == 1
-    assert re.search(r"proxy +│ in the way +│ remove it", capsys.readouterr().out)
+    assert "✗ proxy: in the way. To do: remove it" in capsys.readouterr().out
 
 
 def test_processes_that_cannot_talk_are_wrong(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "run", lambda *_, **__: 1)
-    finding = doctor.measure_here()
-    assert isinstance(finding, Finding)
-    assert finding.wrong
-
-
-def test_the_report_has_sizes_and_speeds(capsys: pytest.CaptureFixture[str]):
-    doctor.Console(width=120).print(doctor.report([], [Measurement(0, 3, 1 << 20, 0.001)]))
-    assert re.search(r"1 MiB between processes 0 and 3 +│ 1,000 µs, 1,049 MB/s", capsys.readouterr().out)
+    assert wrong(doctor.measure_here()) == ["two processes"]
 
 
 def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
     with started(tmp_path, ["-m", "jaxpp_flax.doctor"]) as run:
         assert run.finish() == 0, run.stdout + run.stderr
-        for size in ("4 KiB", "1 MiB", "64 MiB"):
+        for size in ("4 KiB", "64 MiB"):
             assert f"{size} between processes 0 and 1" in run.stdout
         run.check_nothing_is_left()
 

@@ -18,7 +18,6 @@ from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
 from jaxpp_flax.checkpoint.best import Best
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
-from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
 from jaxpp_flax.checkpoint.format.orbax_io import TMP_MARK, is_complete, multiprocessing_options, under_way
 from jaxpp_flax.checkpoint.one_writer import WRITER, own_writer, refuse_another_writer, try_to_write
@@ -350,7 +349,6 @@ class CheckpointStore:
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.
                         enable_async_checkpointing=True,
                         async_options=ocp.options.AsyncOptions(
-                            post_finalization_callback=self._finish,
                             barrier_sync_fn=background_barrier(
                                 self._what, lambda error: save_failed(self.directory / str(self._saving), error)
                             ),
@@ -371,8 +369,3 @@ class CheckpointStore:
             if path.exists() and not (path.name.isdigit() and is_complete(path)):
                 epath.Path(path).rmtree(missing_ok=True)
         self._remains = []
-
-    def _finish(self) -> None:
-        """List the files of the save in the background, before Orbax renames the directory."""
-        if self._writing is not None:
-            write_sizes(under_way(self.directory / str(self._writing)))

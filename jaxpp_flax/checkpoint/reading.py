@@ -15,7 +15,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxpp_flax.checkpoint.barriers import name_checkpoint, shared_work
-from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
+from jaxpp_flax.checkpoint.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnfinishedCheckpointError,
+)
 from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.leaves import Wanted, abstract_leaf, empty, is_empty
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location
@@ -28,6 +33,7 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
     read_metadata,
 )
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, places_of, rename_path
+from jaxpp_flax.processes.comparison import find_everywhere
 from jaxpp_flax.processes.group import process_group
 
 
@@ -117,12 +123,40 @@ def restore(
         step: in the checkpoint, but not in the target
       JPF406: ...
     """
-    return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra).read()
+    metadata = read_whole_metadata(path)
+    return plan_restore(path, metadata, target, only=only, rename=rename, missing=missing, extra=extra).read()
+
+
+def read_whole_metadata(path: str | os.PathLike[str], json: Collection[str] = ()) -> Any:
+    """Return Orbax's metadata of each leaf; refuse a damaged checkpoint, before its values are read.
+
+    All processes call this, and all raise the error of any: each reads the metadata and the JSON of these names, and
+    process 0 compares the files with the index.
+
+    Raises:
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
+    """
+    place, group = checkpoint_location(path), process_group()
+    metadata: Any = None
+
+    def look() -> None:
+        nonlocal metadata
+        tree = find_tree(place)
+        metadata = read_metadata(tree)
+        for name in json:
+            read_json(place, name)
+        if group.process_index == 0:
+            check_files(tree)
+
+    what = f"the restore of {name_checkpoint(place)}"
+    with group.waiting(what):
+        find_everywhere(group, what, look, CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+    return metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A checked restore, before the values are read: every leaf fits, and no file is missing or cut off."""
+    """A checked restore, before the values are read: every leaf fits."""
 
     directory: Path  # of the tree on disk
     metadata: Any  # Orbax's metadata of each leaf
@@ -168,6 +202,7 @@ class RestorePlan:
 
 def plan_restore(
     path: str | os.PathLike[str],
+    metadata: Any,
     target: Any,
     *,
     only: PathFilter | None = None,
@@ -181,6 +216,7 @@ def plan_restore(
 
     Args:
       path, target, only, rename, missing, extra: as in `restore`.
+      metadata: what `read_whole_metadata` has read of the checkpoint.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
       may_differ: leaves that the target or the checkpoint alone may have; they are not restored.
     """
@@ -188,7 +224,6 @@ def plan_restore(
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
     directory = find_tree(checkpoint_location(path))
-    metadata = read_metadata(directory)
     leaves, structure = flatten(target)
     wanted, widened = choose(only), choose(widen)
     stored = stored_leaves(metadata)
@@ -223,8 +258,6 @@ def plan_restore(
         order = {name: i for i, name in enumerate(leaves)}
         faults.sort(key=lambda fault: order.get(fault.partition(":")[0], len(order)))
         raise CheckpointMismatchError(f"checkpoint {directory} does not fit the target.", faults)
-    with process_group().waiting(f"the restore of {name_checkpoint(directory)}"):
-        check_files(directory)
     return RestorePlan(
         directory=directory, metadata=metadata, leaves=leaves, structure=structure, chosen=chosen, wants=wants
     )

@@ -11,14 +11,11 @@ import orbax.checkpoint as ocp
 
 from jaxpp_flax.checkpoint.barriers import shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError
-from jaxpp_flax.checkpoint.format.integrity import write_sizes
 from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location
 from jaxpp_flax.checkpoint.format.orbax_io import TREE_ITEM, multiprocessing_options, pytree_handler, short
 from jaxpp_flax.checkpoint.format.paths import flatten, nest
 from jaxpp_flax.checkpoint.shared_directory import check_shared
-from jaxpp_flax.processes.comparison import do_in_process_0
-from jaxpp_flax.processes.group import process_group
 
 
 def to_tree(tree: Any) -> dict[str, Any]:
@@ -98,13 +95,12 @@ def step_registry() -> Any:
 def _write(path: Path, handler: Any, arguments: Any) -> None:
     """Save without the background; all processes call this."""
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
-    what = f"the save to {path}"
     check_shared(path.parent)
-    with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
-        with shared_work(what, lambda error: save_failed(path, error)):
-            checkpointer.save(path, args=arguments)
-        with shared_work(what, lambda error: save_failed(path, error), everywhere=True):
-            do_in_process_0(process_group(), "the list of the written files", lambda: write_sizes(path), OSError)
+    with (
+        ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer,
+        shared_work(f"the save to {path}", lambda error: save_failed(path, error)),
+    ):
+        checkpointer.save(path, args=arguments)
 
 
 def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 
-from jaxpp_flax.globs import matches
+from jaxpp_flax.globs import covering_globs
 
-__all__ = ["covering_globs", "grouped", "keep_remedy"]
+__all__ = ["grouped", "keep_remedy"]
 
 _LISTED = 24  # lines of a message
 _MOST_GLOBS = 4  # that a remedy names: more of them describe no adapters and no head, but another model
@@ -44,10 +44,10 @@ def keep_remedy(lacking: Collection[str], others: Collection[str], keep: object)
 
     Example:
       >>> keep_remedy(["a/lora/lora_a", "a/lora/lora_b"], ["a/kernel"], ())
-      'The files lack 2 leaves. To keep their values in the model, as of adapters or a new head: keep="*/lora_*"'
+      'The files lack 2 leaves. To keep their values in the model, as of adapters or a new head: keep="a/lora/*"'
     """
-    globs = covering_globs(lacking, others)
-    if not globs:
+    globs = covering_globs([*lacking], others, _MOST_GLOBS) if others else []
+    if not globs:  # or nothing of the model is in the files
         return None
     count = "1 leaf" if len(lacking) == 1 else f"{len(lacking)} leaves"
     value = "its value" if len(lacking) == 1 else "their values"
@@ -57,53 +57,3 @@ def keep_remedy(lacking: Collection[str], others: Collection[str], keep: object)
     before = [keep] if isinstance(keep, str) else list(keep)  # type: ignore[call-overload]
     texts = ", ".join(f'"{of}"' for of in [*before, *globs])
     return f"{start}keep={texts if len(before) + len(globs) == 1 else f'[{texts}]'}"
-
-
-def covering_globs(lacking: Collection[str], others: Collection[str]) -> list[str]:
-    """Return at most four globs that match all paths of `lacking` and none of `others`; nothing if there are none.
-
-    Example:
-      >>> covering_globs(["head/kernel", "head/bias"], ["body/kernel"])
-      ['head/*']
-      >>> covering_globs(["blocks/0/gate", "blocks/1/gate", "norm/scale"], ["blocks/0/w", "blocks/1/w", "norm/bias"])
-      ['*/gate', '*/scale']
-    """
-    left, found = dict.fromkeys(lacking), list[str]()
-    if not others:  # nothing of the model is in the files
-        return []
-    for candidates in (_common, _own):
-        while left and len(found) < _MOST_GLOBS:
-            best = _best(list(left), others, candidates)
-            if best is None:
-                break
-            found.append(best)
-            left = dict.fromkeys(path for path in left if not matches(path, best))
-    return [] if left else found
-
-
-def _best(left: Sequence[str], others: Collection[str], candidates: Callable[[str], Iterator[str]]) -> str | None:
-    """Return the candidate that matches most paths and none of `others`; of equal ones the first."""
-    globs = dict.fromkeys(glob for path in left for glob in candidates(path))
-    counts = {glob: sum(matches(path, glob) for path in left) for glob in globs}
-    for glob in sorted(counts, key=lambda of: -counts[of]):
-        if not any(matches(path, glob) for path in others):
-            return glob
-    return None
-
-
-def _common(path: str) -> Iterator[str]:
-    """Return globs that leaves of several layers may share."""
-    *parents, last = path.split("/")
-    if parents:
-        if (stem := last.partition("_")[0]) != last:
-            yield f"*/{stem}_*"
-        yield f"{parents[0]}/*"
-        yield from (f"*/{part}/*" for part in parents[1:] if not part.isdigit())
-        yield f"*/{last}"
-
-
-def _own(path: str) -> Iterator[str]:
-    """Return globs of one layer, and the path."""
-    parts = path.split("/")
-    yield from (f"{'/'.join(parts[:stop])}/*" for stop in range(1, len(parts)))
-    yield path

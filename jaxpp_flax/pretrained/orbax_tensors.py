@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, storage_of
-from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree, read_metadata
-from jaxpp_flax.checkpoint.reading import stored_leaves
+from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree
+from jaxpp_flax.checkpoint.reading import read_whole_metadata, stored_leaves
 from jaxpp_flax.pretrained.slices import Index, StoredTensor
 
 # The items of a trainer's checkpoint whose leaves are the model's; the others are the optimizer's, and counters.
@@ -30,8 +29,7 @@ def read_orbax(path: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
       CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
     """
     directory = find_tree(checkpoint_location(path))
-    check_files(directory)
-    leaves = stored_leaves(read_metadata(directory))
+    leaves = stored_leaves(read_whole_metadata(directory))
     settings = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
     is_state = {"params", "step"} <= {name.partition("/")[0] for name in leaves}
     tensors: dict[str, StoredTensor] = {}

@@ -32,6 +32,7 @@ __all__ = [
     "describe_environment",
     "do_in_process_0",
     "exchange_values",
+    "find_everywhere",
     "found_by_process_0",
     "value_hash",
     "value_text",
@@ -270,26 +271,37 @@ def do_in_process_0(group: ProcessGroup, name: str, function: Callable[[], Any],
 def found_by_process_0(group: ProcessGroup, name: str, function: Callable[[], Any], *errors: type[Exception]) -> Any:
     """Return in every process what `function` returns in process 0, as JSON; an error there is raised in all of them.
 
-    The other processes raise the first of the types `errors` that fits process 0's error, else the last type, with the
-    same message. `name` is the work in words, for the errors of the processes that wait.
+    `name` and `errors` are as in `find_everywhere`.
 
     Example:
       >>> found_by_process_0(ProcessGroup(None, 0, 1), "the steps", lambda: [1, 2], OSError)
       [1, 2]
     """
+    return find_everywhere(group, name, function if group.process_index == 0 else lambda: None, *errors)[0]
+
+
+def find_everywhere(group: ProcessGroup, name: str, function: Callable[[], Any], *errors: type[Exception]) -> list[Any]:
+    """Call `function` in every process and return the results of all, as JSON; an error in any is raised in all.
+
+    A process whose own call worked raises the first of the types `errors` that fits the other's error, else the last
+    type, with the same message. `name` is the work in words, for the errors of the processes that wait.
+
+    Example:
+      >>> find_everywhere(ProcessGroup(None, 0, 1), "the steps", lambda: [1, 2], OSError)
+      [[1, 2]]
+    """
     failure: Exception | None = None
     found: Any = None
-    if group.process_index == 0:
-        try:
-            found = function()
-        except Exception as caught:
-            failure = caught
+    try:
+        found = function()
+    except Exception as caught:
+        failure = caught
     kind = next((i for i, error in enumerate(errors) if isinstance(failure, error)), len(errors) - 1)
-    refusal = None if failure is None else [kind, str(failure)]
-    found, refusal = exchange_values(group, name, [found, refusal])[0]
+    answers = exchange_values(group, name, [found, None if failure is None else [kind, str(failure)]])
     if failure is not None:
         raise failure
-    if refusal is not None:
-        number, text = refusal
-        raise errors[number](f"in process 0: {text}")
-    return found
+    for process, (_, refusal) in enumerate(answers):
+        if refusal is not None:
+            number, text = refusal
+            raise errors[number](f"in process {process}: {text}")
+    return [found for found, _ in answers]

@@ -17,7 +17,7 @@ from jaxpp_flax.checkpoint import (
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest
-from jaxpp_flax.checkpoint.reading import RestorePlan, leaves_of, plan_restore, read_json
+from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json, read_whole_metadata, stored_leaves
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.counts import is_whole
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
@@ -43,6 +43,8 @@ __all__ = ["Checkpointing", "Resume", "check_resume"]
 Resume = bool | int | Literal["latest_valid"]
 
 _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+# The JSON of a step that is read when a run goes on from it.
+_JSON = ("about", "callbacks", "data", "metrics")
 
 
 def check_resume(value: Any) -> None:
@@ -166,8 +168,9 @@ class Checkpointing:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
-        others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), leaves_of(path).keys())
-        plan = self._plan(path, only, rename, missing, others)
+        metadata = read_whole_metadata(path, _JSON)
+        others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), stored_leaves(metadata).keys())
+        plan = self._plan(path, metadata, only, rename, missing, others)
         fresh = list(filter(choose(only), others.fresh)) if missing == "error" else []
         if only is not None or missing == "keep":
             plan, following = self._with_copies(plan)
@@ -209,19 +212,20 @@ class Checkpointing:
     def _plan(
         self,
         path: Path,
+        metadata: Any,
         only: PathFilter | None,
         rename: Mapping[str, str] | None,
         missing: Literal["error", "keep"],
         others: OtherFrozen,
     ) -> RestorePlan:
-        """Compare a checkpoint with the state, and the checkpoint's files with their sizes."""
+        """Compare a checkpoint with the state."""
         target = self.held.target(keeps=only is not None or missing == "keep")
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that no trainer wrote may hold other items.
             extra = "ignore" if rename else "error"
             return plan_restore(
-                path, target, only=only, rename=rename, missing=missing, extra=extra, widen=WIDENED,
+                path, metadata, target, only=only, rename=rename, missing=missing, extra=extra, widen=WIDENED,
                 may_differ=others.paths,
             )  # fmt: skip
         except CheckpointMismatchError as error:
@@ -324,9 +328,9 @@ class Checkpointing:
 
     def _take_over(self, path: Path) -> None:
         """Make a step's checkpoint the state."""
-        self.callbacks.restored(read_json(path, "callbacks") or {})
         self.held.meet("trainer.restore")
         self.restore(path)
+        self.callbacks.restored(read_json(path, "callbacks") or {})
 
     def is_saved(self) -> bool:
         """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""

@@ -13,6 +13,7 @@ from jaxpp_flax.trainers import Checkpoints
 from tests.checkpoint import program
 from tests.checkpoint.test_resuming_in_one_process import BATCHES, losses_of, make_trainer
 from tests.helpers import slow
+from tests.launch.running import launched
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def empty(step: Path) -> None:
 
 def cut_off(step: Path) -> None:
     largest = max((path for path in (step / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-3])
+    largest.write_bytes(largest.read_bytes()[:3])
 
 
 def without_metadata(step: Path) -> None:
@@ -82,3 +83,33 @@ def test_other_values_are_refused(tmp_path: Path):
     for resume in ("latest", 1, None):
         with pytest.raises(ValueError, match=r'resume=.*: it must be True, False or "latest_valid"'):
             program.make_trainer(tmp_path / "run").fit(BATCHES, steps=1, resume=resume)  # type: ignore[arg-type]
+
+
+# Process 1 alone cannot read the newest checkpoint: the disk is shared, and the fault is not.
+UNREADABLE_IN_ONE = """
+import itertools, jax
+from jaxpp_flax.checkpoint import CorruptCheckpointError, reading
+from tests.checkpoint.program import batches, make_trainer
+from jaxpp_flax.trainers import Checkpoints
+
+make_trainer(Checkpoints("run", every=2)).fit(itertools.islice(batches(), 4), steps=4)
+stock = reading.read_metadata
+
+def read(tree):
+    if jax.process_index() == 1 and tree.parent.name == "4":
+        raise CorruptCheckpointError("the disk of process 1 broke.")
+    return stock(tree)
+
+reading.read_metadata = read
+trainer = make_trainer(Checkpoints("run", every=2))
+trainer.fit(itertools.islice(batches(), 6), steps=6, resume="latest_valid")
+print("went on to step", trainer.step)
+"""
+
+
+@pytest.mark.processes
+def test_all_processes_leave_what_one_cannot_read(tmp_path: Path):
+    with launched(tmp_path, UNREADABLE_IN_ONE, "-n", "2") as run:
+        assert run.finish() == 0, run.stderr
+        assert run.stdout.count("went on to step 6") == 2
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "4", "4.damaged", "6"]

@@ -10,25 +10,24 @@ from typing import Any
 
 import pytest
 
-from jaxpp_flax.checkpoint import CheckpointSaveError, checkpoint_store, finish_at_exit
+from jaxpp_flax.checkpoint import CheckpointSaveError, finish_at_exit
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
-from tests.checkpoint import program
+from tests.checkpoint import at_commit, program
 from tests.helpers import slow
 from tests.running import PATIENCE, run_python
 
 SLOW = 0.3  # seconds: longer than `fit` takes to end, if it does not wait
 BATCHES = list(program.batches(4))
-_complete = checkpoint_store.write_sizes
 
 
-def only_after(end: threading.Event, then: Callable[..., None] = _complete) -> Callable[..., None]:
+def only_after(end: threading.Event, then: Callable[[], object] = at_commit.hook) -> Callable[[], None]:
     """The end of a save that comes a while after an event, however slow the machine is."""
 
-    def slowly(*arguments: Any) -> None:
+    def slowly() -> None:
         assert end.wait(PATIENCE)
         time.sleep(SLOW)
-        then(*arguments)
+        then()
 
     return slowly
 
@@ -47,7 +46,7 @@ class EndsAfter(Callback):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
 def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ends = EndsAfter(3, error)
-    monkeypatch.setattr(checkpoint_store, "write_sizes", only_after(ends.end))
+    monkeypatch.setattr(at_commit, "hook", only_after(ends.end))
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(type(error)):
         trainer.fit(BATCHES, callbacks=[ends])
@@ -63,7 +62,7 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         end.set()
         raise OSError("the disk of the data is gone")
 
-    monkeypatch.setattr(checkpoint_store, "write_sizes", only_after(end))
+    monkeypatch.setattr(at_commit, "hook", only_after(end))
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1)
     with pytest.raises(OSError, match="the disk of the data"):
         trainer.fit(data())
@@ -72,11 +71,11 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fails(*_: Any) -> None:
+    def fails() -> None:
         raise RuntimeError("on purpose")
 
     ends = EndsAfter(3, ValueError("a callback"))
-    monkeypatch.setattr(checkpoint_store, "write_sizes", only_after(ends.end, fails))
+    monkeypatch.setattr(at_commit, "hook", only_after(ends.end, fails))
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(ValueError, match="a callback") as raised:
         trainer.fit(BATCHES, callbacks=[ends])
@@ -116,14 +115,9 @@ def test_a_python_that_cannot_is_told_of(monkeypatch: pytest.MonkeyPatch):
 
 SCRIPT = """
 import sys, time
-from jaxpp_flax.checkpoint import checkpoint_store
-from tests.checkpoint import program
+from tests.checkpoint import at_commit, program
 
-complete = checkpoint_store.write_sizes
-def slowly(*arguments):
-    time.sleep(1.0)
-    complete(*arguments)
-checkpoint_store.write_sizes = slowly
+at_commit.hook = lambda: time.sleep(1.0)
 trainer = program.make_trainer(sys.argv[1], stages=1)
 trainer.train_step(next(program.batches()))
 trainer.save(wait=False)

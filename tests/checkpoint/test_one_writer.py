@@ -18,6 +18,7 @@ from jaxpp_flax.checkpoint.format.orbax_io import TMP_MARK
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers import Callback, Checkpoints, Logging
+from tests.checkpoint import at_commit
 from tests.checkpoint.program import batches, make_trainer
 from tests.running import run_python
 
@@ -182,10 +183,10 @@ def test_a_save_that_fails_after_a_loop_was_left_is_told(
     next(steps)
     trainer.checkpoints.store.wait()
 
-    def full(directory: Path) -> None:
+    def full() -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.write_sizes", full)
+    monkeypatch.setattr(at_commit, "hook", full)
     next(steps)
     steps.close()
     assert "the disk is full" in " ".join(capsys.readouterr().out.split())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +23,7 @@ from jaxpp_flax.checkpoint import (
     restore,
     save,
 )
+from jaxpp_flax.checkpoint.format.integrity import needed_bytes
 from jaxpp_flax.checkpoint.format.paths import flatten, nest
 from tests.helpers import tree_allclose
 
@@ -137,7 +140,7 @@ def big(path: Path) -> Path:
 
 def truncate(path: Path) -> str:
     file = big(path)
-    file.write_bytes(file.read_bytes()[:-100])
+    file.write_bytes(file.read_bytes()[:100])
     return rf"{file.name}: \d+ bytes, \d+ were written"
 
 
@@ -152,9 +155,9 @@ def spoil_metadata(path: Path) -> str:
     return "cannot be read"
 
 
-def spoil_sizes(path: Path) -> str:
-    (path / "file_sizes.json").write_text("[1]")
-    return "file_sizes.json is damaged"
+def spoil_shapes(path: Path) -> str:
+    (path / "array_metadatas" / "process_0").write_text("")
+    return "cannot be read"
 
 
 def spoil_index(path: Path) -> str:
@@ -171,7 +174,7 @@ def lose_metadata(path: Path) -> str:
     return "_METADATA is missing"
 
 
-@pytest.mark.parametrize("damage", [truncate, delete, spoil_metadata, spoil_sizes, spoil_index, lose_metadata])
+@pytest.mark.parametrize("damage", [truncate, delete, spoil_metadata, spoil_shapes, spoil_index, lose_metadata])
 def test_damage_is_noticed_and_named(damage, tmp_path: Path):
     tree = {"x": jnp.asarray(np.random.default_rng(0).normal(size=5000), jnp.float32)}
     path = save(tmp_path / "ckpt", tree)
@@ -181,11 +184,22 @@ def test_damage_is_noticed_and_named(damage, tmp_path: Path):
         restore(path, tree)
 
 
-def test_damage_without_sizes_gives_orbax_reason(tmp_path: Path):
+def test_an_index_of_several_levels_is_read_whole(tmp_path: Path):
+    config = {"max_inline_value_bytes": 10, "max_decoded_node_bytes": 5000}
+    base = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}
+    store: Any = tensorstore.KvStore.open(base).result()  # pyright: ignore[reportAttributeAccessIssue]
+    with tensorstore.Transaction() as transaction:  # pyright: ignore[reportAttributeAccessIssue]
+        for number in range(2000):
+            store.with_transaction(transaction)[f"leaf{number}"] = b"a value of 20 bytes."
+    needed = needed_bytes(tmp_path)
+    assert sum(needed.values()) > 40_000
+    assert all((tmp_path / name).stat().st_size >= size for name, size in needed.items())
+
+
+def test_damage_that_comes_later_gives_orbax_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tree = {"x": jnp.asarray(np.random.default_rng(0).normal(size=5000), jnp.float32)}
     path = save(tmp_path / "ckpt", tree)
-    delete(path)
-    (path / "file_sizes.json").unlink()
+    monkeypatch.setattr("jaxpp_flax.checkpoint.reading.check_files", lambda path: delete(path))
     with pytest.raises(CorruptCheckpointError, match=r"restore another one.*Orbax says"):
         restore(path, tree)
 

@@ -29,6 +29,7 @@ from jaxpp_flax.trainers import PREEMPTED_STATUS
 from tests.helpers import steps_in
 from tests.launch.running import QUICK, Run, started
 from tests.running import wait_for
+from tests.trainers.script_damage import needed_files
 
 pytestmark = pytest.mark.processes
 
@@ -140,19 +141,12 @@ def damage(directory: Path, kind: str, rng: random.Random) -> None:
     latest = directory / str(max(steps_in(directory)))
     if kind == "empty directory":
         return (directory / str(int(latest.name) + 5)).mkdir()
-    files = sorted(file for file in latest.rglob("*") if file.is_file() and file not in unread(latest))
+    files = needed_files(latest)
+    file = rng.choice(sorted(files))
     if kind == "missing file":
-        # Without the list of its files a checkpoint is read unchecked, as one of Orbax's own.
-        return rng.choice([file for file in files if file.name != "file_sizes.json"]).unlink()
-    file = rng.choice([file for file in files if file.stat().st_size])
-    content = file.read_bytes()
-    file.write_bytes(content[: rng.randrange(len(content))])
+        return file.unlink()
+    file.write_bytes(file.read_bytes()[: rng.randrange(files[file])])
     return None
-
-
-def unread(checkpoint: Path) -> set[Path]:
-    """Files that Orbax writes after the checkpoint is complete, and that nothing is read from."""
-    return {checkpoint / "_CHECKPOINT_METADATA", checkpoint / "commit_success.txt"}
 
 
 def said(run: Run) -> dict[str, str]:

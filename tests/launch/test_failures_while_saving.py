@@ -19,8 +19,9 @@ PROGRAM = """
 import os, resource, signal, sys, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxpp_flax.checkpoint import checkpoint_store as store_module, reading
+from jaxpp_flax.checkpoint import reading
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
+from tests.checkpoint import at_commit
 
 def half(seed):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
@@ -37,7 +38,7 @@ store.save(1, {"w": half(1)}, {}, wait=True)
 if jax.process_index() == victim:
     print("in trouble soon", flush=True)
     if during == "commit":
-        store_module.write_sizes = trouble
+        at_commit.hook = trouble
     elif during == "restore":
         reading.pytree_handler = trouble
     else:
@@ -106,15 +107,11 @@ ERROR_MEANWHILE = """
 import itertools, sys, time
 from pathlib import Path
 import jax
-from jaxpp_flax.checkpoint import checkpoint_store as store_module
 from jaxpp_flax.trainers import Checkpoints
+from tests.checkpoint import at_commit
 from tests.checkpoint.program import batches, make_trainer
 
-complete = store_module.write_sizes
-def slowly(*arguments):
-    time.sleep(2.0)
-    complete(*arguments)
-store_module.write_sizes = slowly
+at_commit.hook = lambda: time.sleep(2.0)
 
 def data():
     yield from itertools.islice(batches(), 4)

@@ -175,18 +175,19 @@ def with_adapters(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 LACKING = {
-    "adapters": (with_adapters, "", 60, 'keep="*/lora_*"'),
+    "adapters": (with_adapters, "", 60, 'keep="blocks/*/lora/*"'),
     "a head": (lambda tree: {**tree, "score": {"kernel": np.ones(2), "bias": np.ones(2)}}, "", 2, 'keep="score/*"'),
     "a leaf": (lambda tree: {**tree, "scale": np.ones(2)}, "", 1, 'keep="scale"'),
     "both": (
-        lambda tree: {**with_adapters(tree), "score": {"kernel": np.ones(2)}}, "", 61, 'keep=["*/lora_*", "score/*"]'
+        lambda tree: {**with_adapters(tree), "score": {"kernel": np.ones(2)}}, "", 61,
+        'keep=["blocks/*/lora/*", "score/kernel"]',
     ),
     "in layers": (
         lambda tree: {**tree, "blocks": [{**block, "gate": np.ones(2)} for block in tree["blocks"]]}, ["none/*"], 30,
-        'keep=["none/*", "*/gate"]',
+        'keep=["none/*", "blocks/*/gate"]',
     ),
     "by a function": (
-        with_adapters, lambda path: path.endswith("lora_a"), 30, "a function keep= that also names */lora_*"
+        with_adapters, lambda path: path.endswith("lora_a"), 30, "a function keep= that also names blocks/*/lora/*"
     ),
 }  # fmt: skip
 

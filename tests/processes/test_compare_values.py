@@ -60,7 +60,7 @@ DIFFERING = {
     "one directory": "process 0: checkpoints, every=None, keep=None |   process 1: no checkpoints",
     "two directories": "process 1 cannot see in ",
     "two files": "process 1 cannot see in ",
-    "restore": "what to restore. The first difference: |   process 0: the checkpoint 0, whose file_sizes.json",
+    "restore": "what to restore. The first difference: |   process 0: the checkpoint 0, whose manifest.ocdbt",
     "same directory": "ran",
     "one process alone": "ran",
 }

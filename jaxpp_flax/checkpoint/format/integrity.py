@@ -1,8 +1,7 @@
-"""Check before a restore that no file of a checkpoint is missing or cut off, by a list of their sizes.
+"""Find files of a checkpoint that are missing or cut off, before a value is read, by Orbax's own index.
 
-Orbax's format has checksums for its own index, not for the values of arrays. So a file that is missing or cut off is
-found here, damage to the index when Orbax reads it, and a changed value in an array is not found. A bucket has no
-files that were cut off, and no list: it would take a request for each file, in each process.
+The index says where each value lies: in which file, from which byte, how many bytes. It has checksums for itself, not
+for the values of arrays: so damage to the index is found when it is read, and a changed value in an array is not found.
 """
 
 from __future__ import annotations
@@ -11,82 +10,76 @@ import json
 import os
 import zlib
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import tensorstore
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
-from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
-from jaxpp_flax.processes.comparison import exchange_values
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk, storage_of
+from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree
 
-FILE_SIZES = "file_sizes.json"
-"""A file beside Orbax's files, with the size of each. Without it, a checkpoint is read unchecked."""
-
-
-def write_sizes(directory: Path) -> None:
-    """Write the size of every file below `directory`, on a disk."""
-    if not is_on_disk(directory):
-        return
-    unfinished = directory / f".{FILE_SIZES}.{os.getpid()}"
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(_sizes(directory), file, indent=0, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(directory / FILE_SIZES)
+_INDEX = "manifest.ocdbt"
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> str:
-    """Describe a checkpoint, by its list of files if it has one. Copies of one checkpoint have the same description.
+    """Describe a checkpoint, by its index if it has one. Copies of one checkpoint have the same description.
 
-    Two checkpoints have different lists, since Orbax draws the names of files at random.
+    Two checkpoints have different indexes, since the names of files in them are drawn at random.
 
     Example:
       >>> describe_checkpoint("/shared/run/40")
       'the checkpoint /shared/run/40'
     """
-    record = checkpoint_location(path) / FILE_SIZES
-    if not record.is_file():
+    place = checkpoint_location(path)
+    index = (find_tree(place) if place.exists() else place) / _INDEX
+    if not index.is_file():
         return f"the checkpoint {path}"
-    return (
-        f"the checkpoint {record.parent.name}, whose {FILE_SIZES} has the CRC-32 {zlib.crc32(record.read_bytes()):08x}"
-    )
+    return f"the checkpoint {place.name}, whose {_INDEX} has the CRC-32 {zlib.crc32(index.read_bytes()):08x}"
 
 
 def check_files(tree: Path) -> None:
-    """Compare the files of a tree with their list, which lies beside it if the tree is an item of a step's directory.
+    """Compare the files of a tree with its index. A bucket's objects are never cut off, and are not compared.
 
-    A checkpoint without a list, as stock Orbax writes it, is not checked. Each process gets the faults that any sees.
+    Raises:
+      CorruptCheckpointError: naming the files.
     """
-    for directory in (tree, tree.parent):
-        _check_listed(directory)
-
-
-def _check_listed(directory: Path) -> None:
-    record = directory / FILE_SIZES
-    if not record.is_file():
+    if not is_on_disk(tree):
         return
     try:
-        wanted = {str(name): int(size) for name, size in json.loads(record.read_text(encoding="utf-8")).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(
-            f"checkpoint {directory}: {FILE_SIZES} is damaged ({error}). Restore another one, or delete that file to "
-            "read this one unchecked."
-        ) from error
-    found = _sizes(directory)
+        for file in (tree / "array_metadatas").glob("*"):
+            json.loads(file.read_text(encoding="utf-8"))
+        needed = needed_bytes(tree)
+    except ValueError as error:
+        raise damaged(tree, error) from error
+    sizes = {name: path.stat().st_size for name in needed if (path := tree / name).is_file()}
     faults = [
-        f"{name}: missing" if name not in found else f"{name}: {found[name]} bytes, {size} were written"
-        for name, size in wanted.items()
-        if found.get(name) != size
+        f"{name}: missing" if name not in sizes else f"{name}: {sizes[name]} bytes, {size} were written"
+        for name, size in sorted(needed.items())
+        if sizes.get(name, -1) < size
     ]
-    everyones = exchange_values(process_group(), "the comparison of a checkpoint's files with their sizes", faults)
-    if faults := sorted({fault for of_process in everyones for fault in of_process}):
+    if faults:
         raise CorruptCheckpointError(
-            "\n  ".join([f"checkpoint {directory} is damaged; restore another one (an earlier step). Files:", *faults])
+            "\n  ".join([f"checkpoint {tree} is damaged; restore another one (an earlier step). Files:", *faults])
         )
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """Return the sizes of the files that Orbax does not write again after the checkpoint is complete, by name."""
-    return {
-        path.relative_to(directory).as_posix(): path.stat().st_size
-        for path in directory.rglob("*")
-        if path.is_file() and FILE_SIZES not in path.name and path.name != "_CHECKPOINT_METADATA"
-    }
+def needed_bytes(tree: Path) -> dict[str, int]:
+    """Return the files of the index and of the values of a tree, each with the number of its bytes that are in use."""
+    if not (tree / _INDEX).is_file():  # not every checkpoint of Orbax has one
+        return {}
+    ocdbt: Any = tensorstore.ocdbt  # pyright: ignore[reportAttributeAccessIssue]
+    base = tensorstore.KvStore.open(storage_of(tree)).result()  # pyright: ignore[reportAttributeAccessIssue]
+    needed: dict[str, int] = {}
+    nodes = [ocdbt.dump(base).result()["versions"][-1]["root"]]
+    while nodes:
+        node = nodes.pop()
+        place = node.get("location", node.get("indirect_value"))
+        if place is None:  # a small value, in the index itself
+            continue
+        kind, folder, name, begin, size = place.split(":")
+        file = unquote(folder + name)
+        needed[file] = max(needed.get(file, 0), int(begin) + int(size))
+        if kind == "btreenode":
+            nodes += ocdbt.dump(base, place).result()["entries"]
+    return needed

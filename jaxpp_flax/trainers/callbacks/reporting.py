@@ -1,4 +1,4 @@
-"""Callbacks that pass metrics to a function, or print the loss."""
+"""The callback that passes metrics to a function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpp_flax.trainers.callbacks.base import Callback
 
-__all__ = ["OnMetrics", "PrintLoss"]
+__all__ = ["OnMetrics"]
 
 
 class OnMetrics(Callback):
@@ -20,6 +20,7 @@ class OnMetrics(Callback):
     Example:
       >>> losses = {}
       >>> callback = OnMetrics(lambda step, metrics: losses.update({step: metrics["loss"]}), every=5)
+      >>> printing = OnMetrics(lambda step, metrics: print(f"step {step}  loss {metrics['loss']:.5f}"), every=5)
     """
 
     def __init__(self, function: Callable[[int, Mapping[str, Any]], None], *, every: int = 1) -> None:
@@ -28,10 +29,3 @@ class OnMetrics(Callback):
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self._function(step, metrics)
-
-
-class PrintLoss(Callback):
-    """Prints a line such as `step 20  loss 2.34567`, every `every` steps."""
-
-    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        trainer.message(f"step {step}  loss {metrics['loss']:.5f}")

@@ -1,18 +1,16 @@
-"""Callbacks that end `fit`: by a metric, a clock, or a file."""
+"""Callbacks that end `fit`: by a metric or a clock."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxpp_flax.checkpoint.format.locations import location
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 
-__all__ = ["EarlyStopping", "StopOnFile", "TimeLimit"]
+__all__ = ["EarlyStopping", "TimeLimit"]
 
 
 class EarlyStopping(Callback):
@@ -115,27 +113,3 @@ class TimeLimit(Callback):
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         if time.monotonic() - self._start > self._seconds:
             trainer.stop(f"the time limit of {self._seconds:g} seconds")
-
-
-class StopOnFile(Callback):
-    """Ends `fit` after a step if a file exists: `touch run/stop` ends a run from outside. The file is not deleted.
-
-    Args:
-      path: the path of the file, on the disk of any process; or a URL, `gs://` or `s3://`.
-      every: steps between two checks.
-
-    Raises:
-      FileExistsError: if the file is there when `fit` starts.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, every: int = 10) -> None:
-        super().__init__(every=every)
-        self._path = location(path)
-
-    def on_fit_start(self, trainer: Any) -> None:
-        if self._path.exists():
-            raise FileExistsError(f"StopOnFile: {self._path} exists before the first step. Delete it to train.")
-
-    def on_step(self, trainer: Any, record: StepRecord) -> None:
-        if self._path.exists():
-            trainer.stop(f"the file {self._path} exists")

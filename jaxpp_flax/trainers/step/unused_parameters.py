@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.tracing.hints import place_with
-from jaxpp_flax.globs import matches
+from jaxpp_flax.globs import covering_globs
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.errors import ModelError, UnusedParametersWarning
 from jaxpp_flax.trainers.model.frozen import path_text
@@ -57,27 +56,6 @@ def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
 def parameter_paths(params: Any) -> list[str]:
     """Return the path of each leaf."""
     return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def covering_globs(unused: Sequence[str], used: Sequence[str]) -> list[str]:
-    """Return few globs that match every unused path and no used one.
-
-    Example:
-      >>> covering_globs(["predictor/bias", "predictor/mlp/kernel", "token"], ["encoder/kernel"])
-      ['predictor/*', 'token']
-      >>> covering_globs(["layers/0/key/bias", "layers/1/key/bias"], ["layers/0/key/kernel", "layers/1/key/kernel"])
-      ['layers/*/key/bias']
-    """
-    found: list[str] = []
-    for path in unused:
-        if any(matches(path, glob) for glob in found):
-            continue
-        parts = path.split("/")
-        subtrees = ["/".join(parts[:length]) + "/*" for length in range(1, len(parts))]
-        in_all_layers = [re.sub(r"(^|/)\d+(?=/|$)", r"\1*", glob) for glob in (*subtrees, path)]
-        allowed = [glob for glob in (*subtrees, *in_all_layers) if not any(matches(other, glob) for other in used)]
-        found.append(max((path, *allowed), key=lambda glob: sum(matches(other, glob) for other in unused)))
-    return found
 
 
 def neighbours(unused: Sequence[str], used: Sequence[str], order: Sequence[str]) -> list[str]:

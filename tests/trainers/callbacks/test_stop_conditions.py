@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Inference, StepRecord
-from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping, StopOnFile, TimeLimit
+from jaxpp_flax.trainers.callbacks import EarlyStopping, TimeLimit
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from tests.trainers.sharing import sharing_steps
 
@@ -86,20 +86,6 @@ def test_the_clock_ends_the_run(monkeypatch):
     assert (t.step, t.stopping) == (1, "the time limit of 1e-09 seconds")
     with pytest.raises(ValueError, match=r"TimeLimit\(0\): it must be a number of seconds above 0"):
         TimeLimit(0)
-
-
-def test_a_file_ends_the_run(tmp_path):
-    class Touch(Callback):
-        def on_step(self, trainer, record):
-            if record.step == 2:
-                (tmp_path / "stop").touch()
-
-    t = trainer()
-    t.fit(DATA, steps=50, callbacks=[Touch(), StopOnFile(tmp_path / "stop", every=3)])
-    assert t.step == 3
-    assert t.stopping == f"the file {tmp_path / 'stop'} exists"
-    with pytest.raises(FileExistsError, match=r"exists before the first step\. Delete it to train"):
-        t.fit(DATA, callbacks=[StopOnFile(tmp_path / "stop")])
 
 
 @pytest.mark.parametrize("wrong", [{"min_delta": float("nan")}, {"min_delta": -1.0}, {"patience": 2.5}])

@@ -120,8 +120,8 @@ def test_callbacks_that_did_not_begin_do_not_end(tmp_path: Path):
 
 
 def test_a_callback_that_waits_for_metrics_needs_one_that_logs_them(tmp_path: Path):
-    steps = make_trainer(tmp_path).training_steps(DATA, callbacks=[callbacks.PrintLoss()])
-    with pytest.raises(ValueError, match=r"holds a PrintLoss, which waits for `on_metrics`.*LogMetrics\(\)"):
+    steps = make_trainer(tmp_path).training_steps(DATA, callbacks=[callbacks.OnMetrics(print)])
+    with pytest.raises(ValueError, match=r"holds an? OnMetrics, which waits for `on_metrics`.*LogMetrics\(\)"):
         next(steps)
 
 

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.globs import covering_globs
 from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Training, UnusedParametersWarning
-from jaxpp_flax.trainers.step.unused_parameters import covering_globs
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps

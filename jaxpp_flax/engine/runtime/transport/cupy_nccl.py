@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 __all__ = [
-    "Buffer", "Communicator", "Cupy", "load_cupy", "local_ordinal", "make_one_alone", "nccl_version",
+    "Buffer", "Communicator", "Cupy", "load_cupy", "local_ordinal", "nccl_version",
 ]  # fmt: skip
 
 _CUDA_DONE, _CUDA_NOT_READY = 0, 600
@@ -64,12 +64,6 @@ def nccl_version(nccl: Any) -> tuple[int, int, int]:
     """Return the version of the loaded NCCL."""
     code = int(nccl.get_version())
     return code // 10_000, code // 100 % 100, code % 100
-
-
-def make_one_alone(cupy: Any, nccl: Any, ordinal: int) -> None:
-    """Make a communicator of one process on this device, and destroy it again; a failure is a `RuntimeError`."""
-    with cupy.cuda.Device(ordinal), _named_errors():
-        nccl.NcclCommunicator(1, nccl.get_unique_id(), 0).destroy()
 
 
 class Cupy:

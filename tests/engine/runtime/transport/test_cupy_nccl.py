@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -180,26 +181,22 @@ def test_the_transport_is_closed_behind_the_meeting_at_the_end():
 
 
 @pytest.mark.parametrize(
-    ("cupy", "has_gpus", "found", "wrong"),
+    ("cupy", "has_gpu", "found", "wrong"),
     [
-        (FakeCupy(14), False, "CuPy 14.0.0 with NCCL 2.32.3; needs GPUs", False),
-        (FakeCupy(13), True, "CuPy 13.0.0 with NCCL 2.32.3, makes communicators", False),
-        (FakeCupy(14), True, "CuPy 14.0.0 with NCCL 2.32.3, makes communicators", False),
-        (FakeCupy(14, version=23007), True, "NCCL 2.30.7, which is reported to hang", True),
+        (FakeCupy(14), True, r"CuPy 14\..* with NCCL \d+\.\d+\.\d+", False),
+        (FakeCupy(14, version=23007), True, "which is reported to hang", True),
         (FakeCupy(14, available=False), True, "does not load: .*Reason", True),
         (FakeCupy(14, available=False), False, "does not load: .*Reason", False),
-        (FakeCupy(14, refused=1), True, "cannot make a communicator: NcclError: NCCL_ERROR_UNHANDLED_CUDA", True),
-        (FakeCupy(14, alone=True), True, "cannot make a communicator: NCCL did not return within 0.1 s", True),
     ],
 )
 def test_the_doctor_looks_at_nccl(
-    cupy: FakeCupy, has_gpus: bool, found: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
+    cupy: FakeCupy, has_gpu: bool, found: str, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     cupy.install(monkeypatch)
-    monkeypatch.setattr(doctor, "_PROBE_TIMEOUT", 0.1 if cupy.alone else 60.0)
-    [finding] = doctor.nccl(has_gpus=has_gpus)
+    monkeypatch.setattr(doctor, "_NVIDIA_GPU", tmp_path if has_gpu else tmp_path / "none")
+    [finding] = doctor.known_faults({})
     assert re.search(found, finding.text), finding.text
-    assert finding.wrong == wrong
+    assert bool(finding.remedy) == wrong
 
 
 def test_the_fake_has_the_signatures_of_the_installed_cupy():
