@@ -16,9 +16,6 @@ from jaxpp_flax.schedules.gathers import Fsdp
 
 __all__ = ["BlockLoads", "of_optimizer"]
 
-# Kinds that are a part of other kinds, lie on the host, or are there only with some schedules.
-_NOT_LEAST = ("streamed", "gathered", "kept", "saved", "fused")
-
 
 def of_optimizer(item: Holding, kept: Sequence[tuple[float, float]]) -> list[Holding]:
     """Return what the optimizer keeps of a parameter, on the devices and on the host; nothing for other holdings."""
@@ -99,15 +96,6 @@ class BlockLoads:
             hardware=hardware,
             fsdp=fsdp,
         )
-
-    @property
-    def least_bytes(self) -> list[float]:
-        """The bytes of each block, if one microbatch is in flight; what several blocks need counts in the first one."""
-        found = [0.0] * len(self.work)
-        for item in self.holdings:
-            if item.kind not in _NOT_LEAST:
-                found[item.blocks[0]] += item.nbytes
-        return found
 
     def model(self, schedule: Schedule, num_microbatches: int, sizes: Sequence[int]) -> StepModel:
         """Return the model of a step whose stages have these numbers of blocks."""

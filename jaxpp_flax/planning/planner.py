@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -19,17 +19,19 @@ from jaxpp_flax.planning.choice import Choice, LimitError, mixture_within, nothi
 from jaxpp_flax.planning.loads import Hardware, hardware_of, limits_of
 from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.planning.plan import Plan
-from jaxpp_flax.planning.stages.balancing import Sizes, balance
+from jaxpp_flax.planning.stages.balancing import Sizes, climb
 from jaxpp_flax.planning.stages.policies import AssignmentError, cuts_of, even, sizes_of
 from jaxpp_flax.planning.stages.step_time import StepTime
 from jaxpp_flax.schedules import Schedule, by_name, names
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.schedules.residuals import ResidualPlan
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 
 __all__ = ["PlanningStep", "TracedUpdate", "check_made", "plan"]
 
-_CORRECTIONS = 4  # of the model by the program, for each assignment
+_CORRECTIONS = 4  # of the limits by the program, for each assignment
+_MOVES = 300  # of single blocks, to find stages that fit
+_LEANEST = StageResiduals(recompute=True, offload=1.0)
 
 Schedules = str | Schedule | Sequence[str | Schedule] | None
 
@@ -255,9 +257,10 @@ class _Planner:
         Raises:
           LimitError: if there is none.
         """
-        tried = list[_Planned]()
-        for sizes in self._candidates():
-            if self._can_cut(sizes) and all(sizes != known.sizes for known in tried):
+        tried = [self._planned(sizes) for sizes in self._candidates()]
+        if all(of.excess(self.limits) > 0 for of in tried) and self.step.cuts is None:
+            sizes = self._leanest(min(tried, key=lambda of: of.excess(self.limits)).sizes)
+            if self._can_cut(sizes):
                 tried.append(self._planned(sizes))
         fitting = [of for of in tried if of.excess(self.limits) <= 0]
         if not fitting:
@@ -286,21 +289,29 @@ class _Planner:
     def _even(self) -> Sizes:
         return sizes_of(even()(self.marks, self.schedule.num_stages), self.marks)
 
-    def _candidates(self) -> Iterator[Sizes]:
-        """Return the sizes to try: those that are given; or even ones, those of equal time, and of equal memory."""
+    def _candidates(self) -> list[Sizes]:
+        """Return the sizes to try first: those that are given, or even ones and those of equal time."""
         if self.step.cuts is not None:
-            yield sizes_of(tuple(self.step.cuts(self.marks, self.schedule.num_stages)), self.marks)
-            return
-        yield self._even
-        yield StepTime(
+            return [sizes_of(tuple(self.step.cuts(self.marks, self.schedule.num_stages)), self.marks)]
+        time = StepTime(
             schedule=self.schedule,
             num_microbatches=self.step.num_microbatches,
             forward=[w.forward for w in self._loads.work],
             backward=[w.backward for w in self._loads.work],
-        ).balanced(self._even, self._loads.sent)
-        if any(limit < math.inf for limit in self.limits):
-            shares = [1 / self.limits[self.schedule.rank_of(stage)] for stage in range(self.schedule.num_stages)]
-            yield balance(self._loads.least_bytes, self.schedule.num_stages, self._loads.sent, shares)
+        )
+        found = dict.fromkeys((self._even, time.balanced(self._even, self._loads.sent)))
+        return [sizes for sizes in found if self._can_cut(sizes)]
+
+    def _leanest(self, start: Sizes) -> Sizes:
+        """Move blocks away from ranks above their limits, by the model with the leanest residuals."""
+
+        def over(sizes: Sizes) -> float:
+            model = self._loads.model(self.schedule, self.step.num_microbatches, sizes)
+            lean = ResidualPlan([KEEP if load.has_effects else _LEANEST for load in model.stages], offload_within=1)
+            held = (fixed + peak for fixed, peak in zip(model.rank_fixed, model.ordered_peaks(lean), strict=True))
+            return sum(max(0.0, nbytes - limit) for nbytes, limit in zip(held, self.limits, strict=True))
+
+        return climb(start, over, _MOVES)
 
     def _can_cut(self, sizes: Sizes) -> bool:
         return self.marks.blocks.can_cut(cuts_of(sizes))

@@ -25,53 +25,48 @@ def even_sizes(num_blocks: int, num_stages: int) -> Sizes:
     return tuple(share + (stage < extra) for stage in range(num_stages))
 
 
-def balance(
-    costs: Sequence[float],
-    num_stages: int,
-    sent: Sequence[float] | None = None,
-    weights: Sequence[float] | None = None,
-) -> Sizes:
+def balance(costs: Sequence[float], num_stages: int, sent: Sequence[float] | None = None) -> Sizes:
     """Return the stages whose largest cost is the least; among equals, the fewest bytes sent, then the most even ones.
 
     Args:
       costs: the cost of each block, at least 0.
       num_stages: the number of stages.
       sent: bytes that cross a cut before each block (the first is not used).
-      weights: factors of the cost of each stage; default: 1.
 
     Example:
       >>> balance([1, 1, 1, 1, 4], 2)
       (4, 1)
-      >>> balance([1, 1, 1, 1], 2, weights=[3.0, 1.0])  # a block costs three times as much in the first stage
-      (1, 3)
 
     Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5.
     """
-    running = [0.0, *itertools.accumulate(map(float, costs))]
-    factors, crossing = weights or [1.0] * num_stages, sent or [0.0] * len(costs)
+    total, crossing = [0.0, *itertools.accumulate(map(float, costs))], sent or [0.0] * len(costs)
 
-    def cost(stage: int, start: int, end: int) -> float:
-        return factors[stage] * (running[end] - running[start])
+    def largest(worth: tuple[float, ...], start: int, end: int) -> tuple[float, ...]:
+        return (max(worth[0], total[end] - total[start]),)
 
-    even = even_sizes(len(costs), num_stages)
-    bounds = zip(range(num_stages), itertools.accumulate((0, *even)), itertools.accumulate(even), strict=False)
-    most = max(cost(*stage) for stage in bounds)
-    (least,), _ = _filled(len(costs), num_stages, lambda worth, *stage: (max(*worth, cost(*stage)),), cost, most)
+    def lesser_aims(worth: tuple[float, ...], start: int, end: int) -> tuple[float, ...]:
+        return worth[0] + (crossing[start] if start else 0.0), worth[1] + (total[end] - total[start]) ** 2
 
-    def lesser_aims(worth: tuple[float, ...], stage: int, start: int, end: int) -> tuple[float, ...]:
-        return worth[0] + (crossing[start] if stage else 0.0), worth[1] + cost(stage, start, end) ** 2
-
-    return _filled(len(costs), num_stages, lesser_aims, cost, least + _TOLERANCE * running[-1] * max(factors))[1]
+    even = max(rank_loads(costs, even_sizes(len(costs), num_stages), range(num_stages)))
+    (least,), _ = _filled(total, num_stages, largest, even + _TOLERANCE * total[-1])
+    return _filled(total, num_stages, lesser_aims, least + _TOLERANCE * total[-1])[1]
 
 
 def _filled(
-    num_blocks: int,
+    total: Sequence[float],
     num_stages: int,
-    added: Callable[[tuple[float, ...], int, int, int], tuple[float, ...]],
-    cost: Callable[[int, int, int], float],
+    added: Callable[[tuple[float, ...], int, int], tuple[float, ...]],
     most: float,
 ) -> tuple[tuple[float, ...], Sizes]:
-    """Return the stages of the least worth in which no stage costs more than `most`, by dynamic programming."""
+    """Return the stages of the least worth in which no stage costs more than `most`, by dynamic programming.
+
+    Args:
+      total: the cost of the first blocks, by their number.
+      num_stages: the number of stages.
+      added: returns the worth of more stages: of a worth, with one more stage from a block to another.
+      most: the largest cost of a stage.
+    """
+    num_blocks = len(total) - 1
     # The best way to fill the first stages with the first blocks, by the number of these blocks.
     best: dict[int, tuple[tuple[float, ...], Sizes]] = {0: ((0.0, 0.0), ())}
     for stage in range(num_stages):
@@ -79,9 +74,9 @@ def _filled(
         for start in sorted(best, reverse=True):
             worth, sizes = best[start]
             for end in range(start + 1, num_blocks - (num_stages - stage - 1) + 1):
-                if cost(stage, start, end) > most:
+                if total[end] - total[start] > most:
                     break  # longer stages cost no less
-                filled = added(worth, stage, start, end)
+                filled = added(worth, start, end)
                 if end not in row or filled < row[end][0]:
                     row[end] = filled, (*sizes, end - start)
         best = row
@@ -120,6 +115,7 @@ def climb(sizes: Sizes, worth: Callable[[Sizes], float], tries: int) -> Sizes:
         if sizes[i] > 1:
             tries -= 1
             moved = tuple(size - (k == i) + (k == j) for k, size in enumerate(sizes))
-            if (value := worth(moved)) < now * (1 - _TOLERANCE):
+            value = worth(moved)
+            if value < now * (1 - _TOLERANCE):
                 sizes, now, in_vain = moved, value, 0
     return sizes

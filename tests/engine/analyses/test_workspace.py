@@ -172,7 +172,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(("platform", "copies"), [("gpu", 1), ("", 1), ("cpu", 0)])
 def test_a_gpu_copies_what_its_products_read_in_another_order(platform: str, copies: int):
-    """Compiled for an H100, the backward of a recomputed layer of 32 heads and 2,048 tokens has a workspace of 1,429 MB:
+    """Compiled for an H100, the backward of a recomputed layer (32 heads, 2,048 tokens) has a workspace of 1,429 MB:
     scores of 537 MB, probabilities of half as many bytes, and two copies of them; 1,179 MB were expected without.
     """
     shapes = (1, 64, 2, 4, 8), *[(1, 64, 2, 8)] * 2
