@@ -97,10 +97,8 @@ class BlockLoads:
             fsdp=fsdp,
         )
 
-    def model(
-        self, schedule: Schedule, num_microbatches: int, sizes: Sequence[int], beside: Sequence[float] = ()
-    ) -> StepModel:
-        """Return the model of a step whose stages have these numbers of blocks; see `StepModel` for `beside`."""
+    def model(self, schedule: Schedule, num_microbatches: int, sizes: Sequence[int]) -> StepModel:
+        """Return the model of a step whose stages have these numbers of blocks."""
         ends = list(itertools.accumulate(sizes))
         fused = [schedule.fuses_last_stage and end == ends[-1] for end in ends]
         return StepModel(
@@ -110,7 +108,6 @@ class BlockLoads:
             hardware=self.hardware,
             fsdp=self.fsdp,
             stream_window=stream_updates.WINDOW_BYTES,
-            beside=beside,
         )
 
     def _stage(self, start: int, end: int, fused: bool) -> StageLoad:

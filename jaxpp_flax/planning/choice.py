@@ -1,26 +1,35 @@
 """The cheapest mixture of keep, recompute and offload within a memory limit, by the simulated step.
 
-The memory of a rank follows from the order of its tasks and from its own stages, so each rank alone finds its mixtures
-that fit. A greedy plan takes the mixture with the least added work on each rank, and a local search then changes one
-stage at a time. Nothing is random: equal inputs give equal choices.
+The memory of a rank follows from the order of its tasks and from its own stages. So each rank alone takes the mixture
+with the least added work that fits: of all mixtures, of those without recomputation, of those without offload. The
+simulated step decides between these candidates. Nothing is random: equal inputs give equal choices.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning.loads import limits_of
-from jaxpp_flax.planning.model import BESIDE, Prediction, StepModel
+from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "nothing_fits", "why_chosen"]
+__all__ = [
+    "Choice",
+    "LimitError",
+    "best_mixture",
+    "choose_residuals",
+    "describe",
+    "mixture_within",
+    "nothing_fits",
+    "why_chosen",
+]
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 OPTIONS = (
@@ -32,16 +41,20 @@ OPTIONS = (
 )
 """The options of a stage, in the order of preference among equals."""
 
+_COARSE = 0.25  # the step of the shares on a rank with several stages, which has many more mixtures
+
 _WINDOWS = (1, 2, 4)
 """Tasks beside which an offload runs after its forward, and a fetch before its backward."""
 
-_MOST_TASKS = 200_000  # that all simulations of one choice run together: a few seconds
-_MOST_WALKED = (
-    30_000  # tasks that the mixtures of one rank walk together to find those that fit; beyond, in coarser shares
-)
 _TOLERANCE = 1e-9  # relative: sums of the same floats in another order count as equal
+_OTHERS = "other arrays"
 
-_Worth = tuple[float, ...]
+_CANDIDATES: tuple[Callable[[StageResiduals], bool], ...] = (
+    lambda option: True,
+    lambda option: not option.recompute,
+    lambda option: not option.offload,
+)
+"""What the stages of a candidate may do."""
 
 
 @documented("JPF302")
@@ -114,17 +127,36 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
 
 def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
     """Return what `choose_residuals` returns; if nothing fits, return the mixture that exceeds the limit least."""
-    limits = limits_of(memory_limit, model.schedule.num_ranks)
-    search = _Search(model, limits)
-    keep = ResidualPlan.keep(model.schedule.num_stages)
-    if search.excess(keep) == 0:
-        return search.choice(keep)
-    fitting = search.all_fitting()
-    if not fitting:
-        leanest = (search.joined([search.leanest(r, w) for r in range(len(search.limits))], w) for w in _WINDOWS)
-        return search.choice(min(leanest, key=search.excess))
-    starts = [plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)]
-    return search.choice(_climb(search, search.best(starts), fitting))
+    return mixture_within(model, limits_of(memory_limit, model.schedule.num_ranks))
+
+
+def mixture_within(model: StepModel, limits: Sequence[float]) -> Choice:
+    """Return what `best_mixture` returns for the limit of each rank; a planner's may be below 0."""
+    kept = model.predict(ResidualPlan.keep(model.schedule.num_stages))
+
+    def judged(residuals: ResidualPlan, prediction: Prediction) -> Choice:
+        excess = max(map(_over, prediction.peak_bytes, limits))
+        return Choice(residuals=residuals, prediction=prediction, keep=kept, excess=excess)
+
+    choice = judged(ResidualPlan.keep(model.schedule.num_stages), kept)
+    if choice.excess == 0:
+        return choice
+    ranks = [_Rank(model, rank, limit) for rank, limit in enumerate(limits)]
+    plans = dict.fromkeys(
+        _joined(ranks, allowed, window) for window, allowed in itertools.product(_WINDOWS, _CANDIDATES)
+    )
+    return min((judged(plan, model.predict(plan)) for plan in plans), key=_worth)
+
+
+def _over(held: float, limit: float) -> float:
+    return held - limit if held > limit + _TOLERANCE * abs(limit) else 0.0
+
+
+def _worth(choice: Choice) -> tuple[float, ...]:
+    """Return the bytes above the limit, the seconds, those of recomputation, the bytes moved: less is better."""
+    found = choice.prediction
+    rounded = (float(f"{value:.9g}") for value in (found.seconds, found.recomputation, found.moved))
+    return choice.excess, *rounded
 
 
 def describe(stage: StageResiduals) -> str:
@@ -161,113 +193,56 @@ def why_chosen(choice: Choice) -> str:
     )
 
 
-class _Search:
-    """Judges plans: their memory without a simulation, their time with one, each once."""
+class _Rank:
+    """The mixtures of one rank, those with the least added work first, and the bytes with each."""
 
-    def __init__(self, model: StepModel, limits: Sequence[float]) -> None:
-        self.model, self.limits = model, limits
-        self.left = max(_MOST_TASKS // sum(map(len, model.tasks)), 16)  # simulations
-        ranks, num_stages = range(model.schedule.num_ranks), model.schedule.num_stages
-        self.stages = [[s for s in range(num_stages) if model.rank_of[s] == rank] for rank in ranks]
-        self._mixtures = [self._all_mixtures(rank) for rank in ranks]
-        self._peaks: dict[tuple[int, _Mixture, int], float] = {}
-        self._found: dict[ResidualPlan, tuple[_Worth, Prediction]] = {}
+    def __init__(self, model: StepModel, rank: int, limit: float) -> None:
+        self.model, self.rank, self.limit = model, rank, limit
+        self.stages = [stage for stage, owner in enumerate(model.rank_of) if owner == rank]
+        shares = [option for option in OPTIONS if len(self.stages) == 1 or option.offload % _COARSE == 0]
+        options = [_options(model, stage, shares) for stage in self.stages]
 
-    def joined(self, mixtures: Sequence[_Mixture], window: int) -> ResidualPlan:
-        """Return the plan of the mixtures of all ranks."""
-        stages = [KEEP] * self.model.schedule.num_stages
-        for here, mixture in zip(self.stages, mixtures, strict=True):
-            for stage, option in zip(here, mixture, strict=True):
+        def added(mixture: _Mixture) -> float:
+            return sum(_added_work(model, *pair) for pair in zip(self.stages, mixture, strict=True))
+
+        self.mixtures = sorted(_first_and_rest(options), key=added)
+        self._over: dict[tuple[_Mixture, int], float] = {}
+
+    def over(self, mixture: _Mixture, window: int) -> float:
+        """Return the bytes by which the rank exceeds its limit."""
+        if (mixture, window) not in self._over:
+            stages = [KEEP] * self.model.schedule.num_stages
+            for stage, option in zip(self.stages, mixture, strict=True):
                 stages[stage] = option
-        return ResidualPlan(stages, fetch_ahead=window, offload_within=window)
+            plan = ResidualPlan(stages, fetch_ahead=window, offload_within=window)
+            held = self.model.rank_fixed[self.rank] + self.model.ordered_peak(self.rank, plan)
+            self._over[mixture, window] = _over(held, self.limit)
+        return self._over[mixture, window]
 
-    def mixture(self, plan: ResidualPlan, rank: int) -> _Mixture:
-        return tuple(plan.of(stage) for stage in self.stages[rank])
-
-    # ------------------------------------------------------------ memory
-
-    def over(self, rank: int, mixture: _Mixture, window: int) -> float:
-        """Return the bytes by which a rank exceeds its limit."""
-        key = rank, mixture, window
-        if key not in self._peaks:
-            alone = [(KEEP,) * len(here) for here in self.stages]
-            alone[rank] = mixture
-            self._peaks[key] = self.model.ordered_peak(rank, self.joined(alone, window))
-        held = self.model.rank_fixed[rank] + self._peaks[key]
-        return held - self.limits[rank] if held > self.limits[rank] * (1 + _TOLERANCE) else 0.0
-
-    def excess(self, plan: ResidualPlan) -> float:
-        """Return the bytes above the limits of all ranks."""
-        return sum(self.over(r, self.mixture(plan, r), plan.fetch_ahead) for r in range(len(self.limits)))
-
-    def fitting(self, window: int) -> list[list[_Mixture]]:
-        """Return each rank's mixtures that fit, those with the least added work first."""
-        return [[m for m in mixtures if not self.over(rank, m, window)] for rank, mixtures in enumerate(self._mixtures)]
-
-    def all_fitting(self) -> dict[int, list[list[_Mixture]]]:
-        """Return the mixtures that fit by window, for windows in which every rank has some."""
-        found = {window: self.fitting(window) for window in _WINDOWS}
-        return {window: ranks for window, ranks in found.items() if all(ranks)}
-
-    def leanest(self, rank: int, window: int) -> _Mixture:
-        """Return the rank's mixture that holds the fewest bytes."""
-        return min(self._mixtures[rank], key=lambda mixture: self.over(rank, mixture, window))
-
-    def _all_mixtures(self, rank: int) -> list[_Mixture]:
-        options = [_options(self.model, stage) for stage in self.stages[rank]]
-        mixtures = _first_and_rest(options)
-        for part in (0.25, 0.5):
-            if len(mixtures) > _MOST_WALKED // len(self.model.tasks[rank]):
-                mixtures = _first_and_rest([[option for option in of if option.offload % part == 0] for of in options])
-        here = self.stages[rank]
-        return sorted(mixtures, key=lambda m: sum(_added_work(self.model, *pair) for pair in zip(here, m, strict=True)))
-
-    # ------------------------------------------------------------ time
-
-    def worth(self, plan: ResidualPlan) -> _Worth:
-        """Return the seconds of a step, those of recomputation, the bytes moved: less is better, in this order."""
-        if plan not in self._found:
-            self.left -= 1
-            found = self.model.predict(plan)
-            self._found[plan] = (found.seconds, found.recomputation, found.moved), found
-        return self._found[plan][0]
-
-    def best(self, plans: Iterable[ResidualPlan]) -> ResidualPlan:
-        """Return the best plan; the first one among equals."""
-        plans = iter(plans)
-        best = next(plans)
-        for plan in plans:
-            if _less(self.worth(plan), self.worth(best)):
-                best = plan
-        return best
-
-    def choice(self, plan: ResidualPlan) -> Choice:
-        """Return the result of the search."""
-        keep = ResidualPlan.keep(len(plan.stages))
-        for needed in (plan, keep):
-            self.worth(needed)
-        return Choice(
-            residuals=plan,
-            prediction=self._found[plan][1],
-            keep=self._found[keep][1],
-            excess=max(self.over(r, self.mixture(plan, r), plan.fetch_ahead) for r in range(len(self.limits))),
-        )
+    def first_that_fits(self, allowed: Callable[[StageResiduals], bool], window: int) -> _Mixture:
+        """Return the first allowed mixture that fits, else the first of all; if none fits, that with fewest bytes."""
+        wanted = [mixture for mixture in self.mixtures if all(map(allowed, mixture))]
+        for mixture in (*wanted, *self.mixtures):
+            if not self.over(mixture, window):
+                return mixture
+        return min(self.mixtures, key=lambda mixture: self.over(mixture, window))
 
 
-def _less(one: _Worth, other: _Worth) -> bool:
-    for a, b in zip(one, other, strict=True):
-        if abs(a - b) > _TOLERANCE * max(abs(a), abs(b)):
-            return a < b
-    return False
+def _joined(ranks: Sequence[_Rank], allowed: Callable[[StageResiduals], bool], window: int) -> ResidualPlan:
+    """Return the plan in which each rank takes its first mixture that fits."""
+    stages: dict[int, StageResiduals] = {}
+    for rank in ranks:
+        stages.update(zip(rank.stages, rank.first_that_fits(allowed, window), strict=True))
+    return ResidualPlan([stages[stage] for stage in sorted(stages)], fetch_ahead=window, offload_within=window)
 
 
-def _options(model: StepModel, stage: int) -> Sequence[StageResiduals]:
+def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) -> Sequence[StageResiduals]:
     """Return the options that differ for a stage: shares that move the same microbatches are one option."""
     tasks, load = model.tasks[model.rank_of[stage]], model.stages[stage]
     if any(task.kind is TaskKind.FUSED and task.stage == stage for task in tasks) or not load.residual_bytes:
         return (KEEP,)
     found: dict[tuple[object, ...], StageResiduals] = {}
-    for option in OPTIONS:
+    for option in options:
         moves_nothing = option.offload and not load.kept_bytes(option)
         # An operation with side effects may not run twice, and policies save values.
         saves_nothing = option.recompute and (load.has_effects or 0 < load.saved_bytes >= load.residual_bytes)
@@ -297,38 +272,6 @@ def _added_work(model: StepModel, stage: int, option: StageResiduals) -> float:
     return load.seconds_again(option) + exposed + 1e-3 * moved
 
 
-def _greedy(search: _Search, ranks: Sequence[Sequence[_Mixture]], window: int) -> Iterator[ResidualPlan]:
-    """Yield plans with the least added work on each rank: of any mixtures, without recomputation, without offload."""
-    allowed: tuple[Callable[[StageResiduals], bool], ...] = (
-        lambda option: True,
-        lambda option: not option.recompute,
-        lambda option: not option.offload,
-    )
-    for is_allowed in allowed:
-        yield search.joined([next((m for m in of if all(map(is_allowed, m))), of[0]) for of in ranks], window)
-
-
-def _climb(search: _Search, plan: ResidualPlan, fitting: Mapping[int, Sequence[Sequence[_Mixture]]]) -> ResidualPlan:
-    """Change one rank at a time while that helps and simulations are left."""
-    ranks, in_vain = fitting.get(plan.fetch_ahead, ()), 0
-    for rank in itertools.cycle(range(len(ranks))):
-        in_vain += 1
-        now = search.mixture(plan, rank)
-        near = [m for m in ranks[rank] if sum(a != b for a, b in zip(m, now, strict=True)) == 1]
-        for mixture in near:
-            if search.left <= 0:
-                return plan
-            mixtures = [search.mixture(plan, r) for r in range(len(ranks))]
-            mixtures[rank] = mixture
-            moved = search.joined(mixtures, plan.fetch_ahead)
-            if _less(search.worth(moved), search.worth(plan)):
-                plan, in_vain = moved, 0
-                break
-        if in_vain == len(ranks):
-            return plan
-    return plan
-
-
 def nothing_fits(
     model: StepModel, choice: Choice, limits: Sequence[float], held: Sequence[float] | None = None
 ) -> LimitError:
@@ -341,7 +284,7 @@ def nothing_fits(
     stages = [stage for stage, of in enumerate(model.rank_of) if of == rank]
     does = ", ".join(f"stage {stage}: {describe(choice.residuals.of(stage))}" for stage in stages)
     kinds = model.bytes_by_kind(rank, choice.residuals)
-    kinds[BESIDE] = kinds.get(BESIDE, 0.0) + peaks[rank] - choice.prediction.peak_bytes[rank]
+    kinds[_OTHERS] = peaks[rank] - choice.prediction.peak_bytes[rank]
     parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in kinds.items() if n > 0)
     return LimitError(
         f"no mixture of keep, recompute and offload keeps within memory_limit: in the closest plan found, rank {rank} "

@@ -24,9 +24,9 @@ from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
-__all__ = ["BESIDE", "Hardware", "Prediction", "StageLoad", "StepModel", "arrivals", "update_window", "walk_rank"]
+__all__ = ["Hardware", "Prediction", "StageLoad", "StepModel", "arrivals", "update_window", "walk_rank"]
 
-_WINDOW, BESIDE = "optimizer state from the host", "other arrays"
+_WINDOW = "optimizer state from the host"
 _RESIDUALS, _WORKSPACE = "residuals", "workspace"
 _GATHERED, _BETWEEN_STAGES = "gathered parameters", "arrays between stages"
 
@@ -64,8 +64,6 @@ class StepModel:
       fsdp: how often parameters are gathered: "step" or "microbatch"; see `MeshOptions`.
       stream_window: the bytes of optimizer state that the update fetches from the host at one time. The state of one
         parameter is always fetched together.
-      beside: for each rank, the bytes that a compiled step holds in addition to those of the loads; a negative number
-        if it holds fewer. Empty: none.
 
     Raises:
       ScheduleError: if the number of loads is not the number of stages, `num_microbatches` is below 1, or
@@ -92,7 +90,6 @@ class StepModel:
     hardware: Hardware
     fsdp: Fsdp = "microbatch"
     stream_window: float = math.inf
-    beside: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.schedule.num_stages:
@@ -213,15 +210,13 @@ class StepModel:
         for stage in (s for s, of in enumerate(self.rank_of) if of == rank):
             for kind, nbytes in self.stages[stage].fixed_bytes.items():
                 found[kind] = found.get(kind, 0.0) + nbytes
-        if self.beside:
-            found[BESIDE] = self.beside[rank]
         memory, update = self.walk(rank, residuals), self._update_bytes(rank)
         return {**found, **({_WINDOW: update} if update > memory.peak else memory.at_peak)}
 
     @cached_property
     def rank_fixed(self) -> tuple[float, ...]:
         """The bytes that each rank's devices hold for the whole step."""
-        fixed = list(self.beside) or [0.0] * self.schedule.num_ranks
+        fixed = [0.0] * self.schedule.num_ranks
         for rank, load in zip(self.rank_of, self.stages, strict=True):
             fixed[rank] += load.fixed
         return tuple(fixed)

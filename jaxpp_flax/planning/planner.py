@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,11 +15,11 @@ from jaxpp_flax.engine.summary import MemoryAnalysis
 from jaxpp_flax.messages import listed
 from jaxpp_flax.planning.block_costs import Costing, block_costs
 from jaxpp_flax.planning.block_loads import BlockLoads
-from jaxpp_flax.planning.choice import Choice, LimitError, best_mixture, nothing_fits, why_chosen
+from jaxpp_flax.planning.choice import Choice, LimitError, mixture_within, nothing_fits, why_chosen
 from jaxpp_flax.planning.loads import Hardware, hardware_of, limits_of
 from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.planning.plan import Plan
-from jaxpp_flax.planning.stages.balancing import Sizes, balance, climb
+from jaxpp_flax.planning.stages.balancing import Sizes, climb
 from jaxpp_flax.planning.stages.policies import AssignmentError, cuts_of, even, sizes_of
 from jaxpp_flax.planning.stages.step_time import StepTime
 from jaxpp_flax.schedules import Schedule, by_name, names
@@ -28,7 +29,7 @@ from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 
 __all__ = ["PlanningStep", "TracedUpdate", "check_made", "plan"]
 
-_CORRECTIONS = 4  # of the model by the program, for each assignment
+_CORRECTIONS = 4  # of the limits by the program, for each assignment
 _MOVES = 300  # of single blocks, to find stages that fit
 _LEANEST = StageResiduals(recompute=True, offload=1.0)
 
@@ -258,13 +259,14 @@ class _Planner:
         """
         tried = [self._planned(sizes) for sizes in self._candidates()]
         if all(of.excess(self.limits) > 0 for of in tried) and self.step.cuts is None:
-            tried += [self._planned(sizes) for sizes in self._leaner([of.sizes for of in tried])]
+            sizes = self._leanest(min(tried, key=lambda of: of.excess(self.limits)).sizes)
+            if self._can_cut(sizes):
+                tried.append(self._planned(sizes))
         fitting = [of for of in tried if of.excess(self.limits) <= 0]
         if not fitting:
             closest = min(tried, key=lambda of: of.excess(self.limits))
             raise nothing_fits(closest.model, closest.choice, self.limits, closest.held)
-        best = min(fitting, key=lambda of: of.choice.prediction.seconds)
-        return self._plan(best)
+        return self._plan(min(fitting, key=lambda of: of.choice.prediction.seconds))
 
     # ------------------------------------------------------------ stages
 
@@ -287,71 +289,58 @@ class _Planner:
     def _even(self) -> Sizes:
         return sizes_of(even()(self.marks, self.schedule.num_stages), self.marks)
 
-    @cached_property
-    def _time(self) -> StepTime:
-        work = self._loads.work
-        return StepTime(
-            schedule=self.schedule,
-            num_microbatches=self.step.num_microbatches,
-            forward=[w.forward for w in work],
-            backward=[w.backward for w in work],
-        )
-
     def _candidates(self) -> list[Sizes]:
-        """Return the sizes to try first: those that are given, or even ones and balanced ones."""
+        """Return the sizes to try first: those that are given, or even ones and those of equal time."""
         if self.step.cuts is not None:
             return [sizes_of(tuple(self.step.cuts(self.marks, self.schedule.num_stages)), self.marks)]
-        costs, ranks = [w.total for w in self._loads.work], list(map(self.schedule.rank_of, range(len(self._even))))
-        found = balance(costs, ranks, self._loads.sent, self._even, self._time)
-        return [sizes for sizes in dict.fromkeys((self._even, found)) if self._can_cut(sizes)]
+        time = StepTime(
+            schedule=self.schedule,
+            num_microbatches=self.step.num_microbatches,
+            forward=[w.forward for w in self._loads.work],
+            backward=[w.backward for w in self._loads.work],
+        )
+        found = dict.fromkeys((self._even, time.balanced(self._even, self._loads.sent)))
+        return [sizes for sizes in found if self._can_cut(sizes)]
+
+    def _leanest(self, start: Sizes) -> Sizes:
+        """Move blocks away from ranks above their limits, by the model with the leanest residuals."""
+
+        def over(sizes: Sizes) -> float:
+            model = self._loads.model(self.schedule, self.step.num_microbatches, sizes)
+            lean = ResidualPlan([KEEP if load.has_effects else _LEANEST for load in model.stages], offload_within=1)
+            held = (fixed + peak for fixed, peak in zip(model.rank_fixed, model.ordered_peaks(lean), strict=True))
+            return sum(max(0.0, nbytes - limit) for nbytes, limit in zip(held, self.limits, strict=True))
+
+        return climb(start, over, _MOVES)
 
     def _can_cut(self, sizes: Sizes) -> bool:
         return self.marks.blocks.can_cut(cuts_of(sizes))
 
-    def _leaner(self, starts: Sequence[Sizes]) -> list[Sizes]:
-        """Move blocks away from ranks above their limits, by the model with the leanest residuals."""
-
-        def worth(sizes: Sizes) -> tuple[float, float]:
-            model = self._loads.model(self.schedule, self.step.num_microbatches, sizes)
-            lean = ResidualPlan([_LEANEST if not load.has_effects else KEEP for load in model.stages], offload_within=1)
-            held = (fixed + peak for fixed, peak in zip(model.rank_fixed, model.ordered_peaks(lean), strict=True))
-            over = sum(max(0.0, nbytes - limit) for nbytes, limit in zip(held, self.limits, strict=True))
-            return (over, self._time(sizes))
-
-        found = dict.fromkeys(climb(sizes, worth, _MOVES)[0] for sizes in starts)
-        return [sizes for sizes in found if sizes not in starts and self._can_cut(sizes)]
-
     # ------------------------------------------------------------ residuals
 
     def _planned(self, sizes: Sizes) -> _Planned:
-        """Return the best residuals for these stages; where the program holds other bytes, the model learns it."""
-        beside, found = [0.0] * self.schedule.num_ranks, list[_Planned]()
-        for turn in range(_CORRECTIONS + 1):
-            model = self._loads.model(self.schedule, self.step.num_microbatches, sizes, beside)
-            choice = self._chosen(model, is_first=not turn)
-            if any(of.choice.residuals == choice.residuals for of in found):
-                break
-            memory = predict_memory(self.step.place(self.schedule, _cutting(cuts_of(sizes)), choice.residuals))
-            found.append(_Planned(sizes=sizes, model=model, choice=choice, memory=memory))
-            if found[-1].excess(self.limits) <= 0 or self.step.residuals is not None:
-                break
-            said = choice.prediction.peak_bytes
-            beside = [b + have - want for b, have, want in zip(beside, found[-1].held, said, strict=True)]
-        return min(found, key=lambda of: of.excess(self.limits))
+        """Return the best residuals for these stages; where the program holds other bytes, the limits follow.
 
-    def _chosen(self, model: StepModel, *, is_first: bool) -> Choice:
-        """Return the residuals to try: first those that stay on the devices, which nothing beats if they fit."""
+        The first are those that stay on the devices, which nothing beats if they fit.
+        """
+        model, found = self._loads.model(self.schedule, self.step.num_microbatches, sizes), list[_Planned]()
         given = self.step.residuals
-        if given is None and not is_first:
-            return best_mixture(model, self.limits)
         residuals = ResidualPlan.keep(self.schedule.num_stages) if given is None else given
         prediction = model.predict(residuals)
-        return Choice(residuals=residuals, prediction=prediction, keep=prediction, excess=0.0)
+        choice = Choice(residuals=residuals, prediction=prediction, keep=prediction, excess=0.0)
+        while all(of.choice.residuals != choice.residuals for of in found):
+            memory = predict_memory(self.step.place(self.schedule, _cutting(cuts_of(sizes)), choice.residuals))
+            found.append(_Planned(sizes=sizes, model=model, choice=choice, memory=memory))
+            if found[-1].excess(self.limits) <= 0 or given is not None or len(found) > _CORRECTIONS:
+                break
+            said = zip(self.limits, found[-1].held, choice.prediction.peak_bytes, strict=True)
+            choice = mixture_within(model, [limit - (held - predicted) for limit, held, predicted in said])
+        return min(found, key=lambda of: of.excess(self.limits))
 
     def _plan(self, found: _Planned) -> Plan:
         work, source, unit = self._costs
         prediction: Prediction = found.choice.prediction
-        limited = any(limit != float("inf") for limit in self.limits)
+        limited = any(limit < math.inf for limit in self.limits)
         state = zip(prediction.state_host_bytes, found.memory, strict=True)
         on_host = [nbytes + rank.host_peak_bytes for nbytes, rank in state]
         return Plan.of(

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.planning import choice as module
 from jaxpp_flax.planning.choice import OPTIONS, LimitError, best_mixture, choose_residuals
 from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.schedules import Interleaved1F1B, ScheduleError, Std1F1B
@@ -19,9 +18,9 @@ from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 from tests.planning.test_model import models
 
-# With 16 simulations, the greedy plan and the local search found the best step of 66 random models that need a change,
-# of up to three stages. The margin is for models that were not drawn.
-WORST_HEURISTIC = 1.05
+# The best candidate had the best step of all mixtures for each of 26 random models that need a change, of up to two
+# stages. The margin is for models that were not drawn.
+WORST = 1.05
 
 
 def fits(found: Prediction, limit: float) -> bool:
@@ -44,7 +43,7 @@ def brute_force(model: StepModel, limit: float) -> float:
 
 @settings(max_examples=15)
 @given(st.data())
-def test_the_choice_is_the_best_of_all_mixtures(data: st.DataObject):
+def test_the_choice_is_near_the_best_of_all_mixtures(data: st.DataObject):
     model = data.draw(models(max_ranks=2, max_per_rank=1, max_microbatches=4))
     assume(model.schedule.num_stages <= 2)
     full = model.predict(ResidualPlan.keep(model.schedule.num_stages))
@@ -52,15 +51,7 @@ def test_the_choice_is_the_best_of_all_mixtures(data: st.DataObject):
     best = brute_force(model, limit)
     found = best_mixture(model, limit)
     assert (found.excess == 0) == (best < math.inf) == fits(found.prediction, limit)
-    if best < math.inf:
-        assert found.prediction.seconds == pytest.approx(best, rel=1e-9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_TASKS", 0)  # 16 simulations
-        quick = best_mixture(model, limit)
-    assert (quick.excess == 0) == (best < math.inf)
-    if best < math.inf:
-        assert fits(quick.prediction, limit)
-        assert quick.prediction.seconds <= best * WORST_HEURISTIC
+    assert best == math.inf or found.prediction.seconds <= best * WORST
 
 
 @settings(max_examples=15)

@@ -3,7 +3,9 @@
 The model of a compiler: products, kernels, sums and loops write what they make. What is computed element by element is
 written where one of these reads it; else its readers compute it themselves, and on a TPU all of them do. It takes the
 place of an operand of its type that nothing reads later. A result of the task comes as soon as it can, and has memory
-of its own. Buffers of collectives that XLA joins, and the padding of layouts, are not known here.
+of its own. A product of a GPU reads matrices: what is computed element by element in another order of dimensions than
+what it is computed from, as attention's probabilities, is copied for each product. Buffers of collectives that XLA
+joins, what its scheduler moves to hide collectives, and the padding of layouts, are not known here.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jaxpp_flax.schedules.memory import Memory
 __all__ = ["stored", "workspace"]
 
 _FUSING = Cost.VIEW, Cost.LIGHT  # what is computed where it is read
+_WITHOUT_COPIES = ("tpu", "cpu")  # platforms whose products read an operand in any order of its dimensions
 
 
 def workspace(
@@ -42,6 +45,7 @@ def workspace(
     flat = inline(graph, flatten=True, remat=True)
     device = _Device(specs_after(flat, in_specs, axis_sizes), axis_sizes, platform)
     made, last = _written(flat, fuses_operands=platform == "tpu")
+    copied = frozenset[Value]() if platform in _WITHOUT_COPIES else _turned(flat)
     ends: defaultdict[int, list[Value]] = defaultdict(list)
     for value, at in last.items():
         ends[at].append(value)
@@ -56,9 +60,36 @@ def workspace(
             memory.change(-replaced)
             whole -= replaced
         own = device.inside(equation)
+        if facts_of(equation.primitive).cost is Cost.PRODUCT:
+            own += sum(device.nbytes(value) for value in values(equation.inputs) if value in copied)
         memory.change(sum(map(device.nbytes, new)) + own)
         memory.change(-own - whole - sum(device.nbytes(value) for value in new if value not in last))
     return memory.peak
+
+
+def _turned(flat: Graph) -> frozenset[Value]:
+    """Return what is computed element by element in another order of dimensions than what it is computed from."""
+    found = dict[Value, tuple[bool, bool]]()  # whether something is computed, and whether dimensions change places
+    for equation in flat.equations:
+        if not _is_elementwise(equation):
+            continue
+        out = equation.outputs[0]
+        # A smaller operand is broadcast: a mask, or the largest value of each row.
+        read = [found.get(v, (False, False)) for v in values(equation.inputs) if v.aval.size == out.aval.size]
+        computes = facts_of(equation.primitive).cost is Cost.LIGHT and equation.name != "transpose"
+        turns = equation.name == "transpose" and _moves(equation.params["permutation"], out.aval.shape)
+        found[out] = computes or any(of for of, _ in read), turns or any(of for _, of in read)
+    return frozenset(value for value, known in found.items() if all(known))
+
+
+def _moves(permutation: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether dimensions change places so that a matrix becomes more than its transposed one, for each batch."""
+    long = [source for source, size in zip(permutation, shape, strict=True) if size > 1]
+    in_order = sorted(long)
+    batch = next((i for i, (one, other) in enumerate(zip(long, in_order, strict=True)) if one != other), len(long))
+    rows = long[batch:]
+    turned = in_order.index(rows[0]) if rows else 0
+    return rows != in_order[turned:] + in_order[batch:turned]
 
 
 def _is_elementwise(equation: Equation) -> bool:

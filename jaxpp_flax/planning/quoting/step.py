@@ -189,7 +189,7 @@ class Quoter:
         if stages == 1:
             return (len(self.model.names),)
         work = [of.work.total for of in self.work(microbatch, axes)]
-        return balance(work, range(stages))
+        return balance(work, stages)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def loads(self, microbatch: int, axes: Axes, *, in_one_node: bool) -> BlockLoads:

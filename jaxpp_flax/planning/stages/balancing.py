@@ -1,64 +1,86 @@
-"""Find the assignment with the shortest step: contiguous blocks in each stage.
-
-With one stage on each rank, the slowest rank sets the pace. This is the linear partition problem, which dynamic
-programming solves exactly. With several stages on a rank (interleaved and V-shaped schedules), ranks also wait for each
-other if the stages of a rank are uneven. Then the assignment with the fastest slowest rank may have a slower step, so
-the simulated step decides: over all assignments if they are few, else over the assignments of a local search.
-"""
+"""Contiguous, non-empty stages of blocks: the linear partition problem, solved exactly, and a search from a start."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from jaxpp_flax.planning.stages.step_time import StepTime
+__all__ = ["Sizes", "balance", "climb", "even_sizes", "rank_loads"]
 
-__all__ = ["Sizes", "Worth", "balance", "climb", "rank_loads"]
-
-_INFINITY = float("inf")
 _TOLERANCE = 1e-12  # relative: sums of the same floats in another order count as equal
-_TRIES = 10_000  # assignments judged by the loads of their ranks: a fraction of a second
-_REACH = 16  # stages between which the local search moves a block
+_REACH = 16  # stages between which the search moves a block
 
 Sizes = tuple[int, ...]
 """The number of blocks in each stage."""
-Worth = tuple[float, ...]
-"""A measure of an assignment, smaller is better. Compared in order."""
 
 
-def balance(
-    costs: Sequence[float],
-    rank_of: Sequence[int],
-    sent: Sequence[float] | None = None,
-    even: Sequence[int] | None = None,
-    step: StepTime | None = None,
-) -> Sizes:
-    """Return the best contiguous, non-empty stages.
+def even_sizes(num_blocks: int, num_stages: int) -> Sizes:
+    """Return equal numbers of blocks, or one more in each of the first stages.
 
-    With one stage on each rank, the best assignment has the fastest slowest rank; among equals, the fewest bytes sent,
-    then the most even stages. With several stages on a rank, the best one has the shortest simulated step; among
-    equals, the even assignment.
+    Example:
+      >>> even_sizes(8, 3)
+      (3, 3, 2)
+    """
+    share, extra = divmod(num_blocks, num_stages)
+    return tuple(share + (stage < extra) for stage in range(num_stages))
+
+
+def balance(costs: Sequence[float], num_stages: int, sent: Sequence[float] | None = None) -> Sizes:
+    """Return the stages whose largest cost is the least; among equals, the fewest bytes sent, then the most even ones.
 
     Args:
       costs: the cost of each block, at least 0.
-      rank_of: the rank of each stage.
+      num_stages: the number of stages.
       sent: bytes that cross a cut before each block (the first is not used).
-      even: the sizes to beat if ranks have several stages; default: equal numbers of blocks, give or take one.
-      step: gives the time of a step if ranks have several stages; without `step`, the slowest rank is made fastest.
 
     Example:
-      >>> balance([1, 1, 1, 1, 4], [0, 1])
+      >>> balance([1, 1, 1, 1, 4], 2)
       (4, 1)
-      >>> balance([1, 1, 1, 1, 4], [0, 1, 0, 1])  # two stages on each rank: stages 1 and 3 are rank 1's
-      (2, 1, 1, 1)
 
     Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5.
     """
-    if len(set(rank_of)) == len(rank_of):
-        return _chain(costs, len(rank_of), sent)
-    return _interleaved(costs, rank_of, even, step)
+    total, crossing = [0.0, *itertools.accumulate(map(float, costs))], sent or [0.0] * len(costs)
+
+    def largest(worth: tuple[float, ...], start: int, end: int) -> tuple[float, ...]:
+        return (max(worth[0], total[end] - total[start]),)
+
+    def lesser_aims(worth: tuple[float, ...], start: int, end: int) -> tuple[float, ...]:
+        return worth[0] + (crossing[start] if start else 0.0), worth[1] + (total[end] - total[start]) ** 2
+
+    even = max(rank_loads(costs, even_sizes(len(costs), num_stages), range(num_stages)))
+    (least,), _ = _filled(total, num_stages, largest, even + _TOLERANCE * total[-1])
+    return _filled(total, num_stages, lesser_aims, least + _TOLERANCE * total[-1])[1]
+
+
+def _filled(
+    total: Sequence[float],
+    num_stages: int,
+    added: Callable[[tuple[float, ...], int, int], tuple[float, ...]],
+    most: float,
+) -> tuple[tuple[float, ...], Sizes]:
+    """Return the stages of the least worth in which no stage costs more than `most`, by dynamic programming.
+
+    Args:
+      total: the cost of the first blocks, by their number.
+      num_stages: the number of stages.
+      added: returns the worth of more stages: of a worth, with one more stage from a block to another.
+      most: the largest cost of a stage.
+    """
+    num_blocks = len(total) - 1
+    # The best way to fill the first stages with the first blocks, by the number of these blocks.
+    best: dict[int, tuple[tuple[float, ...], Sizes]] = {0: ((0.0, 0.0), ())}
+    for stage in range(num_stages):
+        row: dict[int, tuple[tuple[float, ...], Sizes]] = {}
+        for start in sorted(best, reverse=True):
+            worth, sizes = best[start]
+            for end in range(start + 1, num_blocks - (num_stages - stage - 1) + 1):
+                if total[end] - total[start] > most:
+                    break  # longer stages cost no less
+                filled = added(worth, start, end)
+                if end not in row or filled < row[end][0]:
+                    row[end] = filled, (*sizes, end - start)
+        best = row
+    return best[num_blocks]
 
 
 def rank_loads(costs: Sequence[float], sizes: Sequence[int], rank_of: Sequence[int]) -> list[float]:
@@ -76,140 +98,24 @@ def rank_loads(costs: Sequence[float], sizes: Sequence[int], rank_of: Sequence[i
     return loads
 
 
-def _chain(costs: Sequence[float], num_stages: int, sent: Sequence[float] | None) -> Sizes:
-    """Balance one stage on each rank: first the least maximum, then the best of its equals by the lesser aims."""
-    total, least = _running(costs), _least_maximum(costs, num_stages)
-    most = max(rank_loads(costs, least, range(num_stages))) + _TOLERANCE * total[-1]
-    crossing = list(sent) if sent is not None else [0.0] * len(costs)
-    # The best way to fill the first stages with the first blocks, by the number of these blocks.
-    best = {0: _Filled(0.0, 0.0, ())}
-    for stage in range(num_stages):
-        row: dict[int, _Filled] = {}
-        for start in sorted(best, reverse=True):
-            crossed, uneven, sizes = best[start]
-            crossed += crossing[start] if stage else 0.0
-            for end in range(start + 1, len(costs) - (num_stages - stage - 1) + 1):
-                if total[end] - total[start] > most:
-                    break  # longer stages cost no less
-                filled = _Filled(crossed, uneven + (total[end] - total[start]) ** 2, (*sizes, end - start))
-                if end not in row or filled[:2] < row[end][:2]:
-                    row[end] = filled
-        best = row
-    return best[len(costs)].sizes
-
-
-class _Filled(NamedTuple):
-    """Stages filled with blocks: bytes sent, the sum of squares of the costs (the less, the more even), the sizes."""
-
-    crossed: float
-    uneven: float
-    sizes: Sizes
-
-
-def _least_maximum(costs: Sequence[float], parts: int) -> Sizes:
-    """Return the sizes of contiguous, non-empty parts with the least maximum cost."""
-    count, total = len(costs), _running(costs)
-    # best[k][n]: the least maximum of the first n blocks in k parts; start[k][n]: where its last part begins.
-    best = [[_INFINITY] * (count + 1) for _ in range(parts + 1)]
-    start = [[0] * (count + 1) for _ in range(parts + 1)]
-    best[0][0] = -_INFINITY
-    for k in range(1, parts + 1):
-        for n in range(k, count + 1):
-            for j in range(n - 1, k - 2, -1):
-                last = total[n] - total[j]
-                if last >= best[k][n]:
-                    break  # longer last parts are no better
-                slowest = max(best[k - 1][j], last)
-                if slowest < best[k][n]:
-                    best[k][n], start[k][n] = slowest, j
-    sizes: list[int] = []
-    end = count
-    for k in range(parts, 0, -1):
-        sizes.append(end - start[k][end])
-        end = start[k][end]
-    return tuple(sizes[::-1])
-
-
-def _interleaved(
-    costs: Sequence[float], rank_of: Sequence[int], even: Sequence[int] | None, step: StepTime | None
-) -> Sizes:
-    """Balance several stages on a rank: try every assignment if they are few, else search from several starts."""
-    count, num_stages = len(costs), len(rank_of)
-
-    def by_load(sizes: Sizes) -> Worth:
-        # All loads, not only the largest: a move that helps the second slowest rank is progress.
-        return tuple(sorted(rank_loads(costs, sizes, rank_of), reverse=True))
-
-    def by_step(sizes: Sizes) -> Worth:
-        return (step(sizes),) if step is not None else by_load(sizes)
-
-    # Simple assignments come first: among equals, the first is taken.
-    share, extra = divmod(count, num_stages)
-    starts = [tuple(even) if even is not None else tuple(share + (i < extra) for i in range(num_stages))]
-    starts.append(_least_maximum(costs, num_stages))
-    tries = step.tries if step is not None else _TRIES
-    if math.comb(count - 1, num_stages - 1) <= tries:
-        return _best([*starts, *_assignments(count, num_stages)], by_step)
-    starts += [climb(sizes, by_load, _TRIES)[0] for sizes in starts]
-    # The best start comes first, since the first start gets the most tries.
-    climbed: list[Sizes] = []
-    for sizes in dict.fromkeys((_best(starts, by_step), *starts)):
-        found, tries = climb(sizes, by_step, tries)
-        climbed.append(found)
-    return _best(climbed, by_step)
-
-
-def _best(candidates: Sequence[Sizes], worth: Callable[[Sizes], Worth]) -> Sizes:
-    best, least = candidates[0], worth(candidates[0])
-    for sizes in candidates[1:]:
-        value = worth(sizes)
-        if _less(value, least):
-            best, least = sizes, value
-    return best
-
-
-def climb(sizes: Sizes, worth: Callable[[Sizes], Worth], tries: int) -> tuple[Sizes, int]:
-    """Move single blocks between stages, near stages first, while this helps; return sizes and remaining tries.
+def climb(sizes: Sizes, worth: Callable[[Sizes], float], tries: int) -> Sizes:
+    """Move single blocks between stages, near stages first, while this makes less of `worth`, in so many tries.
 
     Example:
-      >>> climb((3, 1), lambda sizes: (max(sizes),), tries=10)
-      ((2, 2), 7)
+      >>> climb((3, 1), max, tries=10)
+      (2, 2)
     """
-    if not tries:
-        return sizes, 0
-    now = worth(sizes)
+    now, in_vain = worth(sizes), 0
     ends = [(i, i + way * reach) for reach in range(1, _REACH) for i in range(len(sizes)) for way in (1, -1)]
     moves = [(i, j) for i, j in ends if 0 <= j < len(sizes)]
-    in_vain = 0
     for i, j in itertools.cycle(moves):
-        if in_vain == len(moves) or not tries:
+        if in_vain == len(moves) or tries <= 0:
             break
         in_vain += 1
         if sizes[i] > 1:
             tries -= 1
-            moved = _moved(sizes, i, j)
+            moved = tuple(size - (k == i) + (k == j) for k, size in enumerate(sizes))
             value = worth(moved)
-            if _less(value, now):
+            if value < now * (1 - _TOLERANCE):
                 sizes, now, in_vain = moved, value, 0
-    return sizes, tries
-
-
-def _less(one: Worth, other: Worth) -> bool:
-    for a, b in zip(one, other, strict=True):
-        if abs(a - b) > _TOLERANCE * max(abs(a), abs(b)):
-            return a < b
-    return False
-
-
-def _assignments(count: int, num_stages: int) -> Iterator[Sizes]:
-    for cuts in itertools.combinations(range(1, count), num_stages - 1):
-        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, count)))
-
-
-def _moved(sizes: Sizes, source: int, target: int) -> Sizes:
-    """Return sizes with one block fewer in a stage and one more in another; the stages between shift."""
-    return tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
-
-
-def _running(costs: Sequence[float]) -> list[float]:
-    return [0.0, *itertools.accumulate(map(float, costs))]
+    return sizes

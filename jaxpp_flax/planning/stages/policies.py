@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.globs import matches
 from jaxpp_flax.messages import listed, near_names
-from jaxpp_flax.planning.stages.balancing import balance
+from jaxpp_flax.planning.stages.balancing import balance, even_sizes
 
 __all__ = [
     "AssignmentError",
@@ -54,9 +54,7 @@ def even() -> CutPolicy:
 
     def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
         _check_enough(marks, num_stages)
-        segments = _num_segments(marks, num_stages)
-        share, extra = divmod(segments, num_stages)
-        return cuts_of([share + (stage < extra) for stage in range(num_stages)])
+        return cuts_of(even_sizes(_num_segments(marks, num_stages), num_stages))
 
     return policy
 
@@ -96,7 +94,7 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
                 f"balanced() got {len(found)} costs for {len(marks)} blocks: {_listing(marks)}. Give one for each "
                 "block, and optionally one more for the work after the last block."
             )
-        return cuts_of(balance(found, range(num_stages)))
+        return cuts_of(balance(found, num_stages))
 
     return policy
 

@@ -10,18 +10,15 @@ from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning import CutPolicy, Plan, even, segment_names
 from jaxpp_flax.planning.loads import flops_per_byte
-from jaxpp_flax.planning.stages.balancing import Sizes, balance
+from jaxpp_flax.planning.stages.balancing import Sizes
 from jaxpp_flax.planning.stages.policies import cuts_of, sizes_of
-from jaxpp_flax.planning.stages.step_time import MARGIN, MOST_TASKS, StepTime, is_clearly_less
+from jaxpp_flax.planning.stages.step_time import MARGIN, StepTime, is_clearly_less
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.mesh import layout_of
 from jaxpp_flax.trainers.stages.assignment import resolve
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 
 __all__ = ["Assigner"]
-
-# Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
-_MOST_TASKS_UNASKED = 60_000
 
 
 class Assigner:
@@ -122,29 +119,25 @@ class Assigner:
         """
         schedule, mesh = scheduling.pipeline("an assignment")
         work = marks.work(flops_per_byte(mesh.rank_devices(0)[0].platform))
-        most = _MOST_TASKS_UNASKED if self._search == "auto" else MOST_TASKS
-        forward, backward = [w.forward for w in work], [w.backward for w in work]
         step = StepTime(
-            schedule=schedule, num_microbatches=scheduling.num_microbatches, forward=forward, backward=backward,
-            most_tasks=most,
-        )  # fmt: skip
-
-        def found() -> Sizes:
-            return balance([w.total for w in work], _ranks_of(schedule), [0.0, *marks.sent], even_sizes, step)
-
+            schedule=schedule,
+            num_microbatches=scheduling.num_microbatches,
+            forward=[w.forward for w in work],
+            backward=[w.backward for w in work],
+        )
+        sizes = step.balanced(even_sizes, [0.0, *marks.sent])
         if self._search == "balanced":
-            return found(), work, ()
-        now = step(even_sizes)
-        if not is_clearly_less(equal := step.with_equal_stages(), now):
-            return even_sizes, work, (_told("even", now, equal, "stages of equal cost"),)
-        sizes = found()
-        other = step(sizes)
+            return sizes, work, ()
+        now, other = step(even_sizes), step(sizes)
         if not is_clearly_less(other, now):
-            return even_sizes, work, (_told("even", now, other),)
+            return even_sizes, work, (_told("even stages", now, other),)
         if not marks.blocks.can_cut(cuts_of(sizes)):
-            why = "even stages (the model cannot be cut into the balanced ones)"
-            return even_sizes, work, (_told("even", now, other).replace("even stages", why, 1),)
-        return sizes, work, (_told("balanced", now, other),)
+            return (
+                even_sizes,
+                work,
+                (_told("even stages (the model cannot be cut into the balanced ones)", now, other),),
+            )
+        return sizes, work, (_told("balanced stages", now, other),)
 
 
 def _ranks_of(schedule: Schedule) -> tuple[int, ...]:
@@ -152,16 +145,16 @@ def _ranks_of(schedule: Schedule) -> tuple[int, ...]:
     return tuple(map(schedule.rank_of, range(schedule.num_stages)))
 
 
-def _told(chosen: str, even_step: float, step: float, what: str = "balanced") -> str:
+def _told(chosen: str, even_step: float, step: float) -> str:
     """Return the choice of "auto" and the estimates as one line.
 
     Example:
-      >>> _told("even", 100.0, 97.0)
-      'assignment "auto": even stages; simulated step: even 100 FLOP, balanced 97 FLOP (-3%; chosen from -5% on)'
+      >>> _told("even stages", 100.0, 97.0)
+      'assignment "auto": even stages; simulated step: even 100 FLOP, balanced 97 FLOP (-3%; chosen from -10% on)'
     """
     change = f"{step / even_step - 1.0:+.0%}" if even_step else "+0%"
-    figures = f"even {amount(even_step, 'FLOP')}, {what} {amount(step, 'FLOP')}"
-    return f'assignment "auto": {chosen} stages; simulated step: {figures} ({change}; chosen from {-MARGIN:.0%} on)'
+    figures = f"even {amount(even_step, 'FLOP')}, balanced {amount(step, 'FLOP')}"
+    return f'assignment "auto": {chosen}; simulated step: {figures} ({change}; chosen from {-MARGIN:.0%} on)'
 
 
 def _known_of(plan: Plan, marks: Marks, scheduling: Scheduling) -> dict[str, Any]:
