@@ -22,6 +22,7 @@ from jaxpp_flax.trainers.errors import (
     PrecisionWarning,
     UnusedParametersWarning,
 )
+from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
@@ -55,6 +56,7 @@ __all__ = [
     "BatchStatisticsWarning",
     "Callback",
     "Checkpoints",
+    "CompiledStep",
     "CompositeTracker",
     "DataPositionError",
     "DictTracker",

@@ -64,7 +64,7 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None) -> MpmdMes
             raise MeshError(f"mesh axis {name!r} has size {size}; it must be at least 1, or -1 for the other devices.")
     if num_ranks > len(available):
         raise MeshError(
-            f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
+            f"{num_ranks} ranks (groups of devices) need at least as many devices, but there are {len(available)} "
             f"({available[0].platform}). Use at most num_stages={len(available)}; or an interleaved schedule with "
             f"several stages on each rank: schedule='interleaved_1f1b', "
             f"mesh=MeshOptions(num_ranks={len(available)}). "

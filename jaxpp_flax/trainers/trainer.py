@@ -167,9 +167,9 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
           callbacks: called after each step, before a save and before the loop's body. `trainer.stop` ends the loop.
 
         Raises:
-          TypeError: if an entry of `callbacks` is not a `Callback`.
-          ValueError: if a callback has the hook `on_metrics`, and `callbacks` has no `LogMetrics` that calls it.
-          CheckpointSaveError: if the directory holds later checkpoints.
+          TypeError, ValueError: for arguments that do not fit, at the call; also if a callback has the hook
+            `on_metrics`, and `callbacks` has no `LogMetrics` that calls it.
+          CheckpointSaveError: if the directory holds later checkpoints, before the first step.
 
         Example:
           >>> import jax.numpy as jnp, optax

@@ -64,7 +64,7 @@ ARGUMENTS = {
     "devices": (
         {"num_stages": 9, "model": "nine"},
         MeshError,
-        r"9 ranks need at least as many devices, but there are 8 \(cpu\)\. Use at most num_stages=8; or an interlea.*"
+        r"9 ranks \(groups of devices\) need at least as many devices, but there are 8 \(cpu\)\. Use at .*"
         r"start the script by `python -m jaxpp_flax\.launch -n 9 script\.py`.*launcher, --devices-per-process 9",
     ),
     "axes": (

@@ -81,7 +81,11 @@ class Callback:
         return None
 
     def set_state(self, state: Any) -> None:
-        """Restore a state from `get_state`, or reset it if `state` is None. `fit` calls this before `on_fit_start`."""
+        """Restore a state from `get_state`, or reset it if `state` is None.
+
+        Every loop calls this before `on_fit_start`: with None unless it resumes, so a callback that is used again
+        begins anew; after `resume=` with the state of the checkpoint, or None if that has none.
+        """
 
     def on_fit_start(self, trainer: Any) -> None:
         """Called after the step is compiled, before it first runs; `trainer.stop` here ends the loop without a step."""

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.checkpoint.shared_directory import check_shared
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes.comparison import compare_lines
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates, StepRecord, end_callbacks, named, overrides
@@ -25,7 +26,7 @@ from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule
-from jaxpp_flax.trainers.data.stream import Batches, TrainingData
+from jaxpp_flax.trainers.data.stream import Batches, TrainingData, check_batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.loop.save import Save
@@ -137,9 +138,26 @@ class TrainingLoop:
         remainder: Remainder | None,
         callbacks: Sequence[Callback],
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """As `PipelineTrainer.training_steps`."""
+        """As `PipelineTrainer.training_steps`. The arguments are checked now, all else waits for the first step."""
         named(callbacks)
         _check_metrics_are_logged(callbacks)
+        check_batches("data", data)
+        RemainderRule.of(remainder, global_batch_size, self.display)
+        counts = {"steps": steps, "epochs": epochs, "global_batch_size": global_batch_size}
+        counts = {name: None if value is None else check_count(name, value) for name, value in counts.items()}
+        return self._steps(trainer, data, callbacks=callbacks, remainder=remainder, **counts)
+
+    def _steps(
+        self,
+        trainer: Any,
+        data: Iterable[Any],
+        *,
+        steps: int | None,
+        epochs: int | None,
+        global_batch_size: int | None,
+        remainder: Remainder | None,
+        callbacks: Sequence[Callback],
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         trainer.measures.begin()
         again = "trainer.restore() before training_steps(the data after the saved step)"
         preemption = Preemption(self.deadline, self._what_is_left)

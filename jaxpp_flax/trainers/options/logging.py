@@ -41,7 +41,8 @@ class Logging(Options):
         model's operations per second divided by the peak of all devices). A resumed `fit` counts goodput and skipped
         steps from zero: they leave out earlier runs, and the steps that a crash lost.
       learning_rate: the value of the metric "learning_rate": a number, or a function of the number of steps done. None
-        reads it from `optax.inject_hyperparams`. For another optimizer the metric is left out, and a message says so.
+        reads it from `optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)`, so that it is given only once; an
+        optimizer made otherwise does not tell it, and the metric is left out, with a message.
       throughput: what the rate counts, for instance tokens without padding: `Throughput("tokens", of="targets")`.
       peak_flops: the peak floating-point operations per second of one device, for "utilization". None takes it from a
         table of NVIDIA's and AMD's data-centre GPUs, and TPUs.

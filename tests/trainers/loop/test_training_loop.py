@@ -120,9 +120,8 @@ def test_callbacks_that_did_not_begin_do_not_end(tmp_path: Path):
 
 
 def test_a_callback_that_waits_for_metrics_needs_one_that_logs_them(tmp_path: Path):
-    steps = make_trainer(tmp_path).training_steps(DATA, callbacks=[callbacks.OnMetrics(print)])
     with pytest.raises(ValueError, match=r"holds an? OnMetrics, which waits for `on_metrics`.*LogMetrics\(\)"):
-        next(steps)
+        make_trainer(tmp_path).training_steps(DATA, callbacks=[callbacks.OnMetrics(print)])
 
 
 def test_the_last_step_is_saved_when_callbacks_end(tmp_path: Path):
@@ -441,3 +440,20 @@ def test_without_a_deadline_a_loop_leaves_sigterm_alone(tmp_path: Path):
     trainer = make_logging(None, checkpoints=Checkpoints(tmp_path, preemption_deadline=None))
     for _ in trainer.training_steps(DATA):
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"steps": 0}, ValueError, "steps=0"),
+        ({"epochs": 1.5}, (TypeError, ValueError), "epochs=1.5"),
+        ({"global_batch_size": 0}, ValueError, "global_batch_size=0"),
+        ({"remainder": "pad"}, ValueError, "remainder='pad'"),
+        ({"callbacks": [print]}, TypeError, "callbacks holds a builtin"),
+        ({"data": DATA[0]}, TypeError, "one batch"),
+    ],
+)
+def test_the_call_itself_refuses_arguments_that_do_not_fit(arguments: dict[str, Any], error: Any, message: str):
+    trainer = make_logging(None)
+    with pytest.raises(error, match=message):
+        trainer.training_steps(**{"data": DATA, **arguments})
