@@ -31,7 +31,6 @@ class Batches(Source, Iterator[Any]):
       display: shows the progress towards the position.
       at: where `data` stands, if it is an iterator that has been used before.
       remainder: the rule for batches of another size than the first one; None: batches are not changed.
-      moved: called when the position moves, with the new one, and whether this is by a batch.
 
     Example:
       >>> list(Batches([1, 2, 3], steps=5)), list(Batches([1, 2], epochs=2))
@@ -54,7 +53,6 @@ class Batches(Source, Iterator[Any]):
         display: Display | None = None,
         at: DataPosition | None = None,
         remainder: RemainderRule | None = None,
-        moved: Callable[[DataPosition, bool], None] = lambda position, by_batch: None,
     ) -> None:
         steps = None if steps is None else check_count("steps", steps)
         epochs = None if epochs is None else check_count("epochs", epochs)
@@ -66,7 +64,7 @@ class Batches(Source, Iterator[Any]):
         self._epochs = epochs if epochs is not None or steps is not None else 1
         self._start = None if resume_data == "restart" else position
         self._how: ResumeData = resume_data
-        self._remainder, self._moved = remainder, moved
+        self._remainder = remainder
         self._left_out = 0  # the number of batches of a pass that `remainder` leaves out
         if remainder is not None:
             begin = 0 if self._start is None else self._start.in_epoch
@@ -77,6 +75,8 @@ class Batches(Source, Iterator[Any]):
         self._given = 0
         self.position = self._start or self.here()
         """The position after all given batches."""
+        self.moved: Callable[[DataPosition, bool], None] | None = None
+        """Called when the position moves, with the new one, and whether this is by a batch."""
         self._run = self._generate()
 
     def __next__(self) -> Any:
@@ -95,7 +95,8 @@ class Batches(Source, Iterator[Any]):
 
     def _move(self, *, by_batch: bool) -> None:
         self.position = self.here()
-        self._moved(self.position, by_batch)
+        if self.moved is not None:
+            self.moved(self.position, by_batch)
 
     def _generate(self) -> Iterator[Any]:
         start, once, is_first = self._start, self.iterator is self.data, True
@@ -117,7 +118,7 @@ class Batches(Source, Iterator[Any]):
                 self._given += 1
                 self._move(by_batch=True)
                 yield batch
-                if self._given == self.steps:
+                if self.steps is not None and self._given >= self.steps:  # a restore may have moved the end
                     return
             if not (self.at.batches or (start is not None and start.in_epoch)):
                 raise ValueError(f"data ({named(self.data)}) held no batch.")
@@ -179,33 +180,38 @@ class TrainingData:
         With `ends_at_step`, `steps` counts up to a step of the run: a restore of an earlier one makes the loop longer.
         """
         at = self._last.at if self._last is not None and self._last.iterator is data else None
-        self._last = Batches(data, display=self._display, at=at, moved=self._move, **options)
+        self._last = Batches(data, display=self._display, at=at, **options)
         self._ends_at_step = ends_at_step
         return self._last
 
     def begin(self, batches: Batches) -> None:
         """Note that a loop draws these batches from now on."""
-        self._running, self._known = batches, {self._step(): batches.position}
+        self._running, batches.moved = batches, self._move
+        self._only(batches.position)
 
     def end(self, batches: Batches) -> None:
         """Note that the loop has ended: later steps do not use its batches."""
+        batches.moved = None  # else a circle of references would keep the memory of a deleted trainer
         if self._running is batches:
             self._running = None
-            self._known = {step: position for step, position in self._known.items() if step == self._step()}
+            self._only(self.position)
 
     def restored(self, position: DataPosition | None, *, back: int) -> None:
         """Note that the step in memory comes from a checkpoint with this position, `back` steps before the old one."""
-        self._known = {} if position is None else {self._step(): position}
+        self._only(position)
         if self._running is not None and self._ends_at_step and self._running.steps is not None:
             self._running.steps += back
 
+    def _only(self, position: DataPosition | None) -> None:
+        """Note the position of the step in memory, and no other."""
+        self._known = {} if position is None else {self._step(): position}
+
     def _move(self, position: DataPosition, by_batch: bool) -> None:
-        step = self._step()
-        now = {step: self._known[step]} if step in self._known else {}
+        """Note a new position: of the next step if it comes by a batch, else of the step in memory, if known."""
+        now = self.position
+        self._only(now if by_batch or now is None else position)
         if by_batch:
-            self._known = {**now, step + 1: position}
-        elif now:
-            self._known = {step: position}
+            self._known[self._step() + 1] = position
 
 
 def _length(data: Any) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.data.position import DataPosition
-from jaxpp_flax.trainers.data.stream import Batches
+from jaxpp_flax.trainers.data.stream import Batches, TrainingData
+from jaxpp_flax.trainers.progress import Display
 
 
 def in_batches(size: int, examples: int = 24) -> list[np.ndarray]:
@@ -246,3 +249,25 @@ def test_a_pass_that_was_used_up_by_an_earlier_loop_is_no_empty_data():
     """The loop drew nothing itself, from an iterator that had given its whole pass."""
     position = DataPosition(batches=0, epoch=0, in_epoch=6, examples=24, batch_size=4)
     assert [batch[0] for batch in Batches(in_batches(4), steps=1, position=position)] == [0]
+
+
+def test_a_deleted_trainer_takes_its_step_with_it():
+    """The data refers to the step in memory, and so to the state: no circle of references keeps either."""
+
+    class Held:
+        step = 0
+
+    def used() -> weakref.ref[Held]:
+        held = Held()
+        data = TrainingData(lambda: held.step, Display(False))
+        batches = data.batches(in_batches(4), steps=3)
+        data.begin(batches)
+        next(batches)
+        data.end(batches)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert used()() is None
+    finally:
+        gc.enable()

@@ -189,6 +189,13 @@ def test_a_run_that_counts_from_the_beginning_ends_at_its_step_though_it_goes_ba
     assert run.step == 9
 
 
+def test_a_run_that_goes_forth_past_its_end_ends(tmp_path: Path):
+    trainer_in(tmp_path, keep=None).fit(Stream(), steps=6)
+    run = trainer_in(tmp_path, keep=None)
+    run.fit(Stream(), steps=4, resume=2, callbacks=[GoesBack(3, 6)])
+    assert run.step == 6
+
+
 def test_the_position_is_known_again_after_a_step_with_another_batch(tmp_path: Path):
     trainer = trainer_in(tmp_path)
     for step, _ in trainer.training_steps(Stream(), steps=3):
