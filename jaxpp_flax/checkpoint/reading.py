@@ -31,6 +31,7 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
     multiprocessing_options,
     pytree_handler,
     read_metadata,
+    written_items,
 )
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, places_of, rename_path
 from jaxpp_flax.processes.comparison import find_everywhere
@@ -127,11 +128,11 @@ def restore(
     return plan_restore(path, metadata, target, only=only, rename=rename, missing=missing, extra=extra).read()
 
 
-def read_whole_metadata(path: str | os.PathLike[str], json: Collection[str] = ()) -> Any:
+def read_whole_metadata(path: str | os.PathLike[str], beside: Collection[str] = ()) -> Any:
     """Return Orbax's metadata of each leaf; refuse a damaged checkpoint, before its values are read.
 
-    All processes call this, and all raise the error of any: each reads the metadata and the JSON of these names, and
-    process 0 compares the files with the index.
+    All processes call this, and all raise the error of any: each reads the metadata and the JSON called `beside`,
+    and process 0 compares the files with the index.
 
     Raises:
       CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
@@ -143,7 +144,10 @@ def read_whole_metadata(path: str | os.PathLike[str], json: Collection[str] = ()
         nonlocal metadata
         tree = find_tree(place)
         metadata = read_metadata(tree)
-        for name in json:
+        items = written_items(place)
+        for name in beside:
+            if name in items and not (place / name).is_dir():
+                raise damaged(place, FileNotFoundError(f"it was written with {name!r}, which is missing"))
             read_json(place, name)
         if group.process_index == 0:
             check_files(tree)

@@ -43,10 +43,14 @@ def data_damaged(step: Path) -> None:
         file.write_text("{")
 
 
+def without_data(step: Path) -> None:
+    shutil.rmtree(step / "data")
+
+
 @pytest.mark.parametrize(
     ("damage", "placed"),
     [
-        (empty, False), (cut_off, True), (without_metadata, False), (data_damaged, False),
+        (empty, False), (cut_off, True), (without_metadata, False), (data_damaged, False), (without_data, False),
         slow(empty, True), slow(cut_off, False), slow(without_metadata, True), slow(data_damaged, True),
     ],
 )  # fmt: skip

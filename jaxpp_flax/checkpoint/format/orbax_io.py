@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,15 @@ def _cut_off(path: Path) -> UnfinishedCheckpointError:
 
 def _is_tree(path: Path) -> bool:
     return (path / "_METADATA").is_file()
+
+
+def written_items(path: Path) -> frozenset[str]:
+    """Return the names of what was written into a step's directory, as far as Orbax's record can be read."""
+    try:
+        items = json.loads((path / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))["item_handlers"]
+    except (OSError, ValueError, KeyError):
+        return frozenset()
+    return frozenset(items if isinstance(items, dict) else ())  # a text, for a directory of arrays alone
 
 
 def read_metadata(path: Path) -> Any:
