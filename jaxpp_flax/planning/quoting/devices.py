@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpp_flax.messages import known_names
 
-__all__ = ["Device", "device_named", "device_of_kind"]
+__all__ = ["Device", "device_named", "device_of_kind", "peak_of_kind"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class Device:
       source: where the numbers come from.
       price: the price of one device for an hour, in any currency; 0: not known.
       kinds: the names that JAX gives such a device, `device.device_kind`.
+      like: how names begin of devices with the same peak, and perhaps another memory.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Device:
     source: str
     price: float = 0.0
     kinds: Sequence[str] = ()
+    like: Sequence[str] = ()
 
     def peak_of(self, dtype: str) -> float:
         """Return the peak of products of this dtype; if it is not in the table, return the smallest peak."""
@@ -64,7 +66,7 @@ def device_named(name: str, table: str | os.PathLike[str] | None = None) -> Devi
       3350000000000.0
       >>> device_named("h100")
       Traceback (most recent call last):
-      ValueError: hardware 'h100' is in no table. Did you mean 'h200' or 'h100-sxm' or 'a100-80'? Known: ...
+      ValueError: hardware 'h100' is in no table. Did you mean 'v100' or 'h200' or 'h100-sxm'? Known: ...
     """
     rows = {key: (row, "the package's table") for key, row in _read(Path(__file__).with_name("devices.toml")).items()}
     if table is not None:
@@ -83,6 +85,21 @@ def device_of_kind(kind: str) -> Device | None:
     """
     rows = _read(Path(__file__).with_name("devices.toml"))
     return next((_device(name, row, "") for name, row in rows.items() if kind in row.get("kinds", ())), None)
+
+
+def peak_of_kind(kind: str) -> float | None:
+    """Return the peak operations per second in bfloat16 of devices that JAX calls so; None for unknown ones.
+
+    A name is known by its beginning too, the longest one of several.
+
+    Example:
+      >>> peak_of_kind("NVIDIA H100 NVL"), peak_of_kind("NVIDIA L40")
+      (989000000000000.0, None)
+    """
+    rows = _read(Path(__file__).with_name("devices.toml"))
+    begins = {begin: name for name, row in rows.items() for begin in (*row.get("kinds", ()), *row.get("like", ()))}
+    known = [begin for begin in begins if kind == begin or kind.startswith((f"{begin} ", f"{begin}-"))]
+    return device_named(begins[max(known, key=len)]).peak_of("bfloat16") if known else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -105,7 +122,7 @@ def _device(name: str, row: Any, where: str) -> Device:
     if missing:
         raise ValueError(f"{where}: {name!r} has no field {missing[0]!r}. Add it. All fields: {', '.join(known)}.")
     peaks = row["peak"] if isinstance(row["peak"], dict) else {"peak": row["peak"]}
-    numbers = {key: value for key, value in row.items() if key not in ("peak", "source", "price", "kinds")}
+    numbers = {key: value for key, value in row.items() if key not in ("peak", "source", "price", "kinds", "like")}
     for key, value in (numbers | peaks).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{where}: {name!r} has {key} = {value!r}; it must be a number above 0.")
