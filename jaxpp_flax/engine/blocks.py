@@ -29,7 +29,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import RUN_FORWARD, TaskKind
 
 __all__ = [
     "Blocks",
@@ -310,7 +310,7 @@ def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, se
     kept: dict[Value, set[int]] = {}
     for task in part.tasks:
         for value in task.graph.inputs:
-            if task.kind is not TaskKind.FORWARD and makers.get(value) is TaskKind.FORWARD:
+            if task.kind not in RUN_FORWARD and makers.get(value) in RUN_FORWARD:
                 activations.setdefault(value, set()).add(task.stage)
             if task.kind is TaskKind.BACKWARD_WEIGHT and value in makers:
                 kept.setdefault(value, set()).add(task.stage)

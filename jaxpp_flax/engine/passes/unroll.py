@@ -22,9 +22,9 @@ from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
 __all__ = ["loop_prefix", "unroll"]
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_F, _B, _I, _W, _FUSED = TaskKind
 # The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
-_STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
+_STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,), _FUSED: (_FUSED,)}
 
 
 def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
                 f"{type(loop.schedule).__name__} runs {task!r} on rank {rank}, but its `rank_of` gives stage "
                 f"{task.stage} to rank {home}, where the weights are. Make the two agree."
             )
-        for part in parts(task):
+        for part in (task,) if (task.stage, task.kind) in by_kind else parts(task):
             add(part)
     _check_order(loop, order)
     return order

@@ -196,19 +196,18 @@ def _task(
     drafts: TaskDrafts, key: Key, graphs: Mapping[Key, Graph], states: Mapping[Value, Value], rank: int
 ) -> LoopTask:
     """Make a task; `states` has for each result that goes from microbatch to microbatch what it takes the place of."""
-    stage, graph, is_fused = drafts.stage_of(key), graphs[key], key == drafts.fused
-    kind = TaskKind.FORWARD
+    stage, graph = drafts.stage_of(key), graphs[key]
+    kind = TaskKind.FUSED if key == drafts.fused else TaskKind.FORWARD
     if key[0] >= drafts.stages:
         whole = (key[0], 1) not in graphs
         kind = TaskKind.BACKWARD if whole else TaskKind.BACKWARD_INPUT
         kind = TaskKind.BACKWARD_WEIGHT if key[1] == 1 else kind
-    if is_fused or kind is not TaskKind.FORWARD:
-        graph = shielded(graph, always=is_fused)
+    if kind is not TaskKind.FORWARD:
+        graph = shielded(graph, always=kind is TaskKind.FUSED)
     position = {value: p for p, value in enumerate(graph.inputs)}
     turns = [(p, states[v]) for p, v in enumerate(values(graph.outputs)) if v in states]
     pins = tuple((p, position[state]) for p, state in turns if state in position)
-    name = f"{'fwd_bwd' if is_fused else MEANING[kind].prefix}_{stage}"
-    return LoopTask(name, rank, graph, stage, kind, fused=is_fused, pins=pins)
+    return LoopTask(f"{MEANING[kind].prefix}_{stage}", rank, graph, stage, kind, pins=pins)
 
 
 def _write_carries(drafts: TaskDrafts) -> list[Carry]:
