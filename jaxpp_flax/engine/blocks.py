@@ -214,7 +214,7 @@ class Blocks:
         part, found = self.partition, dict[Value, set[int]]()
         for task in part.tasks:
             if task.kind is not TaskKind.FORWARD:
-                for value in saved_by_policies([task.graph], self.labels.marked):
+                for value in saved_by_policies([task.graph.equations], self.labels.marked):
                     found.setdefault(value, set()).add(task.stage)
         return found
 

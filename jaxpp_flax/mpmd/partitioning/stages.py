@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxpp_flax.engine.analyses.data_flow import makers_of
+from jaxpp_flax.engine.analyses import data_flow
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.config import MpmdConfig
@@ -125,11 +125,9 @@ def split_backward(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple
         if not (split and node.backward and node.call is not None):
             found.append(node)
             continue
-        needed = set(makers_of(node.equations, [v for v in node.outputs if (v, node.call) in leads]))
-        for kind in (TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT):
-            late = kind is TaskKind.BACKWARD_WEIGHT
-            if equations := tuple(e for e in node.equations if (e not in needed) == late):
-                found.append(replace(node, equations=equations, kind=kind))
+        halves = data_flow.split_backward(node.equations, [v for v in node.outputs if (v, node.call) in leads])
+        kinds = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+        found += [replace(node, equations=half, kind=kind) for half, kind in zip(halves, kinds, strict=True) if half]
     return tuple(found)
 
 
