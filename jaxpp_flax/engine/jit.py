@@ -24,7 +24,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
-from jaxpp_flax.engine.passes.placed import ResultRanks
+from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline

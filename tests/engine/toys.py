@@ -18,7 +18,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
+from jaxpp_flax.engine.passes.place import Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.traced import build, prepare, with_choices

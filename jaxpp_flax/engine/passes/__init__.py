@@ -17,8 +17,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import check_opened, open_loops
 from jaxpp_flax.engine.passes.loop.partition import partition_loops
 from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.normalise_results import check_results, normalise_results
-from jaxpp_flax.engine.passes.place import place
-from jaxpp_flax.engine.passes.placed import Placed
+from jaxpp_flax.engine.passes.place import Placed, place
 from jaxpp_flax.engine.passes.runner import Passes
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.program.program import Program

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.passes.placed import ResultRanks
+from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Observer", "Pass", "Passes", "Residuals", "Settings", "Structure", "observers", "wants_verification"]

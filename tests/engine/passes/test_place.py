@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.place import PlacementWarning
-from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
+from jaxpp_flax.engine.passes.place import Placed, PlacementWarning, ResultRanks
 from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.placed import Placed
+from jaxpp_flax.engine.passes.place import Placed
 from jaxpp_flax.engine.passes.runner import observers
 from jaxpp_flax.engine.program.program import Free
 from jaxpp_flax.engine.tracing.ir import Equation, VerificationError, from_jaxpr
