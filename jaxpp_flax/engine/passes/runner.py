@@ -19,16 +19,8 @@ from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = [
-    "Choices",
-    "Observer",
-    "Pass",
-    "Passes",
-    "Residuals",
-    "Settings",
-    "Structure",
-    "observers",
-    "wants_verification",
-]
+    "Choices", "Observer", "Pass", "Passes", "Residuals", "Settings", "Structure", "observers", "wants_verification",
+]  # fmt: skip
 
 
 Residuals = ResidualPlan | Callable[[], ResidualPlan | None] | None

@@ -12,7 +12,7 @@ from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, Partition
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import Placed
-from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered, with_transfers
 from jaxpp_flax.engine.program.program import LoopTask, Program, ProgramTask
 from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
@@ -128,25 +128,6 @@ def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:
     return found
 
 
-def _loop_steps(runs: Sequence[TaskStep], tasks: Sequence[ProgramTask]) -> Iterator[TaskStep | TransferStep]:
-    """Yield the runs of a loop; a value goes to the ranks that read it right behind the run that makes it."""
-    home: dict[Atom, int] = {value: tasks[run.task].rank for run in runs for value in run.outputs}
-    elsewhere: dict[Atom, set[int]] = {}  # the other ranks that read a value
-    for run in runs:
-        rank = tasks[run.task].rank
-        for value in run.inputs:
-            if home.get(value, rank) != rank:
-                elsewhere.setdefault(value, set()).add(rank)
-    for run in runs:
-        yield run
-        sent: dict[int, list[Value]] = {}
-        for value in run.outputs:
-            for target in sorted(elsewhere.get(value, ())):
-                sent.setdefault(target, []).append(value)
-        for target, edges in sent.items():
-            yield TransferStep(tasks[run.task].rank, target, edges)
-
-
 def _initial_accumulators(
     loop: LoweredLoop, prefix: str, arguments: Sequence[Value], spec_of: Mapping[Atom, PartitionSpec]
 ) -> Iterator[tuple[ProgramTask, list[Value]]]:
@@ -205,7 +186,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
             indices += [Value(loop.partition.index.aval) for _ in range(len(indices), loop.body.length)]
             runs = list(_runs(loop, indices, len(tasks)))
             tasks += [replace(task, name=prefix + task.name) for task in loop.partition.tasks]
-            steps += _loop_steps(runs, tasks)
+            steps += with_transfers(runs, tasks)
             loops += 1
         steps += [TransferStep(*ends, edges) for ends, edges in rounds.moves.get(at, {}).items()]
     arguments = {value: sorted(placed.need[value]) for value in placed.inputs}
