@@ -23,7 +23,7 @@ from jaxpp_flax.engine.analyses.workspace import stored, workspace
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
-from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
+from jaxpp_flax.engine.passes.loop.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, memory_kind_of, values

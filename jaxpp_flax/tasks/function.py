@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.jit import check_mesh
+from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, both_ways, paths_of

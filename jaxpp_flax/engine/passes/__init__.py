@@ -15,8 +15,8 @@ from jaxpp_flax.engine.passes.loop.label import label_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import check_opened, open_loops
 from jaxpp_flax.engine.passes.loop.partition import partition_loops
-from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.normalise_results import check_results, normalise_results
+from jaxpp_flax.engine.passes.offload import offload
 from jaxpp_flax.engine.passes.place import Placed, place
 from jaxpp_flax.engine.passes.runner import Choices, Passes, Settings
 from jaxpp_flax.engine.passes.unroll import unroll

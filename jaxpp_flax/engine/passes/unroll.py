@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, Partition
-from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import Placed
+from jaxpp_flax.engine.passes.stream_updates import stream_updates
 from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered, with_transfers
 from jaxpp_flax.engine.program.program import LoopTask, Program, ProgramTask
 from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.liveness import donate_and_free
+from jaxpp_flax.engine.passes.loop.open_loops import refuse_ordered_effects
 from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program

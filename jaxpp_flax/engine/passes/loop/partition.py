@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors, split_backward
-from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.loop.loop import (
     Accumulator,
     Carry,
@@ -29,7 +28,8 @@ from jaxpp_flax.engine.passes.loop.loop import (
     by_task,
     each_loop,
 )
-from jaxpp_flax.engine.passes.memory.recompute import recompute
+from jaxpp_flax.engine.passes.loop.open_loops import refuse_ordered_effects
+from jaxpp_flax.engine.passes.loop.recompute import recompute
 from jaxpp_flax.engine.program.program import LoopTask
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
