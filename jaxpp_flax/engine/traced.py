@@ -16,7 +16,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PLACING, PREPARING, WRITING
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
-from jaxpp_flax.engine.passes.place import Placed as StepOnRanks
+from jaxpp_flax.engine.passes.place import StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices, Observer, Residuals, Settings
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Program

@@ -21,7 +21,7 @@ from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
 from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr
 from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.tasks.lowered import LoweredMpmdFun
-from jaxpp_flax.tasks.program import build
+from jaxpp_flax.tasks.program import program_of
 from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording
 
@@ -97,7 +97,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
         args, _ = jax.tree_util.tree_unflatten(tree, map(_typed, structs, in_shardings))
         traced, donated = trace(jax.jit(flat, donate_argnums=self._donated), args)
         graph, constants = from_jaxpr(traced.jaxpr)
-        program = build(
+        program = program_of(
             graph,
             self.mpmd_mesh,
             [None] * len(constants) + [rank for rank, _ in layouts],

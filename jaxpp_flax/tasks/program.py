@@ -18,10 +18,10 @@ from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
 from jaxpp_flax.tasks.operations import task_p, transfer_p
 
-__all__ = ["build"]
+__all__ = ["program_of"]
 
 
-def build(
+def program_of(
     graph: Graph,
     mesh: MpmdMesh,
     ranks: Sequence[int | None],

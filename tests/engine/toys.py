@@ -18,7 +18,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.passes.place import Placed, ResultRanks
+from jaxpp_flax.engine.passes.place import ResultRanks, StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices, Settings, observers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.traced import build, prepare, with_choices
@@ -151,7 +151,7 @@ class Built(NamedTuple):
     """What the passes make of a step."""
 
     program: Program
-    placed: Placed
+    placed: StepOnRanks
     settings: Choices
 
     @property

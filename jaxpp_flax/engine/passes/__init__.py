@@ -17,7 +17,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import check_opened, open_loops
 from jaxpp_flax.engine.passes.loop.partition import partition_loops
 from jaxpp_flax.engine.passes.normalise_results import check_results, normalise_results
 from jaxpp_flax.engine.passes.offload import offload
-from jaxpp_flax.engine.passes.place import Placed, place
+from jaxpp_flax.engine.passes.place import StepOnRanks, place
 from jaxpp_flax.engine.passes.runner import Choices, Passes, Settings
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.program.program import Program
@@ -115,7 +115,7 @@ PLACING = (
 )
 
 WRITING = (
-    Passes[Placed, Placed, Choices](before=PLACING.before + len(PLACING.rows))
+    Passes[StepOnRanks, StepOnRanks, Choices](before=PLACING.before + len(PLACING.rows))
     .then(
         "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks, settings.specs),

@@ -31,7 +31,7 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import warn_user
 
-__all__ = ["Placed", "PlacementWarning", "ResultRanks", "place"]
+__all__ = ["StepOnRanks", "PlacementWarning", "ResultRanks", "place"]
 
 _SMALL_BYTES = 1024  # a smaller value may be copied to every rank
 _SENT_TO_ALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
@@ -82,7 +82,7 @@ class ResultRanks:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed(Graph):
+class StepOnRanks(Graph):
     """A step with the ranks of its work: `native` of each equation, and in `need` those that read each value.
 
     `for_all` marks the results that every process gets.
@@ -138,7 +138,7 @@ class Placed(Graph):
 
 def place(
     step: LoweredStep, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})
-) -> Placed:
+) -> StepOnRanks:
     """Choose the ranks of each outer equation.
 
     Args:
@@ -161,7 +161,7 @@ def place(
                 wanted[i] = result_ranks.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
     placer.demand(wanted)
     need = {value: frozenset(ranks) for value, ranks in placer.need.items()}
-    return Placed(inputs, outputs, placer.equations, placer.native, need, tuple(for_all))
+    return StepOnRanks(inputs, outputs, placer.equations, placer.native, need, tuple(for_all))
 
 
 class _Placer:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, Partition
-from jaxpp_flax.engine.passes.place import Placed
+from jaxpp_flax.engine.passes.place import StepOnRanks
 from jaxpp_flax.engine.passes.stream_updates import stream_updates
 from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered, with_transfers
 from jaxpp_flax.engine.program.program import LoopTask, Program, ProgramTask
@@ -157,7 +157,7 @@ def _spec_of_sum(
     return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, known)
 
 
-def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
+def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
     """Turn a placed step into a program.
 
     Each rank runs the equations around the loops in rounds: a round is a program, made of all that no transfer is
@@ -194,7 +194,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
     return numbered(num_ranks, tasks, steps, arguments, results, {index: m for m, index in enumerate(indices)})
 
 
-def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
+def _known_specs(placed: StepOnRanks, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
     """Return the partitions of the step's inputs, of what follows them, and of gathered parameters."""
     found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
@@ -208,7 +208,7 @@ def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, P
 class _Rounds:
     """The first round in which each rank can run each equation, loop and move; a move is at the end of its round."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: StepOnRanks) -> None:
         self.loops: dict[int, LoweredLoop] = {}
         self.moves: dict[int, dict[tuple[int, int], list[Value]]] = {}
         self.work: dict[int, dict[Equation, int]] = {}  # the round of each equation, by rank

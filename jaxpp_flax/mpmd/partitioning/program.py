@@ -15,13 +15,13 @@ from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, graph_of, values
 from jaxpp_flax.engine.tracing.regions import shielded
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment
-from jaxpp_flax.mpmd.partitioning.infer import Placed
+from jaxpp_flax.mpmd.partitioning.infer import PlacedNodes
 
-__all__ = ["unroll"]
+__all__ = ["program_of_fragments"]
 
 
-def unroll(
-    placed: Placed,
+def program_of_fragments(
+    placed: PlacedNodes,
     fragments: Sequence[Fragment],
     rewrite: Sequence[Callable[[Graph], Graph]],
     specs: Sequence[PartitionSpec],
@@ -65,7 +65,7 @@ def unroll(
     return numbered(len(rewrite), tasks, steps, arguments, [(atom, [rank]) for atom, rank in results])
 
 
-def _readers(placed: Placed, fragments: Sequence[Fragment]) -> Mapping[Value, Set[Fragment | None]]:
+def _readers(placed: PlacedNodes, fragments: Sequence[Fragment]) -> Mapping[Value, Set[Fragment | None]]:
     """Return the fragments that read each value; None stands for a result."""
     readers: dict[Value, set[Fragment | None]] = {value: {None} for value in values(placed.outputs)}
     for fragment in fragments:
@@ -75,7 +75,7 @@ def _readers(placed: Placed, fragments: Sequence[Fragment]) -> Mapping[Value, Se
     return readers
 
 
-def _updated(placed: Placed) -> Mapping[Value, int]:
+def _updated(placed: PlacedNodes) -> Mapping[Value, int]:
     """Return, for constants that start a sum, the arguments whose shardings they get: those that the sums update."""
     starts = [v for node in placed.nodes if not node.inputs for v in node.outputs if v.aval.ndim]
     unnamed = [equation for node in placed.nodes if node.origin is None for equation in node.equations]

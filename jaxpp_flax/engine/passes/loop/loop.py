@@ -21,8 +21,8 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.schedules.schedule import Schedule
 
 __all__ = [
-    "Accumulator", "Carry", "CutLoop", "Key", "LabelledLoop", "Labels", "Loop", "LoweredLoop", "Partition", "TaskOf",
-    "advanced", "by_task", "each_loop", "loops_of", "verify_effects",
+    "Accumulator", "Carry", "CutLoop", "LabelledLoop", "Labels", "Loop", "LoweredLoop", "Partition", "TaskKey",
+    "TaskOf", "advanced", "by_task", "each_loop", "loops_of", "verify_effects",
 ]  # fmt: skip
 
 
@@ -173,20 +173,20 @@ class Labels:
         return self.body.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
 
 
-class Key(NamedTuple):
+class TaskKey(NamedTuple):
     """A task before it has a number: its phase, and whether it is the weight gradient of a split backward."""
 
     phase: int
     of_weights: bool = False
 
 
-TaskOf = Mapping[Equation, Key | None]
+TaskOf = dict[Equation, TaskKey | None]
 """The equations of a body in executable order, each with its task; free ones have none."""
 
 
-def by_task(task_of: TaskOf) -> dict[Key, list[Equation]]:
+def by_task(task_of: TaskOf) -> dict[TaskKey, list[Equation]]:
     """Return the equations of each task in executable order, without free ones; tasks in the order of phases."""
-    tasks: dict[Key, list[Equation]] = {}
+    tasks: dict[TaskKey, list[Equation]] = {}
     for equation, key in task_of.items():
         if key is not None:
             tasks.setdefault(key, []).append(equation)

@@ -19,10 +19,10 @@ from jaxpp_flax.engine.passes.loop.loop import (
     Accumulator,
     Carry,
     CutLoop,
-    Key,
     LabelledLoop,
     Labels,
     Partition,
+    TaskKey,
     TaskOf,
     advanced,
     by_task,
@@ -112,11 +112,11 @@ def partition(
       ValueError: if an operation with side effects would run twice.
     """
     last = labels.num_stages - 1
-    fused = Key(last) if fuse_last else None
-    task_of: dict[Equation, Key | None] = {}
+    fused = TaskKey(last) if fuse_last else None
+    task_of = TaskOf()
     for equation in labels.body.equations:
         phase = labels.phase.get(equation)
-        key = None if phase is None else Key(phase)
+        key = None if phase is None else TaskKey(phase)
         task_of[equation] = fused if fuse_last and phase == last + 1 else key
     if split_backward:
         _split(labels, task_of)
@@ -143,24 +143,24 @@ def partition(
     )
 
 
-def _add(task_of: dict[Equation, Key | None], key: Key, graph: Graph) -> Value:
+def _add(task_of: TaskOf, key: TaskKey, graph: Graph) -> Value:
     """Let a task run a graph of one output as well, and return the output in a value of its own."""
     result = Value(graph.outputs[0].aval)
     task_of.update(dict.fromkeys(with_outputs(graph, [result]), key))
     return result
 
 
-def _read(task_of: TaskOf, wanted: Iterable[Atom]) -> dict[Equation, Key | None]:
+def _read(task_of: TaskOf, wanted: Iterable[Atom]) -> TaskOf:
     """Return the equations of tasks that make wanted values or have side effects, and what is read for these."""
     needed, kept = set(wanted), list[Equation]()
-    for equation in reversed(tuple(task_of)):
+    for equation in reversed(task_of):
         if equation.effects or not needed.isdisjoint(equation.outputs):
             needed.update(equation.inputs)
             kept.append(equation)
     return {equation: task_of[equation] for equation in reversed(kept)}
 
 
-def _graphs(labels: Labels, task_of: TaskOf, returns: Mapping[Value, Key]) -> dict[Key, Graph]:
+def _graphs(labels: Labels, task_of: TaskOf, returns: Mapping[Value, TaskKey]) -> dict[TaskKey, Graph]:
     """Return each task as a graph: with the free equations that it needs, and with what others read of it.
 
     `returns` has the results that go from microbatch to microbatch, with their tasks.
@@ -170,14 +170,14 @@ def _graphs(labels: Labels, task_of: TaskOf, returns: Mapping[Value, Key]) -> di
     # A stable order of a task's inputs: the loop's inputs, then as the body and its additions read and make them.
     known = (*labels.body.inputs, *(v for e in task_of for v in (*values(e.inputs), *e.outputs)))
     number = {value: number for number, value in enumerate(dict.fromkeys(known))}
-    inside: dict[Key, tuple[list[Equation], list[Value]]] = {}
+    inside: dict[TaskKey, tuple[list[Equation], list[Value]]] = {}
     for key, own in by_task(task_of).items():
         needed = [*ancestors((a for e in own for a in e.inputs), free)]
         equations = sorted({*own, *(free[v] for v in needed if v in free)}, key=place.__getitem__)
         made = {v for e in equations for v in e.outputs}
         inside[key] = equations, sorted((v for v in needed if v not in made), key=number.__getitem__)
     read = {v for _, inputs in inside.values() for v in inputs}
-    graphs: dict[Key, Graph] = {}
+    graphs: dict[TaskKey, Graph] = {}
     for key, (equations, inputs) in inside.items():
         own = [v for e in equations if task_of[e] is not None for v in e.outputs if v in read]
         returned = [value for value, home in returns.items() if home == key]
@@ -185,13 +185,13 @@ def _graphs(labels: Labels, task_of: TaskOf, returns: Mapping[Value, Key]) -> di
     return graphs
 
 
-def _home(labels: Labels, task_of: TaskOf, atom: Atom) -> Key:
+def _home(labels: Labels, task_of: TaskOf, atom: Atom) -> TaskKey:
     """Return the task that makes a result; the last stage's forward for a result that any task can compute."""
     maker = labels.body.producer.get(atom) if isinstance(atom, Value) else None
-    return (None if maker is None else task_of.get(maker)) or Key(labels.num_stages - 1)
+    return (None if maker is None else task_of.get(maker)) or TaskKey(labels.num_stages - 1)
 
 
-def _accumulators(labels: Labels, task_of: dict[Equation, Key | None]) -> list[Accumulator]:
+def _accumulators(labels: Labels, task_of: TaskOf) -> list[Accumulator]:
     """Make an accumulator for each result, or one for each stage's part of it, and let tasks update them."""
     body, traced = labels.body, _TracedOps(labels.body.length)
     accumulators: list[Accumulator] = []
@@ -236,9 +236,7 @@ class _TracedOps:
         return self.known[id(op), value]
 
 
-def _accumulate(
-    labels: Labels, task_of: dict[Equation, Key | None], part_of: int, atom: Atom, op: Op, traced: _TracedOps
-) -> Accumulator:
+def _accumulate(labels: Labels, task_of: TaskOf, part_of: int, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
     """Let the task that makes `atom` update an accumulator of `op`."""
     initial, update = traced.of(op, atom.aval)
     init = applied(initial, [])  # arrays that a user's operation captures become part of the program
@@ -251,7 +249,7 @@ def _accumulate(
     return Accumulator(part_of, _UNNUMBERED, state, result, init, ordered)
 
 
-def _split(labels: Labels, task_of: dict[Equation, Key | None]) -> None:
+def _split(labels: Labels, task_of: TaskOf) -> None:
     """Split backward tasks for zero-bubble: work that no cotangent leaving the stage needs gets a task of its own."""
     producer, leaving = labels.body.producer, list[Value]()
     for equation, key in task_of.items():
@@ -263,22 +261,22 @@ def _split(labels: Labels, task_of: dict[Equation, Key | None]) -> None:
     backward = [e for e, key in task_of.items() if key is not None and key.phase in phases]
     _, weights = split_backward(backward, leaving)
     for equation in weights:
-        task_of[equation] = Key(labels.phase[equation], of_weights=True)
+        task_of[equation] = TaskKey(labels.phase[equation], of_weights=True)
 
 
 def _task(
     labels: Labels,
-    key: Key,
-    graphs: Mapping[Key, Graph],
+    key: TaskKey,
+    graphs: Mapping[TaskKey, Graph],
     states: Mapping[Value, Value],
-    fused: Key | None,
+    fused: TaskKey | None,
     rank_of: Callable[[int], int],
 ) -> LoopTask:
     """Make a task; `states` has for each result that goes from microbatch to microbatch what it takes the place of."""
     stage, graph = labels.stage_of(key.phase), graphs[key]
     kind = TaskKind.FUSED if key == fused else TaskKind.FORWARD
     if key.phase >= labels.num_stages:
-        is_split = Key(key.phase, of_weights=True) in graphs
+        is_split = TaskKey(key.phase, of_weights=True) in graphs
         kind = TaskKind.BACKWARD_INPUT if is_split else TaskKind.BACKWARD
         kind = TaskKind.BACKWARD_WEIGHT if key.of_weights else kind
     if kind is not TaskKind.FORWARD:
@@ -289,13 +287,13 @@ def _task(
     return LoopTask(f"{MEANING[kind].prefix}_{stage}", rank_of(stage), graph, stage, kind, pins=pins)
 
 
-def _write_carries(labels: Labels, task_of: dict[Equation, Key | None]) -> list[Carry]:
+def _write_carries(labels: Labels, task_of: TaskOf) -> list[Carry]:
     """Let a task write each leaf of the carry; every stage that reads a counter keeps its own copy."""
     body, counters = labels.body, labels.counters
     carries: list[Carry] = []
-    writers: list[Key] = []
+    writers: list[TaskKey] = []
 
-    def write(leaf: int, key: Key) -> None:
+    def write(leaf: int, key: TaskKey) -> None:
         result = _add(task_of, key, Graph((), (body.next_carry[leaf],), ()))
         carries.append(Carry(leaf, _UNNUMBERED, body.carry[leaf], result))
         writers.append(key)
@@ -313,7 +311,7 @@ def _write_carries(labels: Labels, task_of: dict[Equation, Key | None]) -> list[
     return carries
 
 
-def _readers(labels: Labels, task_of: TaskOf) -> list[set[Key]]:
+def _readers(labels: Labels, task_of: TaskOf) -> list[set[TaskKey]]:
     """Return the tasks that read each leaf of the carry, themselves or to compute the next value of a counter."""
     body, counters = labels.body, labels.counters
     behind: dict[Value, set[int]] = {state: {leaf} for leaf, state in enumerate(body.carry)}
@@ -321,7 +319,7 @@ def _readers(labels: Labels, task_of: TaskOf) -> list[set[Key]]:
         if equation in labels.free:
             read = set[int]().union(*(behind.get(v, ()) for v in values(equation.inputs)))
             behind.update(dict.fromkeys(equation.outputs, read))
-    readers: list[set[Key]] = [set() for _ in body.carry]
+    readers: list[set[TaskKey]] = [set() for _ in body.carry]
     for key, equations in by_task(task_of).items():
         for value in {v for e in equations for v in values(e.inputs)}:
             for leaf in behind.get(value, ()):
@@ -336,12 +334,12 @@ def _readers(labels: Labels, task_of: TaskOf) -> list[set[Key]]:
 
     spread()
     for leaf in counters:
-        readers[leaf] = readers[leaf] or {Key(0)}
+        readers[leaf] = readers[leaf] or {TaskKey(0)}
     spread()
     return readers
 
 
-def _check_carry(labels: Labels, leaf: int, writer: Key, readers: set[Key]) -> None:
+def _check_carry(labels: Labels, leaf: int, writer: TaskKey, readers: set[TaskKey]) -> None:
     early = sorted(key for key in readers if key < writer)
     if not early:
         return
@@ -358,5 +356,5 @@ def _check_carry(labels: Labels, leaf: int, writer: Key, readers: set[Key]) -> N
     )
 
 
-def _describe(labels: Labels, key: Key) -> str:
+def _describe(labels: Labels, key: TaskKey) -> str:
     return f"the {'forward' if key.phase < labels.num_stages else 'backward'} of stage {labels.stage_of(key.phase)}"

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxpp_flax.engine.analyses.data_flow import makers_of
-from jaxpp_flax.engine.passes.loop.loop import Key, Labels, TaskOf, by_task
+from jaxpp_flax.engine.passes.loop.loop import Labels, TaskKey, TaskOf, by_task
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["recompute", "saved_by_policies"]
 
 
-def recompute(task_of: TaskOf, labels: Labels, plan: ResidualPlan, fused: Key | None) -> dict[Equation, Key | None]:
+def recompute(task_of: TaskOf, labels: Labels, plan: ResidualPlan, fused: TaskKey | None) -> TaskOf:
     """Return the tasks of a body, in which the stages for which a plan asks compute their residuals again.
 
     `fused` is the task whose forward and backward are one: it keeps no residuals.
@@ -29,15 +29,15 @@ def recompute(task_of: TaskOf, labels: Labels, plan: ResidualPlan, fused: Key | 
       ValueError: if an operation with side effects would run twice.
     """
     tasks = by_task(task_of)
-    again: dict[Equation, Key] = {}  # the equations that run once more, and the task that runs them
+    again: dict[Equation, TaskKey] = {}  # the equations that run once more, and the task that runs them
     copies: dict[int, dict[Atom, Value]] = {}  # what a backward reads in place of its residuals, by its phase
     for stage, entry in enumerate(plan.stages):
         phase = 2 * labels.num_stages - 1 - stage
         backward = [key for key in tasks if key.phase == phase]
-        if not entry.recompute or Key(stage) == fused:
+        if not entry.recompute or TaskKey(stage) == fused:
             continue
         saved = saved_by_policies((tasks[key] for key in backward), labels.marked)
-        forward = tasks.get(Key(stage), ())
+        forward = tasks.get(TaskKey(stage), ())
         # With JAX_REMAT3, JAX saves a copy of a value, and other work reads the value itself.
         held = {e.inputs[0]: v for e in forward for v in e.outputs if v in saved and e.name == "reduce_precision"}
         kept = {*saved, *values(held)}
@@ -46,7 +46,7 @@ def recompute(task_of: TaskOf, labels: Labels, plan: ResidualPlan, fused: Key | 
         chosen = makers_of(forward, set[Value]().union(*residuals.values()), kept)
         again.update((e, min(key for key in backward if residuals[key])) for e in chosen)
         copies[phase] = {**held, **{v: Value(v.aval) for e in chosen for v in e.outputs if v not in kept}}
-    changed = dict[Equation, Key | None]()
+    changed = TaskOf()
     for equation, key in task_of.items():
         if key is not None and key.phase in copies:
             changed[_reading(equation, copies[key.phase])] = key
