@@ -31,8 +31,6 @@ __all__ = ["CompiledPipeline", "PlacedPipeline", "predict_memory", "predicted_ex
 class CompiledPipeline(Compiled):
     """A step compiled for one signature: it takes only arguments of this structure, these shapes and dtypes."""
 
-    _array_type: ClassVar[type[MpmdArray]] = MpmdArray  # of the results
-
     def __init__(self, placed: PlacedPipeline) -> None:
         self.placed, self.mpmd_mesh = placed, placed.mpmd_mesh
         self._shardings: dict[Any, MpmdSharding] = {}  # of results; those that lie alike share one
@@ -79,7 +77,7 @@ class CompiledPipeline(Compiled):
         sharding = self._result_sharding(position)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
-        make = self._array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        make = MpmdArray._from_parts  # pyright: ignore[reportPrivateUsage]
         if isinstance(result, dict):
             value_of = {rank: result[rank] for rank in local}
             if len(value_of) == 1:  # nearly every result; a comprehension takes longer
