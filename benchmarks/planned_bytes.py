@@ -254,7 +254,7 @@ def in_terms(kinds: Mapping[str, float]) -> dict[str, float]:
 
 def planned_terms(trainer: Any, batch: Any, compiled: Any) -> list[dict[str, float]]:
     """Return the planner's bytes of each rank by our terms, as its walk has them at each rank's fullest moment."""
-    from jaxpp_flax.engine.predicted import predicted_executables
+    from jaxpp_flax.engine.pipeline import predicted_executables
     from jaxpp_flax.engine.summary import inside_of, walk_memory
     from jaxpp_flax.planning.compilers.memory import value_kinds
 

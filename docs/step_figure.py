@@ -18,7 +18,7 @@ import jaxpp_flax
 from jaxpp_flax import mark_stage_end, treduce
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.runner import Pass, Settings
+from jaxpp_flax.engine.passes.runner import Choices, Pass
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.schedules import Std1F1B
 
@@ -79,7 +79,7 @@ def _structures() -> Iterator[tuple[Pass[Any, Any], type]]:
         jax.jit(step).trace([jnp.ones((4, 4))] * 2, jnp.ones((2, 8, 4))).jaxpr
     )
     nothing = [PartitionSpec()] * len(graph.inputs)
-    settings = Settings(
+    settings = Choices(
         num_ranks=2,
         donated=[False] * len(nothing),
         specs=nothing,

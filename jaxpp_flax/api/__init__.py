@@ -39,9 +39,10 @@ from jaxpp_flax.api.schedules import (
     TaskType,
     ZeroBubble,
 )
-from jaxpp_flax.api.steps.array import MpmdArray, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+from jaxpp_flax.api.steps.array import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding as DistributedSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.runtime.profile import collect_task_times_ms
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op

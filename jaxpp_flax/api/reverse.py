@@ -11,10 +11,10 @@ from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.jit import say_about_pgle
-from jaxpp_flax.api.steps.array import MpmdArray
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import broadcast_layouts, broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
 
 __all__ = ["mpmd_jit_rev"]

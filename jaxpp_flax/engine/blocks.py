@@ -6,7 +6,6 @@ demand: an even assignment needs only the names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,13 +22,13 @@ from jaxpp_flax.engine.analyses.workspace import stored, workspace
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
-from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
+from jaxpp_flax.engine.passes.loop.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import RUN_FORWARD, TaskKind
 
 __all__ = [
     "Blocks",
@@ -170,14 +169,14 @@ class Blocks:
             if value in states or value is part.index or value not in outside:
                 continue
             known = self.arguments.get(value)
-            shards = self._shards(self.spec_of(value))
+            spec = self.spec_of(value)
             found.append(
                 Holding(
                     kind="data" if value in part.data else "parameters",
-                    nbytes=value.nbytes / shards,
+                    nbytes=self.shards_of.nbytes(value, spec),
                     blocks=tuple(sorted(stages)),
                     argument=None if known is None else known[0],
-                    shards=shards,
+                    shards=self.shards_of.parts(spec),
                 )
             )
             if value in self.loop.gathered:
@@ -185,7 +184,7 @@ class Blocks:
                 found.append(Holding(kind="gathered", nbytes=float(self.loop.gathered[value].nbytes), blocks=blocks))
         for accumulator in part.accumulators:
             stage = part.tasks[accumulator.task].stage
-            nbytes = accumulator.state.nbytes / self._shards(specs[accumulator.state])
+            nbytes = self.shards_of.nbytes(accumulator.state, specs[accumulator.state])
             found.append(Holding(kind="gradients", nbytes=nbytes, blocks=(stage,)))
         activations, kept = residuals_of(part)
         saved = {value: stages & self._saving.get(value, set()) for value, stages in activations.items()}
@@ -214,7 +213,7 @@ class Blocks:
         part, found = self.partition, dict[Value, set[int]]()
         for task in part.tasks:
             if task.kind is not TaskKind.FORWARD:
-                for value in saved_by_policies([task.graph], self.labels.marked):
+                for value in saved_by_policies([task.graph.equations], self.labels.marked):
                     found.setdefault(value, set()).add(task.stage)
         return found
 
@@ -222,7 +221,7 @@ class Blocks:
         return [
             Holding(
                 kind=kind,
-                nbytes=value.nbytes / self._shards_made.get(value, 1),
+                nbytes=self._nbytes_made(value),
                 blocks=tuple(sorted(stages)),
             )
             for value, stages in held.items()
@@ -246,7 +245,7 @@ class Blocks:
                 found.setdefault(held, set()).update(activations[value])
         return [
             Holding(
-                kind="fused", nbytes=v.nbytes / self._shards(specs.get(v, PartitionSpec())), blocks=tuple(sorted(s))
+                kind="fused", nbytes=self.shards_of.nbytes(v, specs.get(v, PartitionSpec())), blocks=tuple(sorted(s))
             )
             for v, s in found.items()
             if v not in read
@@ -272,13 +271,12 @@ class Blocks:
                     *(of for (stage, is_ahead), of in read.items() if is_ahead and stage > task.stage)
                 )
                 leaving = ahead.intersection(values(task.graph.outputs)) - read.get((task.stage, False), set())
-                found[task.stage] = sum(v.nbytes / self._shards_made.get(v, 1) for v in leaving)
+                found[task.stage] = sum(map(self._nbytes_made, leaving))
         return tuple(found)
 
-    @cached_property
-    def _shards_made(self) -> dict[Value, int]:
-        """The number of devices of a rank that share each value that tasks make, where it is above 1."""
-        return {value: self._shards(spec) for value, spec in self._specs_made.items()}
+    def _nbytes_made(self, value: Value) -> float:
+        """Return the bytes of each device's part of a value that tasks make."""
+        return self.shards_of.nbytes(value, self._specs_made.get(value, PartitionSpec()))
 
     @cached_property
     def _specs_made(self) -> dict[Value, PartitionSpec]:
@@ -292,9 +290,6 @@ class Blocks:
     def _spec_read(self, value: Value) -> PartitionSpec:
         """Return the partition in which tasks read a constant or carry leaf: whole, where it is gathered."""
         return self.loop.gathered[value].spec if value in self.loop.gathered else self.spec_of(value)
-
-    def _shards(self, spec: PartitionSpec) -> int:
-        return math.prod(self.shards_of(entry) for entry in spec if entry is not None)
 
 
 def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, set[int]]]:
@@ -310,7 +305,7 @@ def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, se
     kept: dict[Value, set[int]] = {}
     for task in part.tasks:
         for value in task.graph.inputs:
-            if task.kind is not TaskKind.FORWARD and makers.get(value) is TaskKind.FORWARD:
+            if task.kind not in RUN_FORWARD and makers.get(value) in RUN_FORWARD:
                 activations.setdefault(value, set()).add(task.stage)
             if task.kind is TaskKind.BACKWARD_WEIGHT and value in makers:
                 kept.setdefault(value, set()).add(task.stage)

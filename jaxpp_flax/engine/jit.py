@@ -22,13 +22,13 @@ from jaxpp_flax.engine.arrays.layouts import (
 )
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
-from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
-from jaxpp_flax.engine.passes.placed import ResultRanks
+from jaxpp_flax.engine.passes.loop.open_loops import OnePass
+from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
-from jaxpp_flax.engine.program.one_pass import OnePass
+from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.program.specs import shard_bytes
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import RUN_FORWARD
 
 __all__ = [
     "MemoryAnalysis",
@@ -152,7 +152,7 @@ def sum_costs(executables: Executables) -> tuple[dict[str, float], ...]:
 def _sent_bytes(loop: CutLoop, stage: int) -> int:
     part = loop.partition
     rank = loop.schedule.rank_of(stage)
-    made = {v for t in part.tasks if t.stage == stage and t.kind is TaskKind.FORWARD for v in t.graph.outputs}
+    made = {v for t in part.tasks if t.stage == stage and t.kind in RUN_FORWARD for v in t.graph.outputs}
     sent: set[tuple[Value, int]] = set()
     for task in part.tasks:
         target = loop.schedule.rank_of(task.stage)

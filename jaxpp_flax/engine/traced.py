@@ -16,8 +16,8 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PLACING, PREPARING, WRITING
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
-from jaxpp_flax.engine.passes.placed import Placed as StepOnRanks
-from jaxpp_flax.engine.passes.runner import Observer, Residuals, Settings
+from jaxpp_flax.engine.passes.place import StepOnRanks
+from jaxpp_flax.engine.passes.runner import Choices, Observer, Residuals, Settings
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Program
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
@@ -96,17 +96,17 @@ def prepare(graph: Graph, settings: Settings, observe: Sequence[Observer]) -> Gr
     return PREPARING.run(graph, settings, observe)
 
 
-def with_choices(settings: Settings, step: Graph, policy: CutPolicy, residuals: Residuals = None) -> Settings:
+def with_choices(settings: Settings, step: Graph, policy: CutPolicy, residuals: Residuals = None) -> Choices:
     """Return the settings of the other passes: a step's cuts, and what becomes of its residuals."""
     arguments = _arguments(step, settings.specs)
 
     def choose_cuts(loop: Loop) -> Sequence[int]:
         return policy(Marks(_blocks(loop, arguments, settings.shards)), loop.schedule.num_stages)
 
-    return replace(settings, choose_cuts=choose_cuts, residuals=residuals)
+    return Choices(**vars(settings), choose_cuts=choose_cuts, residuals=residuals)
 
 
-def build(step: Graph, settings: Settings, observe: Sequence[Observer]) -> tuple[Program, StepOnRanks]:
+def build(step: Graph, settings: Choices, observe: Sequence[Observer]) -> tuple[Program, StepOnRanks]:
     """Run the passes after the choices; return the program, and the step on ranks of which it is made."""
     placed = PLACING.run(step, settings, observe)
     return WRITING.run(placed, settings, observe), placed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpp_flax.engine.blocks import Blocks, Holding, Work
-from jaxpp_flax.engine.passes.memory import stream_updates
+from jaxpp_flax.engine.passes import stream_updates
 from jaxpp_flax.planning.loads import Hardware, StageLoad
 from jaxpp_flax.planning.model import StepModel
 from jaxpp_flax.planning.stages.policies import AssignmentError

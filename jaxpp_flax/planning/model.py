@@ -22,7 +22,7 @@ from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, StageResidual
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists
 from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.task import Task, TaskKind, parts
+from jaxpp_flax.schedules.task import RUN_FORWARD, Task, TaskKind, parts
 
 __all__ = ["Hardware", "Prediction", "StageLoad", "StepModel", "arrivals", "update_window", "walk_rank"]
 
@@ -296,7 +296,7 @@ def walk_rank(
         if arrivals:
             for stage, is_forward in arrivals[position]:
                 memory.change(stages[stage].received if is_forward else stages[stage].gradient, _BETWEEN_STAGES)
-            received = here.received if kind in (TaskKind.FORWARD, TaskKind.FUSED) else 0.0
+            received = here.received if kind in RUN_FORWARD else 0.0
             gradient = here.gradient if kind in (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT) else 0.0
         memory.change(gathers[position], _GATHERED)
         memory.change(-leaving[position], _RESIDUALS)  # it may still be there when the others have come

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol, cast
 
 from jaxpp_flax.engine.blocks import CutPolicy, Marks, Work
-from jaxpp_flax.engine.pipeline import PlacedPipeline
-from jaxpp_flax.engine.predicted import predict_memory
+from jaxpp_flax.engine.pipeline import PlacedPipeline, predict_memory
 from jaxpp_flax.engine.summary import MemoryAnalysis
 from jaxpp_flax.messages import listed
 from jaxpp_flax.planning.block_costs import Costing, block_costs

@@ -86,11 +86,14 @@ class Meaning:
 
 
 _F, _B, _I, _W, _FUSED = TaskKind
-_ACTIVATION, _GRADIENT = (_F, _FUSED), (_B, _I, _FUSED)
-_FOR_A_GRADIENT = Dependency(_ACTIVATION, 0), Dependency(_GRADIENT, 1)
+RUN_FORWARD = (_F, _FUSED)
+"""The kinds whose tasks run a stage's forward, and make its activation."""
+
+_GRADIENT = _B, _I, _FUSED
+_FOR_A_GRADIENT = Dependency(RUN_FORWARD, 0), Dependency(_GRADIENT, 1)
 
 MEANING: dict[TaskKind, Meaning] = {
-    _F: Meaning(name="forward", prefix="fwd", reads=(Dependency(_ACTIVATION, -1),), excludes=(_F,), takes=("saved",)),
+    _F: Meaning(name="forward", prefix="fwd", reads=(Dependency(RUN_FORWARD, -1),), excludes=(_F,), takes=("saved",)),
     _B: Meaning(
         name="backward", prefix="bwd", reads=_FOR_A_GRADIENT, excludes=(_B, _I, _W),
         takes=("recomputed",), frees=("saved", "recomputed"),
@@ -103,7 +106,7 @@ MEANING: dict[TaskKind, Meaning] = {
         name="weight gradient", prefix="bwd_w", reads=(Dependency((_I,), 0),), excludes=(_W, _B), frees=("kept",)
     ),
     _FUSED: Meaning(
-        name="forward and backward", prefix="fwd_bwd", reads=(Dependency(_ACTIVATION, -1), Dependency(_GRADIENT, 1)),
+        name="forward and backward", prefix="fwd_bwd", reads=(Dependency(RUN_FORWARD, -1), Dependency(_GRADIENT, 1)),
         excludes=(_F, _B, _I, _W), parts=(_F, _B), takes=("activation", "region"), frees=("activation", "region"),
     ),
 }  # fmt: skip

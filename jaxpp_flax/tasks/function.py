@@ -13,15 +13,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.function import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.jit import check_mesh
+from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, both_ways, paths_of
 from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr
 from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.tasks.lowered import LoweredMpmdFun
-from jaxpp_flax.tasks.program import build
+from jaxpp_flax.tasks.program import program_of
 from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording
 
@@ -97,7 +97,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
         args, _ = jax.tree_util.tree_unflatten(tree, map(_typed, structs, in_shardings))
         traced, donated = trace(jax.jit(flat, donate_argnums=self._donated), args)
         graph, constants = from_jaxpr(traced.jaxpr)
-        program = build(
+        program = program_of(
             graph,
             self.mpmd_mesh,
             [None] * len(constants) + [rank for rank, _ in layouts],

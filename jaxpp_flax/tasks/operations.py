@@ -17,7 +17,7 @@ from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording_of
 from jaxpp_flax.tasks.task_trace import TaskTrace, trace_task
 
-__all__ = ["moved", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
+__all__ = ["brought", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -127,7 +127,7 @@ def task(
     def called(*args: Any, **kwargs: Any) -> Any:
         label = name or getattr(fun, "__name__", type(fun).__name__)
         found = recording_of(f"task {label!r}")
-        trace = trace_task(found, fun, label, args, kwargs, in_shardings, out_shardings, mesh, moved)
+        trace = trace_task(found, fun, label, args, kwargs, in_shardings, out_shardings, mesh, brought)
         return _bind(found, label, trace, _donated(label, args, numbers, len(trace.operands)))
 
     return called
@@ -155,7 +155,7 @@ def _bind(found: Recording, name: str, trace: TaskTrace, donated: frozenset[int]
     return jax.tree_util.tree_unflatten(trace.out_tree, results)
 
 
-def moved(found: Recording, value: Any, target: int) -> Any:
+def brought(found: Recording, value: Any, target: int) -> Any:
     """Return a value of another rank on rank `target`, by a transfer that the user has not written; once for each."""
     known, key = found.of(value), (id(value), target)
     if known is None or known.rank == target:

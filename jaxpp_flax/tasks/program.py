@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.liveness import donate_and_free
+from jaxpp_flax.engine.passes.loop.open_loops import refuse_ordered_effects
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
 from jaxpp_flax.tasks.operations import task_p, transfer_p
 
-__all__ = ["build"]
+__all__ = ["program_of"]
 
 
-def build(
+def program_of(
     graph: Graph,
     mesh: MpmdMesh,
     ranks: Sequence[int | None],

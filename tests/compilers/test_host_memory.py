@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.passes.memory import stream_updates
+from jaxpp_flax.engine.passes import stream_updates
 from jaxpp_flax.planning.compilers.tasks import read_task
 from jaxpp_flax.trainers import Memory
 from tests.compilers.machines import ONE_HOST, mesh_of

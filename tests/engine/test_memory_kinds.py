@@ -16,7 +16,7 @@ from jaxpp_flax.checkpoint import restore, save
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.predicted import predict_memory
+from jaxpp_flax.engine.pipeline import predict_memory
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.reshard import Wanted, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard

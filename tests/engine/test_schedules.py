@@ -16,7 +16,6 @@ from jaxpp_flax.schedules import (
     CustomSchedule,
     Schedule,
     Task,
-    TaskKind,
     ZeroBubble,
     by_name,
     names,
@@ -58,10 +57,7 @@ def tasks_run(program: Program) -> list[list[Any]]:
         made = program.tasks[instruction.task]
         if made.stage is None or made.kind is None:
             continue
-        task: Any = Task(made.kind, made.stage, instruction.microbatch)
-        if made.fused:
-            task = Task(TaskKind.FUSED, made.stage, instruction.microbatch)
-        ranks[instruction.rank].append(task)
+        ranks[instruction.rank].append(Task(made.kind, made.stage, instruction.microbatch))
     return ranks
 
 

@@ -18,8 +18,8 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
-from jaxpp_flax.engine.passes.runner import Settings, observers
+from jaxpp_flax.engine.passes.place import ResultRanks, StepOnRanks
+from jaxpp_flax.engine.passes.runner import Choices, Settings, observers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.traced import build, prepare, with_choices
 from jaxpp_flax.engine.tracing.inline import inline
@@ -151,8 +151,8 @@ class Built(NamedTuple):
     """What the passes make of a step."""
 
     program: Program
-    placed: Placed
-    settings: Settings
+    placed: StepOnRanks
+    settings: Choices
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -183,8 +183,8 @@ def built(
     )
     observe = observers()
     prepared = prepare(graph, settings, observe)
-    settings = with_choices(settings, prepared, policy, residuals)
-    return Built(*build(prepared, settings, observe), settings)
+    choices = with_choices(settings, prepared, policy, residuals)
+    return Built(*build(prepared, choices, observe), choices)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

@@ -1,49 +1,12 @@
-"""`MpmdArray` with the equality of JaxPP's, and the functions that move trees of them."""
+"""The functions that move trees of arrays, with the parameters of JaxPP's."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
-import jax
-
-from jaxpp_flax.engine.arrays import mpmd_array
 from jaxpp_flax.engine.runtime import reshard
 
-__all__ = ["MpmdArray", "as_jaxpp", "mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
-
-
-class MpmdArray(mpmd_array.MpmdArray):
-    """The engine's `MpmdArray` with JaxPP's equality: an array is equal only to itself. The arguments are the same.
-
-    So arrays may be keys of a dict and members of a set. `jnp.equal(x, y)` compares elements.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, numpy as np
-      >>> import jaxpp_flax.api as jaxpp
-      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
-      >>> place = jaxpp.MpmdSharding(mesh, {1}, jax.sharding.PartitionSpec())
-      >>> x = MpmdArray([jax.device_put(jnp.arange(3), place.local_sharding(1))], place)
-      >>> x == x, x == np.arange(3), {x: "a key"}[x]
-      (True, False, 'a key')
-      >>> list(x._partially_addressable_arrays)
-      [1]
-    """
-
-    __slots__ = ()
-
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-    __hash__ = object.__hash__
-
-    _partially_addressable_arrays = property(lambda self: OrderedDict(self._parts))
-
-
-def as_jaxpp(leaf: Any) -> Any:
-    """Return an array of the engine as one of this front, with the same replicas; other values stay as they are."""
-    if isinstance(leaf, MpmdArray) or not isinstance(leaf, mpmd_array.MpmdArray):
-        return leaf
-    return MpmdArray._from_parts(leaf.sharding, leaf._parts, leaf.aval)  # pyright: ignore[reportPrivateUsage]
+__all__ = ["mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
 
 
 def spmd_to_mpmd_reshard(
@@ -61,8 +24,7 @@ def spmd_to_mpmd_reshard(
       >>> spmd_to_mpmd_reshard(mesh, np.ones(3), unread).mpmd_idxs
       (0,)
     """
-    moved = reshard.spmd_to_mpmd_reshard(mpmd_mesh, spmd_arrays, mpmd_shardings, donate=donate)
-    return jax.tree.map(as_jaxpp, moved)
+    return reshard.spmd_to_mpmd_reshard(mpmd_mesh, spmd_arrays, mpmd_shardings, donate=donate)
 
 
 def mpmd_to_spmd_reshard(

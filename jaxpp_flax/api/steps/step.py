@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, cast
 
-from jaxpp_flax.api.steps.array import MpmdArray
 from jaxpp_flax.engine import jit as engine
 from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 
@@ -12,9 +11,7 @@ __all__ = ["CompiledStep", "PlacedStep", "StepFunction"]
 
 
 class CompiledStep(CompiledPipeline):
-    """The engine's compiled step with JaxPP's arrays, which JaxPP's programs print."""
-
-    _array_type: ClassVar[type[MpmdArray]] = MpmdArray
+    """The engine's compiled step with the text that JaxPP's programs print."""
 
     @property
     def closed_jaxpr(self) -> str:
@@ -59,7 +56,7 @@ class PlacedStep(PlacedPipeline):
 
 
 class StepFunction(engine.MpmdFunction):
-    """The engine's `MpmdFunction` with JaxPP's arrays, JaxPP's placement of idle results, and `trace_and_place`.
+    """The engine's `MpmdFunction` with JaxPP's placement of idle results, and `trace_and_place`.
 
     A result is idle if no stage reads it and every rank can compute it without a transfer, such as the count of steps
     or a key. JaxPP keeps an idle result on all ranks; the engine keeps it on rank 0 alone.

@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import axes_in, entry_of
-from jaxpp_flax.engine.tracing.ir import Equation
+from jaxpp_flax.engine.tracing.ir import Equation, Value
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 
 __all__ = ["BatchDim", "ShardCounts", "Way", "ways_of"]
@@ -29,10 +29,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """The number of shards over an entry of a PartitionSpec.
+    """The number of shards over an entry of a PartitionSpec, and what this tells of a whole spec.
 
     Example:
       >>> shards = ShardCounts({"data": 4, "tensor": 2, "expert": 1})
+      >>> shards.parts(PartitionSpec("tensor", None, ("data", "expert")))
+      8
       >>> shards("data"), shards(("data", "tensor")), shards.batch_dim(PartitionSpec("expert", ("data", "expert")))
       (4, 8, (1, 'data'))
     """
@@ -42,6 +44,14 @@ class ShardCounts:
     def __call__(self, entry: Any) -> int:
         """Return the product of the sizes of the entry's axes."""
         return math.prod(self.axes[name] for name in axes_in((entry,)))
+
+    def parts(self, spec: PartitionSpec) -> int:
+        """Return the number of parts into which a spec cuts an array."""
+        return math.prod(self.axes[name] for name in axes_in(spec))
+
+    def nbytes(self, value: Value, spec: PartitionSpec) -> float:
+        """Return the bytes of each device's part of a value, without the padding of layouts."""
+        return value.nbytes / self.parts(spec)
 
     def batch_dim(self, spec: PartitionSpec) -> BatchDim | None:
         """Return the first dimension of an argument that is really sharded, with the axes that shard it."""

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
-__all__ = ["Groups", "ancestors", "delayed", "makers_of", "source_of"]
+__all__ = ["Groups", "ancestors", "delayed", "makers_of", "source_of", "split_backward"]
 
 
 class Groups:
@@ -68,6 +68,15 @@ def makers_of(
             found.append(equation)
             needed.update(v for v in values(equation.inputs) if v not in kept)
     return tuple(reversed(found))
+
+
+def split_backward(
+    equations: Sequence[Equation], leaving: Iterable[Value]
+) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
+    """Split backward work into what the cotangents need that leave its stage, and the rest: gradients of weights."""
+    of_inputs = makers_of(equations, leaving)
+    needed = set(of_inputs)
+    return of_inputs, tuple(equation for equation in equations if equation not in needed)
 
 
 def delayed(times: dict[Equation, int], kept: Collection[Equation]) -> list[tuple[int, list[Equation]]]:

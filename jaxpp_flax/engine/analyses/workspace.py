@@ -10,12 +10,12 @@ joins, what its scheduler moves to hide collectives, and the padding of layouts,
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.analyses.data_flow import source_of
 from jaxpp_flax.engine.analyses.inner_bodies import open_scan
 from jaxpp_flax.engine.analyses.spec_flow import specs_after, ways
@@ -43,7 +43,7 @@ def workspace(
       platform: of the devices; "tpu" for those whose products compute their operands.
     """
     flat = inline(graph, flatten=True, remat=True)
-    device = _Device(specs_after(flat, in_specs, axis_sizes), axis_sizes, platform)
+    device = _Device(specs_after(flat, in_specs, axis_sizes), ShardCounts(axis_sizes), platform)
     made, last = _written(flat, fuses_operands=platform == "tpu")
     copied = frozenset[Value]() if platform in _WITHOUT_COPIES else _turned(flat)
     ends: defaultdict[int, list[Value]] = defaultdict(list)
@@ -166,15 +166,16 @@ class _Device:
 
     Args:
       specs: the partitions of values that are not whole on every device.
-      axis_sizes, platform: as in `workspace`.
+      shards: the number of shards over each axis.
+      platform: as in `workspace`.
     """
 
-    def __init__(self, specs: Mapping[Value, PartitionSpec], axis_sizes: Mapping[str, int], platform: str) -> None:
-        self._specs, self._sizes, self._platform = specs, axis_sizes, platform
+    def __init__(self, specs: Mapping[Value, PartitionSpec], shards: ShardCounts, platform: str) -> None:
+        self._specs, self._shards, self._platform = specs, shards, platform
 
     def nbytes(self, value: Value) -> float:
         """Return the bytes of the device's part of a value."""
-        return value.nbytes / math.prod(self._sizes[name] for name in axes_in(self._spec(value)))
+        return self._shards.nbytes(value, self._spec(value))
 
     def _spec(self, atom: Atom) -> PartitionSpec:
         return self._specs.get(atom, PartitionSpec()) if isinstance(atom, Value) else PartitionSpec()
@@ -187,7 +188,7 @@ class _Device:
             specs = list(map(self._spec, equation.inputs))
             slices = scan.num_consts + scan.num_carry
             specs[slices:] = [PartitionSpec(*spec.partitions[1:]) for spec in specs[slices:]]
-            return workspace(scan.body, specs, self._sizes, self._platform)
+            return workspace(scan.body, specs, self._shards.axes, self._platform)
         return self._whole(equation) if facts.cost is Cost.PRODUCT else 0.0
 
     def _whole(self, equation: Equation) -> float:
@@ -204,7 +205,7 @@ class _Device:
             both = {at for at in first[1] if at is not None and at >= 0 and at in way and atom is not out}
             shared = [name for name, at in places.items() if taken.get(name, at) != at and at not in both]
             if shared and isinstance(atom, Value):
-                found += self.nbytes(atom) * math.prod(self._sizes[name] for name in shared)
+                found += self.nbytes(atom) * self._shards(tuple(shared))
         return found
 
     def _places(self, atom: Atom, way: Sequence[int | None]) -> dict[str, int | None]:

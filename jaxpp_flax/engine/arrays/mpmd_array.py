@@ -89,9 +89,6 @@ class MpmdArray:
         self._parts = replicas.replicas_by_rank(partially_addressable_arrays, mpmd_sharding)
         self.aval = replicas.checked_type(self._parts, mpmd_sharding, shape, dtype)
 
-    def __init_subclass__(cls) -> None:
-        _register(cls)
-
     @classmethod
     def _from_parts(cls, sharding: MpmdSharding, parts: Mapping[int, jax.Array], aval: Any) -> MpmdArray:
         """Make an array for the runtime, without checks or copies.
@@ -382,8 +379,4 @@ _METHODS = frozenset(
 )
 
 
-def _register(cls: type[MpmdArray]) -> None:
-    _compat.register_array_type(cls, lambda array: jax.typeof(array.as_jax_array()), cls.as_jax_array)
-
-
-_register(MpmdArray)
+_compat.register_array_type(MpmdArray, lambda array: jax.typeof(array.as_jax_array()), MpmdArray.as_jax_array)

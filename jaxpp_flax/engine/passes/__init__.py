@@ -15,11 +15,10 @@ from jaxpp_flax.engine.passes.loop.label import label_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import check_opened, open_loops
 from jaxpp_flax.engine.passes.loop.partition import partition_loops
-from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.normalise_results import check_results, normalise_results
-from jaxpp_flax.engine.passes.place import place
-from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.passes.runner import Passes
+from jaxpp_flax.engine.passes.offload import offload
+from jaxpp_flax.engine.passes.place import StepOnRanks, place
+from jaxpp_flax.engine.passes.runner import Choices, Passes, Settings
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.inline import inline
@@ -30,7 +29,7 @@ __all__ = ["PASSES", "PLACING", "PREPARING", "WRITING"]
 
 # What no choice of schedules, cuts and residuals changes.
 PREPARING = (
-    Passes[Graph, Graph]()
+    Passes[Graph, Graph, Settings]()
     .then(
         "inline",
         lambda graph, _: shielded(inline(graph, flatten=True)),
@@ -79,7 +78,7 @@ PREPARING = (
 )
 
 PLACING = (
-    Passes[Graph, Graph](before=len(PREPARING.rows))
+    Passes[Graph, Graph, Choices](before=len(PREPARING.rows))
     .then(
         "label",
         lambda step, settings: label_loops(step, settings.choose_cuts),
@@ -116,7 +115,7 @@ PLACING = (
 )
 
 WRITING = (
-    Passes[Placed, Placed](before=PLACING.before + len(PLACING.rows))
+    Passes[StepOnRanks, StepOnRanks, Choices](before=PLACING.before + len(PLACING.rows))
     .then(
         "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks, settings.specs),
@@ -142,4 +141,4 @@ WRITING = (
     )
 )
 
-PASSES: Passes[Graph, Program] = PREPARING.joined(PLACING).joined(WRITING)
+PASSES: Passes[Graph, Program, Choices] = PREPARING.joined(PLACING).joined(WRITING)

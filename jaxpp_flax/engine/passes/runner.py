@@ -15,17 +15,15 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.passes.placed import ResultRanks
+from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
-__all__ = ["Observer", "Pass", "Passes", "Residuals", "Settings", "Structure", "observers", "wants_verification"]
+__all__ = [
+    "Choices", "Observer", "Pass", "Passes", "Residuals", "Settings", "Structure", "observers", "wants_verification",
+]  # fmt: skip
 
 
 Residuals = ResidualPlan | Callable[[], ResidualPlan | None] | None
-
-
-def _no_cuts(loop: Loop) -> Sequence[int]:
-    raise NotImplementedError("the cuts are not chosen yet")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,9 +39,6 @@ class Settings:
       result_ranks: with several processes, the results that all of them get.
       fsdp: gathers parameters before the loops; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
-      choose_cuts: the cut policy; returns the indices of the marks that cut.
-      residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
-        cuts are chosen, which a choice of residuals may depend on.
     """
 
     num_ranks: int
@@ -54,7 +49,19 @@ class Settings:
     result_ranks: ResultRanks | None = None
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
-    choose_cuts: Callable[[Loop], Sequence[int]] = _no_cuts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Choices(Settings):
+    """The settings of a step whose cuts and residuals are chosen; a planner tries many.
+
+    Attributes:
+      choose_cuts: the cut policy; returns the indices of the marks that cut.
+      residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
+        cuts are chosen, which a choice of residuals may depend on.
+    """
+
+    choose_cuts: Callable[[Loop], Sequence[int]]
     residuals: Residuals = None
 
     @cached_property
@@ -77,6 +84,8 @@ class Structure(Protocol):
 First = TypeVar("First", bound=Structure)
 Last = TypeVar("Last", bound=Structure)
 Next = TypeVar("Next", bound=Structure)
+Given = TypeVar("Given", bound=Settings)
+More = TypeVar("More", bound=Settings)
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Pass(Generic[First, Last]):
     """
 
     name: str
-    run: Callable[[First, Settings], Last] = field(repr=False)
+    run: Callable[[First, Any], Last] = field(repr=False)
     requires: str
     ensures: str
     check: Callable[[Last], None] | None = field(default=None, repr=False)
@@ -110,8 +119,8 @@ Observer = Callable[[int, Pass[Any, Any], Structure], None]
 
 
 @dataclass(frozen=True)
-class Passes(Generic[First, Last]):
-    """Passes in order, each from the structure of the one before: from a `First` to a `Last`.
+class Passes(Generic[First, Last, Given]):
+    """Passes in order, each from the structure of the one before: from a `First` to a `Last`, by settings.
 
     Attributes:
       rows: the passes.
@@ -124,21 +133,21 @@ class Passes(Generic[First, Last]):
     def then(
         self,
         name: str,
-        run: Callable[[Last, Settings], Next],
+        run: Callable[[Last, Given], Next],
         *,
         requires: str,
         ensures: str,
         check: Callable[[Next], None] | None = None,
-    ) -> Passes[First, Next]:
+    ) -> Passes[First, Next, Given]:
         """Return these passes and one more; see `Pass`."""
         return Passes((*self.rows, Pass(name, run, requires, ensures, check)), self.before)
 
-    def joined(self, others: Passes[Last, Next]) -> Passes[First, Next]:
-        """Return these passes and others behind them."""
+    def joined(self, others: Passes[Last, Next, More]) -> Passes[First, Next, More]:
+        """Return these passes and others behind them, which need the same settings or more."""
         return Passes((*self.rows, *others.rows), self.before)
 
     def steps(
-        self, structure: First, settings: Settings, observe: Sequence[Observer] = ()
+        self, structure: First, settings: Given, observe: Sequence[Observer] = ()
     ) -> Iterator[tuple[Pass[Any, Any], Structure]]:
         """Hand a structure from pass to pass; yield each pass with its structure, and keep no structure."""
         current: Any = structure
@@ -148,7 +157,7 @@ class Passes(Generic[First, Last]):
                 observer(number, each, current)
             yield each, current
 
-    def run(self, structure: First, settings: Settings, observe: Sequence[Observer] = ()) -> Last:
+    def run(self, structure: First, settings: Given, observe: Sequence[Observer] = ()) -> Last:
         """Return the structure after the last pass."""
         last: Any = structure
         for _, made in self.steps(structure, settings, observe):

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.data_flow import delayed
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop, Partition
-from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
-from jaxpp_flax.engine.passes.placed import Placed
-from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
+from jaxpp_flax.engine.passes.place import StepOnRanks
+from jaxpp_flax.engine.passes.stream_updates import stream_updates
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered, with_transfers
 from jaxpp_flax.engine.program.program import LoopTask, Program, ProgramTask
 from jaxpp_flax.engine.program.specs import accumulator_spec, followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, values
@@ -22,9 +22,9 @@ from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
 __all__ = ["loop_prefix", "unroll"]
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_F, _B, _I, _W, _FUSED = TaskKind
 # The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
-_STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
+_STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,), _FUSED: (_FUSED,)}
 
 
 def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
                 f"{type(loop.schedule).__name__} runs {task!r} on rank {rank}, but its `rank_of` gives stage "
                 f"{task.stage} to rank {home}, where the weights are. Make the two agree."
             )
-        for part in parts(task):
+        for part in (task,) if (task.stage, task.kind) in by_kind else parts(task):
             add(part)
     _check_order(loop, order)
     return order
@@ -128,25 +128,6 @@ def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:
     return found
 
 
-def _loop_steps(runs: Sequence[TaskStep], tasks: Sequence[ProgramTask]) -> Iterator[TaskStep | TransferStep]:
-    """Yield the runs of a loop; a value goes to the ranks that read it right behind the run that makes it."""
-    home: dict[Atom, int] = {value: tasks[run.task].rank for run in runs for value in run.outputs}
-    elsewhere: dict[Atom, set[int]] = {}  # the other ranks that read a value
-    for run in runs:
-        rank = tasks[run.task].rank
-        for value in run.inputs:
-            if home.get(value, rank) != rank:
-                elsewhere.setdefault(value, set()).add(rank)
-    for run in runs:
-        yield run
-        sent: dict[int, list[Value]] = {}
-        for value in run.outputs:
-            for target in sorted(elsewhere.get(value, ())):
-                sent.setdefault(target, []).append(value)
-        for target, edges in sent.items():
-            yield TransferStep(tasks[run.task].rank, target, edges)
-
-
 def _initial_accumulators(
     loop: LoweredLoop, prefix: str, arguments: Sequence[Value], spec_of: Mapping[Atom, PartitionSpec]
 ) -> Iterator[tuple[ProgramTask, list[Value]]]:
@@ -176,7 +157,7 @@ def _spec_of_sum(
     return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, known)
 
 
-def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
+def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
     """Turn a placed step into a program.
 
     Each rank runs the equations around the loops in rounds: a round is a program, made of all that no transfer is
@@ -205,7 +186,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
             indices += [Value(loop.partition.index.aval) for _ in range(len(indices), loop.body.length)]
             runs = list(_runs(loop, indices, len(tasks)))
             tasks += [replace(task, name=prefix + task.name) for task in loop.partition.tasks]
-            steps += _loop_steps(runs, tasks)
+            steps += with_transfers(runs, tasks)
             loops += 1
         steps += [TransferStep(*ends, edges) for ends, edges in rounds.moves.get(at, {}).items()]
     arguments = {value: sorted(placed.need[value]) for value in placed.inputs}
@@ -213,7 +194,7 @@ def unroll(placed: Placed, num_ranks: int, specs: Sequence[PartitionSpec]) -> Pr
     return numbered(num_ranks, tasks, steps, arguments, results, {index: m for m, index in enumerate(indices)})
 
 
-def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
+def _known_specs(placed: StepOnRanks, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
     """Return the partitions of the step's inputs, of what follows them, and of gathered parameters."""
     found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
@@ -227,7 +208,7 @@ def _known_specs(placed: Placed, specs: Sequence[PartitionSpec]) -> dict[Atom, P
 class _Rounds:
     """The first round in which each rank can run each equation, loop and move; a move is at the end of its round."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: StepOnRanks) -> None:
         self.loops: dict[int, LoweredLoop] = {}
         self.moves: dict[int, dict[tuple[int, int], list[Value]]] = {}
         self.work: dict[int, dict[Equation, int]] = {}  # the round of each equation, by rank

@@ -5,13 +5,14 @@ Loops cut by marks, tasks by hand and named computations all become such tasks a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Value
 
-__all__ = ["TaskStep", "TransferStep", "numbered"]
+__all__ = ["TaskStep", "TransferStep", "numbered", "with_transfers"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,6 +36,46 @@ class TransferStep:
     target: int
     sent: Sequence[Atom]
     received: Sequence[Value] | None = None
+
+
+def with_transfers(
+    runs: Sequence[TaskStep],
+    tasks: Sequence[ProgramTask],
+    homes: Mapping[Any, int] | None = None,
+    results: Sequence[tuple[Atom, int]] = (),
+) -> Iterator[TaskStep | TransferStep]:
+    """Yield runs, with a transfer of each value right behind the run that makes it to each other rank that reads it.
+
+    Args:
+      runs: the runs, in an order in which they can run.
+      tasks: the tasks that they run.
+      homes: the ranks of arguments that are sent too, in front of the runs that read them elsewhere.
+      results: what is read behind all runs, with the ranks.
+    """
+    home = homes or {}
+    readers: dict[Atom, set[int]] = {}
+    for run in runs:
+        for atom in run.inputs:
+            readers.setdefault(atom, set()).add(tasks[run.task].rank)
+    for atom, rank in results:
+        readers.setdefault(atom, set()).add(rank)
+    for run in runs:
+        rank = tasks[run.task].rank
+        yield from _sends((atom, home.get(atom, rank), rank) for atom in run.inputs)
+        yield run
+        yield from _sends((value, rank, target) for value in run.outputs for target in sorted(readers.get(value, ())))
+    for atom, rank in results:
+        yield from _sends([(atom, home.get(atom, rank), rank)])
+
+
+def _sends(moves: Iterable[tuple[Atom, int, int]]) -> Iterator[TransferStep]:
+    """Yield one transfer for each source and target of values; what is there already is not sent."""
+    sent: dict[tuple[int, int], list[Atom]] = {}
+    for atom, source, target in moves:
+        if source != target:
+            sent.setdefault((source, target), []).append(atom)
+    for (source, target), atoms in sent.items():
+        yield TransferStep(source, target, atoms)
 
 
 def numbered(

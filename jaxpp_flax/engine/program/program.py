@@ -38,7 +38,6 @@ class ProgramTask:
     graph: Graph
     stage: int | None = None
     kind: TaskKind | None = None
-    fused: bool = False
     donate: frozenset[int] = frozenset()
     pins: tuple[tuple[int, int], ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
@@ -50,15 +49,12 @@ class ProgramTask:
         """Return the task of the schedule that this one runs for a microbatch; None outside loops."""
         if self.stage is None or self.kind is None:
             return None
-        return Task(TaskKind.FUSED if self.fused else self.kind, self.stage, microbatch)
+        return Task(self.kind, self.stage, microbatch)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoopTask(ProgramTask):
-    """The work of one stage and kind for one microbatch.
-
-    `fused` marks a last stage whose forward and backward run as one task (its kind is FORWARD).
-    """
+    """The work of one stage and kind for one microbatch."""
 
     stage: int = field()
     kind: TaskKind = field()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.liveness import donate_and_free
+from jaxpp_flax.engine.passes.loop.open_loops import refuse_ordered_effects
 from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
@@ -16,10 +16,10 @@ from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.partitioning.fragments import fragments_of
-from jaxpp_flax.mpmd.partitioning.infer import Placed, infer
+from jaxpp_flax.mpmd.partitioning.infer import PlacedNodes, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Node, nodes_of
-from jaxpp_flax.mpmd.partitioning.program import unroll
-from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
+from jaxpp_flax.mpmd.partitioning.program import program_of_fragments
+from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_nodes, stages_of
 
 __all__ = ["Built", "build"]
 
@@ -29,7 +29,7 @@ class Built:
     """The program, with the placed step from which it was made, and the specs of its arguments."""
 
     program: Program
-    placed: Placed
+    placed: PlacedNodes
     in_specs: tuple[PartitionSpec, ...]
 
 
@@ -60,7 +60,7 @@ def build(
     stages = stages_of(step.nodes, config)
     order = _order(step.nodes, stages, config)
     if order is not None and order.split_stages:
-        step = replace(step, nodes=split_backward(step.nodes, stages, order))
+        step = replace(step, nodes=split_nodes(step.nodes, stages, order))
     fixed = {node: config.rank_of(min(node.names)) for node in step.nodes if node.names}
     constants = frozenset(step.inputs[:num_constants])
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
@@ -69,7 +69,7 @@ def build(
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
     in_specs = tuple(specs_on([ranks[0] for ranks in placed.arguments[num_constants:]]))
     specs = (*[PartitionSpec()] * num_constants, *in_specs)
-    unrolled = unroll(placed, fragments, rewrites, specs, keep_unused=keep_unused)
+    unrolled = program_of_fragments(placed, fragments, rewrites, specs, keep_unused=keep_unused)
     # Between processes, the runtime watches a received value to see its arrival.
     several = len(meshes.processes) > 1
     program = donate_and_free(unrolled, [False] * num_constants + list(donated), keep_received=several)

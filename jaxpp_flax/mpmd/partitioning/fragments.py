@@ -161,7 +161,7 @@ class _Walk:
         if node.computation is None:
             return Key(node.rank, call=node.call)
         is_fused = self.order is not None and self._task(node) in self.order.fused  # both halves are one program
-        kind = TaskKind.FORWARD if is_fused else node.kind
+        kind = TaskKind.FUSED if is_fused else node.kind
         return Key(node.rank, self.stages.of_name.get(node.computation), kind, node.call)
 
     def _stuck(self, nodes: Sequence[Node]) -> ScheduleError:

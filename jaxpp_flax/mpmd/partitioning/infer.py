@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from jaxpp_flax.engine.tracing.ir import Atom, Value
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 
-__all__ = ["Placed", "infer"]
+__all__ = ["PlacedNodes", "infer"]
 
 _SCALAR_BYTES = 64  # step counters, learning rates, keys: cheaper to compute on each mesh than to send
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedNodes:
     """A step whose nodes have ranks.
 
     Work on several ranks is a node for each, which makes values of its own. `arguments` holds the rank of each input,
@@ -45,7 +45,7 @@ def infer(
     constants: frozenset[Value],
     argument_ranks: Mapping[Value, int],
     result_ranks: Sequence[int | None],
-) -> Placed:
+) -> PlacedNodes:
     """Place the nodes that are not fixed.
 
     `constants` are the inputs that are captured arrays: a copy on every rank costs nothing per step. `argument_ranks`
@@ -85,7 +85,7 @@ def infer(
         (native.get(atom) or (0,))[0] if rank is None else rank
         for atom, rank in zip(step.outputs, result_ranks, strict=True)
     ]
-    return Placed(
+    return PlacedNodes(
         step.inputs,
         tuple(at.get((atom, rank), atom) for atom, rank in zip(step.outputs, results, strict=True)),
         nodes,

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.passes.updated_arguments import arguments_of_sums
-from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
+from jaxpp_flax.engine.program.numbering import TaskStep, numbered, with_transfers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, graph_of, values
 from jaxpp_flax.engine.tracing.regions import shielded
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment
-from jaxpp_flax.mpmd.partitioning.infer import Placed
+from jaxpp_flax.mpmd.partitioning.infer import PlacedNodes
 
-__all__ = ["unroll"]
+__all__ = ["program_of_fragments"]
 
 
-def unroll(
-    placed: Placed,
+def program_of_fragments(
+    placed: PlacedNodes,
     fragments: Sequence[Fragment],
     rewrite: Sequence[Callable[[Graph], Graph]],
     specs: Sequence[PartitionSpec],
@@ -35,61 +35,47 @@ def unroll(
     With `keep_unused`, an argument that nothing reads lies on its ranks too.
     """
     readers = _readers(placed, fragments)
-    homes = {value: ranks[0] for value, ranks in zip(placed.inputs, placed.arguments, strict=True) if ranks}
     updated = _updated(placed)
     fingerprints = Fingerprinter()
     known: dict[Hashable, int] = {}
-    tasks, steps = list[ProgramTask](), list[TaskStep | TransferStep]()
+    tasks, runs = list[ProgramTask](), list[TaskStep]()
     for fragment in fragments:
         rank = fragment.key.rank
-        made = [v for node in fragment.nodes for v in node.outputs if readers.get(v, {}).keys() - {fragment}]
+        made = [v for node in fragment.nodes for v in node.outputs if readers.get(v, set()) - {fragment}]
         whole = shielded(graph_of([e for node in fragment.nodes for e in node.equations], set(made)), always=True)
         graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
         outputs = values(whole.outputs)
-        steps += _brought(whole.inputs, homes, rank)
         key = rank, fragment.label, fingerprints.graph(graph)
         if key not in known:
             known[key] = len(tasks)
             tasks.append(_task(fragment, graph, [updated.get(v) for v in outputs], specs))
         call = -1 if fragment.key.call is None else fragment.key.call
-        steps.append(TaskStep(known[key], whole.inputs, outputs, call))
-        for target in sorted({reader for value in made for reader in readers[value].values()} - {rank}):
-            steps.append(TransferStep(rank, target, [v for v in outputs if target in readers[v].values()]))
-    for atom, rank in zip(placed.outputs, placed.results, strict=True):
-        steps += _brought(values([atom]), homes, rank)
-    runs: dict[int, list[TaskStep]] = {}
-    for step in steps:
-        if isinstance(step, TaskStep):
-            runs.setdefault(step.task, []).append(step)
-    tasks = [replace(task, pins=_pins(runs[number])) for number, task in enumerate(tasks)]
+        runs.append(TaskStep(known[key], whole.inputs, outputs, call))
+    runs_of: dict[int, list[TaskStep]] = {}
+    for run in runs:
+        runs_of.setdefault(run.task, []).append(run)
+    tasks = [replace(task, pins=_pins(runs_of[number])) for number, task in enumerate(tasks)]
+    homes = {value: ranks[0] for value, ranks in zip(placed.inputs, placed.arguments, strict=True) if ranks}
+    results = list(zip(placed.outputs, placed.results, strict=True))
+    steps = with_transfers(runs, tasks, homes, results)
     arguments = {
         value: ranks if keep_unused or value in readers else ()
         for value, ranks in zip(placed.inputs, placed.arguments, strict=True)
     }
-    results = [(atom, [rank]) for atom, rank in zip(placed.outputs, placed.results, strict=True)]
-    return numbered(len(rewrite), tasks, steps, arguments, results)
+    return numbered(len(rewrite), tasks, steps, arguments, [(atom, [rank]) for atom, rank in results])
 
 
-def _readers(placed: Placed, fragments: Sequence[Fragment]) -> Mapping[Value, Mapping[Fragment | int, int]]:
-    """Return what reads each value, with its rank: fragments, and results by their positions."""
-    readers: dict[Value, dict[Fragment | int, int]] = {}
+def _readers(placed: PlacedNodes, fragments: Sequence[Fragment]) -> Mapping[Value, Set[Fragment | None]]:
+    """Return the fragments that read each value; None stands for a result."""
+    readers: dict[Value, set[Fragment | None]] = {value: {None} for value in values(placed.outputs)}
     for fragment in fragments:
         for node in fragment.nodes:
             for value in node.inputs:
-                readers.setdefault(value, {})[fragment] = fragment.key.rank
-    for position, (atom, rank) in enumerate(zip(placed.outputs, placed.results, strict=True)):
-        if isinstance(atom, Value):
-            readers.setdefault(atom, {})[position] = rank
+                readers.setdefault(value, set()).add(fragment)
     return readers
 
 
-def _brought(edges: Sequence[Value], homes: Mapping[Value, int], rank: int) -> list[TransferStep]:
-    """Return the transfers of arguments that lie on other meshes, before they are used."""
-    sources = sorted({homes[edge] for edge in edges if edge in homes} - {rank})
-    return [TransferStep(source, rank, [e for e in edges if homes.get(e) == source]) for source in sources]
-
-
-def _updated(placed: Placed) -> Mapping[Value, int]:
+def _updated(placed: PlacedNodes) -> Mapping[Value, int]:
     """Return, for constants that start a sum, the arguments whose shardings they get: those that the sums update."""
     starts = [v for node in placed.nodes if not node.inputs for v in node.outputs if v.aval.ndim]
     unnamed = [equation for node in placed.nodes if node.origin is None for equation in node.equations]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxpp_flax.engine.analyses.data_flow import makers_of
+from jaxpp_flax.engine.analyses.data_flow import split_backward
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.config import MpmdConfig
@@ -16,7 +16,7 @@ from jaxpp_flax.schedules import ScheduleError, merge_order
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import Task, TaskKind, flatten, parts
 
-__all__ = ["Order", "Stages", "order_of", "split_backward", "stages_of"]
+__all__ = ["Order", "Stages", "order_of", "split_nodes", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int) ->
     )
 
 
-def split_backward(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple[Node, ...]:
+def split_nodes(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple[Node, ...]:
     """Split the backward computations for which the order has two halves."""
     leads = _leads_to_backward(nodes)
     found: list[Node] = []
@@ -125,11 +125,9 @@ def split_backward(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple
         if not (split and node.backward and node.call is not None):
             found.append(node)
             continue
-        needed = set(makers_of(node.equations, [v for v in node.outputs if (v, node.call) in leads]))
-        for kind in (TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT):
-            late = kind is TaskKind.BACKWARD_WEIGHT
-            if equations := tuple(e for e in node.equations if (e not in needed) == late):
-                found.append(replace(node, equations=equations, kind=kind))
+        halves = split_backward(node.equations, [v for v in node.outputs if (v, node.call) in leads])
+        kinds = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+        found += [replace(node, equations=half, kind=kind) for half, kind in zip(halves, kinds, strict=True) if half]
     return tuple(found)
 
 

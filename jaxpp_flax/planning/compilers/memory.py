@@ -10,7 +10,7 @@ from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.summary import walk_memory
 from jaxpp_flax.planning.compilers.tasks import TaskText
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import RUN_FORWARD, TaskKind
 
 __all__ = ["RankBytes", "rank_bytes"]
 
@@ -133,7 +133,7 @@ def _with_first_accumulators(program: Program, kinds: dict[int, str]) -> dict[in
 def _made_by(kind: TaskKind | None) -> str:
     if kind is None:
         return OUTSIDE
-    return RESIDUALS if kind is TaskKind.FORWARD else GRADIENTS
+    return RESIDUALS if kind in RUN_FORWARD else GRADIENTS
 
 
 def kind_of(path: str, otherwise: str) -> str:

@@ -1,9 +1,8 @@
-"""Arrays of this front: equal to themselves alone, with ordered replicas, on rank 0 if nothing reads them."""
+"""Arrays of this front: with ordered replicas, on rank 0 if nothing reads them."""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +24,21 @@ def on_ranks(mesh: jaxpp.MpmdMesh, ranks: set[int]) -> jaxpp.MpmdArray:
     return jaxpp.spmd_to_mpmd_reshard(mesh, np.arange(3.0), jaxpp.MpmdSharding(mesh, ranks, P()))
 
 
-def test_an_array_is_equal_to_itself_alone(mesh: jaxpp.MpmdMesh):
+def test_an_array_is_that_of_the_engine(mesh: jaxpp.MpmdMesh):
     x, y = on_ranks(mesh, {1}), on_ranks(mesh, {1})
-    assert x == x
-    assert x != y
-    assert x in [y, x]
-    assert len({x, y, x}) == 2
-    assert jnp.equal(x, y).all()
-    assert copy.copy(x) != x
+    assert jaxpp.MpmdArray is jaxpp_flax.MpmdArray
+    assert (x == y).all()
 
 
 def test_replicas_are_ordered(mesh: jaxpp.MpmdMesh):
     parts = on_ranks(mesh, {2, 0})._partially_addressable_arrays
-    assert isinstance(parts, OrderedDict)
     assert list(parts) == [0, 2]
     made = jaxpp.MpmdArray([parts[2], parts[0]], jaxpp.MpmdSharding(mesh, {0, 2}, P()))
     assert list(made._partially_addressable_arrays.items()) == list(parts.items())
 
 
-def test_jax_takes_it_like_the_array_of_the_engine(mesh: jaxpp.MpmdMesh):
+def test_jax_takes_it(mesh: jaxpp.MpmdMesh):
     x = on_ranks(mesh, {1})
-    assert isinstance(x, jaxpp_flax.MpmdArray)
     for y in (jax.jit(lambda x: x + 1)(x), jnp.add(x, 1), x + 1):
         np.testing.assert_array_equal(y, np.arange(1.0, 4))
     assert isinstance(copy.deepcopy(x), jaxpp.MpmdArray)

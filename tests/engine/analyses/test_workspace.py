@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.analyses.workspace import workspace
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.predicted import predict_memory
+from jaxpp_flax.engine.pipeline import predict_memory
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.place import PlacementWarning
-from jaxpp_flax.engine.passes.placed import Placed, ResultRanks
+from jaxpp_flax.engine.passes.place import PlacementWarning, ResultRanks, StepOnRanks
 from jaxpp_flax.engine.tracing.ir import Atom, Value, VerificationError
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step
@@ -22,7 +21,7 @@ from tests.helpers import batch_of
 S = 3
 
 
-def placed(after: Callable[..., Any], *more: Any) -> Placed:
+def placed(after: Callable[..., Any], *more: Any) -> StepOnRanks:
     """A step that hands the gradients of three stages to `after(params, losses, grads, *more)`."""
 
     def step(params: Any, batch: Any, *more: Any) -> Any:
@@ -34,16 +33,16 @@ def placed(after: Callable[..., Any], *more: Any) -> Placed:
     return result
 
 
-def moved(result: Placed) -> list[tuple[tuple[int, ...], int, int]]:
+def moved(result: StepOnRanks) -> list[tuple[tuple[int, ...], int, int]]:
     return [(tuple(v.aval.shape), source, target) for e in result.equations for v, source, target in result.sent_by(e)]
 
 
-def at(result: Placed, atoms: Iterable[Atom]) -> list[list[int]]:
+def at(result: StepOnRanks, atoms: Iterable[Atom]) -> list[list[int]]:
     """The ranks that hold arguments or results."""
     return [sorted(result.need[atom]) for atom in atoms if isinstance(atom, Value)]
 
 
-def work(result: Placed) -> dict[int, list[str]]:
+def work(result: StepOnRanks) -> dict[int, list[str]]:
     """The primitives that each rank runs outside of the loop."""
     ranks: dict[int, list[str]] = {}
     for equation in result.equations:

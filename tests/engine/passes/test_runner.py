@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.placed import Placed
+from jaxpp_flax.engine.passes.place import StepOnRanks
 from jaxpp_flax.engine.passes.runner import observers
 from jaxpp_flax.engine.program.program import Free
 from jaxpp_flax.engine.tracing.ir import Equation, VerificationError, from_jaxpr
@@ -103,7 +103,7 @@ def test_each_structure_is_verified_before_the_next_pass(monkeypatch: pytest.Mon
     at = NAMES.index("place")
     place = PASSES.rows[at]
 
-    def without_moves(step: Any, settings: Any) -> Placed:
+    def without_moves(step: Any, settings: Any) -> StepOnRanks:
         placed = place.run(step, settings)
         return replace(placed, need={**placed.need, **dict.fromkeys(placed.inputs, frozenset[int]())})
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.predicted import predict_memory
+from jaxpp_flax.engine.pipeline import predict_memory
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Instruction
 from jaxpp_flax.engine.program.waits import AHEAD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
+from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered, with_transfers
 from jaxpp_flax.engine.program.program import ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Value
 from tests.engine.toys import made
@@ -56,3 +56,14 @@ def test_facts_of_a_program():
     assert program.ranks == {0: 0, 1: 1, 2: 0, 3: 0, 4: 1}
     assert [program.origin(value) for value in (0, 3, 4)] == [(None, 0), *[(program.instructions[0], 0)] * 2]
     assert program.donated == {0}
+
+
+def test_a_value_goes_behind_its_maker_and_an_argument_in_front_of_its_reader():
+    graph, other = made((2,)), made((2,))
+    (argument,), (value,), (read,) = graph.inputs, graph.outputs, other.outputs
+    tasks = [ProgramTask("one", 0, graph), ProgramTask("two", 1, other)]
+    runs = [TaskStep(0, [argument], [value]), TaskStep(1, [value, argument], [read])]
+    steps = list(with_transfers(runs, tasks, {argument: 2}, [(read, 0), (argument, 1), (value, 0)]))
+    moves = [(step.source, step.target, step.sent) for step in steps if isinstance(step, TransferStep)]
+    assert moves == [(2, 0, [argument]), (0, 1, [value]), (2, 1, [argument]), (1, 0, [read]), (2, 1, [argument])]
+    assert not [s for s in with_transfers(runs[:1], tasks) if isinstance(s, TransferStep)], "nobody else reads it"

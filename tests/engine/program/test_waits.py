@@ -24,7 +24,7 @@ from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, Value, VerificationError
 from jaxpp_flax.schedules import by_name, names
 from jaxpp_flax.schedules.order import merge_order
-from jaxpp_flax.schedules.task import TaskKind, needs, results
+from jaxpp_flax.schedules.task import needs, results
 from tests.engine.toys import built, chain, identity, mesh_of, sgd_step
 from tests.helpers import batch_of
 from tests.schedules.helpers import shape_of
@@ -47,13 +47,12 @@ def drawn(rng: random.Random, name: str | None = None) -> Program:
         for need in needs(task, stages):
             readers[need].add(rank)
     for rank, task in order:
-        reads, makes, fused = [*needs(task, stages)], [*results(task)], task.kind is TaskKind.FUSED
-        kind = TaskKind.FORWARD if task.kind is TaskKind.FUSED else task.kind
-        key = (task.stage, kind, fused)
+        reads, makes, kind = [*needs(task, stages)], [*results(task)], task.kind
+        key = (task.stage, kind)
         if key not in numbers:
             described = Graph(identity(*[(2,)] * len(reads)).inputs, (NOTHING,) * len(makes), ())
             numbers[key] = len(tasks)
-            tasks.append(ProgramTask(f"{kind.name}_{task.stage}".lower(), rank, described, task.stage, kind, fused))
+            tasks.append(ProgramTask(f"{kind.name}_{task.stage}".lower(), rank, described, task.stage, kind))
         values.update((result, Value(NOTHING.aval)) for result in makes)
         inputs, outputs = [values[need] for need in reads], [values[result] for result in makes]
         steps.append(TaskStep(numbers[key], inputs, outputs, task.microbatch))

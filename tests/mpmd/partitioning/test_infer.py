@@ -11,7 +11,7 @@ import pytest
 
 from jaxpp_flax import mpmd
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.mpmd.partitioning.infer import Placed, infer
+from jaxpp_flax.mpmd.partitioning.infer import PlacedNodes, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Step, nodes_of
 from tests.mpmd.programs import accumulate, batches, config, in_runs, topology, weights
 
@@ -21,7 +21,7 @@ def step_of(fun: Any, *arguments: jax.Array) -> Step:
     return nodes_of(graph)
 
 
-def placed(step: Step) -> Placed:
+def placed(step: Step) -> PlacedNodes:
     fixed = {n: int(n.origin.name[1:]) for n in step.nodes if n.origin is not None}
     return infer(step, fixed, frozenset(), {}, [None] * len(step.outputs))
 
@@ -46,7 +46,7 @@ def test_a_chain_of_unnamed_work_is_cut_where_it_sends_the_fewest_bytes(meshes: 
         assert placed(step_of(fun, jnp.ones(1024))).transferred == 4 * sum(map(min, sizes))
 
 
-def ranks_of(step: Placed, name: str) -> list[int]:
+def ranks_of(step: PlacedNodes, name: str) -> list[int]:
     return [n.rank for n in step.nodes if n.origin is None and n.equations[0].name == name]
 
 

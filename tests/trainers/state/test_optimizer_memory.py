@@ -19,7 +19,7 @@ from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps
 
-stream_updates = import_module("jaxpp_flax.engine.passes.memory.stream_updates")  # the package has the function's name
+stream_updates = import_module("jaxpp_flax.engine.passes.stream_updates")  # the package has the function's name
 HOST = Memory(optimizer_state="pinned_host")
 BATCH = m.make_xy(8)
 OPTIMIZERS: dict[str, Any] = {

@@ -8,7 +8,6 @@ the gathered parameter has another type than its shards. The body's own `reshard
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -130,8 +129,7 @@ def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: Fsdp
     sharding = NamedSharding(rule.mesh, spec)
     place = jax.lax.with_sharding_constraint if struct_of(operand.aval).sharding is None else jax.sharding.reshard
     (equation,), _ = emit(lambda x: place(x, sharding), [operand])
-    parts = math.prod(shards(entry) for entry in spec.partitions if entry is not None)
-    return Gather(parameter=operand, equation=equation, spec=spec, nbytes=operand.nbytes // parts)
+    return Gather(parameter=operand, equation=equation, spec=spec, nbytes=operand.nbytes // shards.parts(spec))
 
 
 def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBody:

@@ -25,7 +25,7 @@ from jaxpp_flax.engine.analyses.data_flow import ancestors, makers_of
 from jaxpp_flax.engine.analyses.equation_facts import is_small_of_large, numbers_of_large
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.loop import Loop
-from jaxpp_flax.engine.program.one_pass import OnePass
+from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, applied, emit, prune, values

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
@@ -21,8 +21,8 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.schedules.schedule import Schedule
 
 __all__ = [
-    "Accumulator", "Carry", "CutLoop", "LabelledLoop", "Labels", "Loop", "LoweredLoop", "Partition", "advanced",
-    "each_loop", "loops_of", "verify_effects",
+    "Accumulator", "Carry", "CutLoop", "LabelledLoop", "Labels", "Loop", "LoweredLoop", "Partition", "TaskKey",
+    "TaskOf", "advanced", "by_task", "each_loop", "loops_of", "verify_effects",
 ]  # fmt: skip
 
 
@@ -145,6 +145,10 @@ class Labels:
     def num_stages(self) -> int:
         return len(self.cuts) + 1
 
+    def stage_of(self, phase: int) -> int:
+        """Return the stage that runs a phase."""
+        return min(phase, 2 * self.num_stages - 1 - phase)
+
     @cached_property
     def free(self) -> frozenset[Equation]:
         """The equations that every task may compute for itself."""
@@ -167,6 +171,26 @@ class Labels:
     def as_text(self) -> str:
         """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
         return self.body.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
+
+
+class TaskKey(NamedTuple):
+    """A task before it has a number: its phase, and whether it is the weight gradient of a split backward."""
+
+    phase: int
+    of_weights: bool = False
+
+
+TaskOf = dict[Equation, TaskKey | None]
+"""The equations of a body in executable order, each with its task; free ones have none."""
+
+
+def by_task(task_of: TaskOf) -> dict[TaskKey, list[Equation]]:
+    """Return the equations of each task in executable order, without free ones; tasks in the order of phases."""
+    tasks: dict[TaskKey, list[Equation]] = {}
+    for equation, key in task_of.items():
+        if key is not None:
+            tasks.setdefault(key, []).append(equation)
+    return dict(sorted(tasks.items()))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,21 +1,55 @@
-"""Open the loops of a step: read the schedule of each `treduce`, and inline its body."""
+"""Open the loops of a step: read the schedule of each `treduce`, inline its body, and refuse what no pipeline runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from jaxpp_flax.engine.passes.check_supported import check_supported
+from jaxpp_flax._compat import is_ordered
 from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
-from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.task import Task, TaskKind
 
-__all__ = ["check_opened", "open_loops"]
+__all__ = ["OnePass", "check_opened", "check_supported", "open_loops", "refuse_ordered_effects"]
+
+
+class OnePass(Schedule):
+    """Runs each rank's stages forward, in order, then backward."""
+
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:
+        def of(rank: int) -> list[Task]:
+            stages = self.stages_of(rank)
+            ordered = [(TaskKind.FORWARD, s) for s in stages] + [(TaskKind.BACKWARD, s) for s in reversed(stages)]
+            return [Task(kind, stage, m) for kind, stage in ordered for m in range(num_microbatches)]
+
+        return [of(rank) for rank in range(self.num_ranks)]
+
+    def without_dead_stages(self, written: int, live: int) -> OnePass:
+        """Return the schedule of the stages that have work.
+
+        Args:
+          written: the number of marks in the function.
+          live: the number of marks that a result depends on. The stages behind the others do nothing.
+
+        Example:
+          >>> OnePass(4).without_dead_stages(written=4, live=1).num_stages
+          2
+          >>> OnePass(4).without_dead_stages(written=2, live=1).num_stages  # too few marks
+          4
+        """
+        enough = live < self.num_stages - 1 <= written
+        return _SomeStages(live + 1, self.num_ranks) if enough else self
+
+
+class _SomeStages(OnePass):
+    """The first stages of a function; ranks without a stage do nothing."""
+
+    def _check_ranks(self) -> None: ...
 
 
 def open_loops(graph: Graph, num_ranks: int) -> Graph:
@@ -105,3 +139,45 @@ def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:
         )
     schedule.check(length)
     return schedule
+
+
+def check_supported(graph: Graph) -> None:
+    """Check a step, or the body of its loop.
+
+    Raises:
+      NotImplementedError: if a value is typed as a partial sum.
+      ValueError: if a side effect has `ordered=True`.
+    """
+    _refuse_partial_sums(graph)
+    refuse_ordered_effects(graph)
+
+
+def refuse_ordered_effects(graph: Graph) -> None:
+    """Refuse ordered effects: stages run at the same time, so there is no order over the whole step."""
+    for equation in graph.equations:
+        if equation.primitive is treduce_p:
+            refuse_ordered_effects(equation.params["body"])
+            continue
+        if any(map(is_ordered, equation.effects)):
+            raise ValueError(
+                f"the `{equation.name}` at {equation.where} has a side effect with ordered=True, but the stages of a "
+                "pipeline work on several microbatches at the same time, so that no order of the whole step "
+                "is kept. Leave out ordered=True: each call still happens once for each microbatch. Pass what "
+                "tells the calls apart (the microbatch's index, the layer's name) to the callback."
+            )
+
+
+def _refuse_partial_sums(graph: Graph) -> None:
+    """Refuse arrays typed as partial sums (`unreduced=`): this part of a type is lost between tasks."""
+    for equation in graph.equations:
+        for value in equation.outputs:
+            axes = getattr(getattr(value.aval.sharding, "spec", None), "unreduced", None)
+            if axes:
+                what = value.aval.str_short(short_dtypes=True)
+                raise NotImplementedError(
+                    f"`{equation.name}` at {equation.where} gives {what}, whose type keeps partial sums over "
+                    f"{sorted(axes)} (`unreduced=`). A pipeline cannot hand such values from task to task, and needs "
+                    "none: gradients of parameters that are replicated over a data axis are reduced once, after the "
+                    "loop, without being told. Drop `reduced=` and `unreduced=` from the step, with the `reshard` "
+                    "behind the loop."
+                )

@@ -7,15 +7,14 @@ stages has an accumulator for each stage's part; the parts are added up once aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.data_flow import makers_of
-from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
+from jaxpp_flax.engine.analyses.data_flow import ancestors, split_backward
 from jaxpp_flax.engine.passes.loop.loop import (
     Accumulator,
     Carry,
@@ -23,13 +22,26 @@ from jaxpp_flax.engine.passes.loop.loop import (
     LabelledLoop,
     Labels,
     Partition,
+    TaskKey,
+    TaskOf,
     advanced,
+    by_task,
     each_loop,
 )
-from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
-from jaxpp_flax.engine.passes.memory.recompute import recompute
+from jaxpp_flax.engine.passes.loop.open_loops import refuse_ordered_effects
+from jaxpp_flax.engine.passes.loop.recompute import recompute
 from jaxpp_flax.engine.program.program import LoopTask
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, applied, struct_of, values
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Equation,
+    Graph,
+    Value,
+    applied,
+    producers,
+    struct_of,
+    values,
+    with_outputs,
+)
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.regions import shielded
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op, state_type
@@ -99,38 +111,94 @@ def partition(
       CarryError: if a phase reads a leaf of the carry, and a later phase writes it.
       ValueError: if an operation with side effects would run twice.
     """
-    body, last = labels.body, labels.num_stages - 1
-    key_of = {e: (last if fuse_last and phase == last + 1 else phase, 0) for e, phase in labels.phase.items()}
-    drafts = TaskDrafts(labels, key_of, list(body.equations), fused=(last, 0) if fuse_last else None)
+    last = labels.num_stages - 1
+    fused = TaskKey(last) if fuse_last else None
+    task_of = TaskOf()
+    for equation in labels.body.equations:
+        phase = labels.phase.get(equation)
+        key = None if phase is None else TaskKey(phase)
+        task_of[equation] = fused if fuse_last and phase == last + 1 else key
     if split_backward:
-        _split(drafts)
-    accumulators = _accumulators(drafts)
-    drafts.drop_unneeded(body.next_carry)  # sums over several stages that were split
-    carries = _write_carries(drafts)
+        _split(labels, task_of)
+    accumulators = _accumulators(labels, task_of)
+    results = [accumulator.result for accumulator in accumulators]
+    task_of = _read(task_of, {*results, *labels.body.next_carry})  # without sums over several stages that were split
+    carries = _write_carries(labels, task_of)
+    results += [carry.result for carry in carries]
     if residuals is not None:
-        recompute(drafts, residuals)
-    graphs = drafts.graphs()
+        task_of = recompute(task_of, labels, residuals, fused)
+        task_of = _read(task_of, results)  # without what the forwards made for the backwards alone
+    makers = producers(task_of)
+    returns = {result: key for result in results if (key := task_of[makers[result]]) is not None}
+    graphs = _graphs(labels, task_of, returns)
     number = {key: number for number, key in enumerate(graphs)}
-    of_turn = {value: number[key] for value, key in drafts.returns.items()}
     states = {turn.result: turn.state for turn in (*accumulators, *carries)}
     return Partition(
-        drafts.stages,
-        body.constants,
-        body.index,
-        tuple(_task(drafts, key, graphs, states, rank_of(drafts.stage_of(key))) for key in graphs),
-        tuple(replace(a, task=of_turn[a.result]) for a in accumulators),
-        tuple(replace(c, task=of_turn[c.result]) for c in carries),
+        labels.num_stages,
+        labels.body.constants,
+        labels.body.index,
+        tuple(_task(labels, key, graphs, states, fused, rank_of) for key in graphs),
+        tuple(replace(a, task=number[returns[a.result]]) for a in accumulators),
+        tuple(replace(c, task=number[returns[c.result]]) for c in carries),
     )
 
 
-def _accumulators(drafts: TaskDrafts) -> list[Accumulator]:
-    """Make an accumulator for each result, or one for each stage's part of it."""
-    body, traced = drafts.labels.body, _TracedOps(drafts.labels.body.length)
-    return [
-        _accumulate(drafts, number, part, op, traced)
-        for number, (atom, op) in enumerate(zip(body.results, body.operations, strict=True))
-        for part in (_parts(drafts.labels, atom) if type(op) is AddOp else [atom])
-    ]
+def _add(task_of: TaskOf, key: TaskKey, graph: Graph) -> Value:
+    """Let a task run a graph of one output as well, and return the output in a value of its own."""
+    result = Value(graph.outputs[0].aval)
+    task_of.update(dict.fromkeys(with_outputs(graph, [result]), key))
+    return result
+
+
+def _read(task_of: TaskOf, wanted: Iterable[Atom]) -> TaskOf:
+    """Return the equations of tasks that make wanted values or have side effects, and what is read for these."""
+    needed, kept = set(wanted), list[Equation]()
+    for equation in reversed(task_of):
+        if equation.effects or not needed.isdisjoint(equation.outputs):
+            needed.update(equation.inputs)
+            kept.append(equation)
+    return {equation: task_of[equation] for equation in reversed(kept)}
+
+
+def _graphs(labels: Labels, task_of: TaskOf, returns: Mapping[Value, TaskKey]) -> dict[TaskKey, Graph]:
+    """Return each task as a graph: with the free equations that it needs, and with what others read of it.
+
+    `returns` has the results that go from microbatch to microbatch, with their tasks.
+    """
+    free = producers(labels.free)
+    place = {equation: number for number, equation in enumerate(task_of)}
+    # A stable order of a task's inputs: the loop's inputs, then as the body and its additions read and make them.
+    known = (*labels.body.inputs, *(v for e in task_of for v in (*values(e.inputs), *e.outputs)))
+    number = {value: number for number, value in enumerate(dict.fromkeys(known))}
+    inside: dict[TaskKey, tuple[list[Equation], list[Value]]] = {}
+    for key, own in by_task(task_of).items():
+        needed = [*ancestors((a for e in own for a in e.inputs), free)]
+        equations = sorted({*own, *(free[v] for v in needed if v in free)}, key=place.__getitem__)
+        made = {v for e in equations for v in e.outputs}
+        inside[key] = equations, sorted((v for v in needed if v not in made), key=number.__getitem__)
+    read = {v for _, inputs in inside.values() for v in inputs}
+    graphs: dict[TaskKey, Graph] = {}
+    for key, (equations, inputs) in inside.items():
+        own = [v for e in equations if task_of[e] is not None for v in e.outputs if v in read]
+        returned = [value for value, home in returns.items() if home == key]
+        graphs[key] = Graph(tuple(inputs), (*own, *returned), tuple(equations))
+    return graphs
+
+
+def _home(labels: Labels, task_of: TaskOf, atom: Atom) -> TaskKey:
+    """Return the task that makes a result; the last stage's forward for a result that any task can compute."""
+    maker = labels.body.producer.get(atom) if isinstance(atom, Value) else None
+    return (None if maker is None else task_of.get(maker)) or TaskKey(labels.num_stages - 1)
+
+
+def _accumulators(labels: Labels, task_of: TaskOf) -> list[Accumulator]:
+    """Make an accumulator for each result, or one for each stage's part of it, and let tasks update them."""
+    body, traced = labels.body, _TracedOps(labels.body.length)
+    accumulators: list[Accumulator] = []
+    for number, (atom, op) in enumerate(zip(body.results, body.operations, strict=True)):
+        for part in _parts(labels, atom) if type(op) is AddOp else [atom]:
+            accumulators.append(_accumulate(labels, task_of, number, part, op, traced))
+    return accumulators
 
 
 def _parts(labels: Labels, atom: Atom) -> list[Atom]:
@@ -168,81 +236,91 @@ class _TracedOps:
         return self.known[id(op), value]
 
 
-def _accumulate(drafts: TaskDrafts, part_of: int, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
+def _accumulate(labels: Labels, task_of: TaskOf, part_of: int, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
     """Let the task that makes `atom` update an accumulator of `op`."""
     initial, update = traced.of(op, atom.aval)
     init = applied(initial, [])  # arrays that a user's operation captures become part of the program
     state = Value(init.outputs[0].aval)
-    graph = applied(update, [state, atom, drafts.labels.body.index])
+    graph = applied(update, [state, atom, labels.body.index])
     refuse_ordered_effects(graph)
-    result = drafts.add(drafts.home(atom), graph)
+    result = _add(task_of, _home(labels, task_of, atom), graph)
     # A subclass may do something else: it is a user's own operation.
     ordered = type(op) not in (AddOp, MaxOp, Concat)
     return Accumulator(part_of, _UNNUMBERED, state, result, init, ordered)
 
 
-def _split(drafts: TaskDrafts) -> None:
+def _split(labels: Labels, task_of: TaskOf) -> None:
     """Split backward tasks for zero-bubble: work that no cotangent leaving the stage needs gets a task of its own."""
-    key_of, producer = drafts.key_of, drafts.labels.body.producer
-    read = ((v, key) for e, key in key_of.items() for v in values(e.inputs))
-    leaving = [v for v, key in read if v in producer and key_of.get(producer[v], key) != key]
-    phases = range(drafts.stages, 2 * drafts.stages - 1)
-    backward = [e for e in drafts.equations if e in key_of and key_of[e][0] in phases]
-    needed = set(makers_of(backward, leaving))
-    key_of.update({e: (key_of[e][0], 1) for e in backward if e not in needed})
+    producer, leaving = labels.body.producer, list[Value]()
+    for equation, key in task_of.items():
+        for value in values(equation.inputs) if key is not None else ():
+            home = task_of[producer[value]] if value in producer else None
+            if home is not None and home != key:
+                leaving.append(value)
+    phases = range(labels.num_stages, 2 * labels.num_stages - 1)
+    backward = [e for e, key in task_of.items() if key is not None and key.phase in phases]
+    _, weights = split_backward(backward, leaving)
+    for equation in weights:
+        task_of[equation] = TaskKey(labels.phase[equation], of_weights=True)
 
 
 def _task(
-    drafts: TaskDrafts, key: Key, graphs: Mapping[Key, Graph], states: Mapping[Value, Value], rank: int
+    labels: Labels,
+    key: TaskKey,
+    graphs: Mapping[TaskKey, Graph],
+    states: Mapping[Value, Value],
+    fused: TaskKey | None,
+    rank_of: Callable[[int], int],
 ) -> LoopTask:
     """Make a task; `states` has for each result that goes from microbatch to microbatch what it takes the place of."""
-    stage, graph, is_fused = drafts.stage_of(key), graphs[key], key == drafts.fused
-    kind = TaskKind.FORWARD
-    if key[0] >= drafts.stages:
-        whole = (key[0], 1) not in graphs
-        kind = TaskKind.BACKWARD if whole else TaskKind.BACKWARD_INPUT
-        kind = TaskKind.BACKWARD_WEIGHT if key[1] == 1 else kind
-    if is_fused or kind is not TaskKind.FORWARD:
-        graph = shielded(graph, always=is_fused)
+    stage, graph = labels.stage_of(key.phase), graphs[key]
+    kind = TaskKind.FUSED if key == fused else TaskKind.FORWARD
+    if key.phase >= labels.num_stages:
+        is_split = TaskKey(key.phase, of_weights=True) in graphs
+        kind = TaskKind.BACKWARD_INPUT if is_split else TaskKind.BACKWARD
+        kind = TaskKind.BACKWARD_WEIGHT if key.of_weights else kind
+    if kind is not TaskKind.FORWARD:
+        graph = shielded(graph, always=kind is TaskKind.FUSED)
     position = {value: p for p, value in enumerate(graph.inputs)}
     turns = [(p, states[v]) for p, v in enumerate(values(graph.outputs)) if v in states]
     pins = tuple((p, position[state]) for p, state in turns if state in position)
-    name = f"{'fwd_bwd' if is_fused else MEANING[kind].prefix}_{stage}"
-    return LoopTask(name, rank, graph, stage, kind, fused=is_fused, pins=pins)
+    return LoopTask(f"{MEANING[kind].prefix}_{stage}", rank_of(stage), graph, stage, kind, pins=pins)
 
 
-def _write_carries(drafts: TaskDrafts) -> list[Carry]:
+def _write_carries(labels: Labels, task_of: TaskOf) -> list[Carry]:
     """Let a task write each leaf of the carry; every stage that reads a counter keeps its own copy."""
-    body, counters = drafts.labels.body, drafts.labels.counters
-    found: list[Carry] = []
+    body, counters = labels.body, labels.counters
+    carries: list[Carry] = []
+    writers: list[TaskKey] = []
 
-    def write(leaf: int, key: Key) -> None:
-        result = drafts.add(key, Graph((), (body.next_carry[leaf],), ()))
-        found.append(Carry(leaf, _UNNUMBERED, body.carry[leaf], result))
+    def write(leaf: int, key: TaskKey) -> None:
+        result = _add(task_of, key, Graph((), (body.next_carry[leaf],), ()))
+        carries.append(Carry(leaf, _UNNUMBERED, body.carry[leaf], result))
+        writers.append(key)
 
     for leaf, atom in enumerate(body.next_carry):
         if leaf not in counters:
-            write(leaf, drafts.home(atom))
-    readers = _readers(drafts)
-    for carry in found:
-        _check_carry(drafts, carry.leaf, drafts.returns[carry.result], readers[carry.leaf])
+            write(leaf, _home(labels, task_of, atom))
+    readers = _readers(labels, task_of)
+    for carry, writer in zip(carries, writers, strict=True):
+        _check_carry(labels, carry.leaf, writer, readers[carry.leaf])
     for leaf in sorted(counters):
-        first = {drafts.stage_of(key): key for key in sorted(readers[leaf], reverse=True)}
+        first = {labels.stage_of(key.phase): key for key in sorted(readers[leaf], reverse=True)}
         for key in first.values():
             write(leaf, key)
-    return found
+    return carries
 
 
-def _readers(drafts: TaskDrafts) -> list[set[Key]]:
+def _readers(labels: Labels, task_of: TaskOf) -> list[set[TaskKey]]:
     """Return the tasks that read each leaf of the carry, themselves or to compute the next value of a counter."""
-    body, counters = drafts.labels.body, drafts.labels.counters
+    body, counters = labels.body, labels.counters
     behind: dict[Value, set[int]] = {state: {leaf} for leaf, state in enumerate(body.carry)}
     for equation in body.equations:
-        if equation in drafts.labels.free:
+        if equation in labels.free:
             read = set[int]().union(*(behind.get(v, ()) for v in values(equation.inputs)))
             behind.update(dict.fromkeys(equation.outputs, read))
-    readers: list[set[Key]] = [set() for _ in body.carry]
-    for key, equations in drafts.by_task().items():
+    readers: list[set[TaskKey]] = [set() for _ in body.carry]
+    for key, equations in by_task(task_of).items():
         for value in {v for e in equations for v in values(e.inputs)}:
             for leaf in behind.get(value, ()):
                 readers[leaf].add(key)
@@ -256,27 +334,27 @@ def _readers(drafts: TaskDrafts) -> list[set[Key]]:
 
     spread()
     for leaf in counters:
-        readers[leaf] = readers[leaf] or {(0, 0)}
+        readers[leaf] = readers[leaf] or {TaskKey(0)}
     spread()
     return readers
 
 
-def _check_carry(drafts: TaskDrafts, leaf: int, writer: Key, readers: set[Key]) -> None:
+def _check_carry(labels: Labels, leaf: int, writer: TaskKey, readers: set[TaskKey]) -> None:
     early = sorted(key for key in readers if key < writer)
     if not early:
         return
-    body = drafts.labels.body
+    body = labels.body
     where = next((e.where for e in body.equations if body.carry[leaf] in e.inputs), "an unknown line")
     aval = body.carry[leaf].aval
     remedy = "Read and write a mutable variable in one stage and one direction."
-    if writer[0] < drafts.stages:
+    if writer.phase < labels.num_stages:
         remedy += " Modules that several stages share (a BatchNorm, say) need variables of their own in each."
     raise CarryError(
         f"the loop's carry{body.carry_names[leaf]} ({aval.str_short()}, first read at {where}) is read in "
-        f"{_describe(drafts, early[0])} and written later, in {_describe(drafts, writer)}: the next microbatch would "
+        f"{_describe(labels, early[0])} and written later, in {_describe(labels, writer)}: the next microbatch would "
         f"have to wait for the whole pipeline. {remedy}"
     )
 
 
-def _describe(drafts: TaskDrafts, key: Key) -> str:
-    return f"the {'forward' if key[0] < drafts.stages else 'backward'} of stage {drafts.stage_of(key)}"
+def _describe(labels: Labels, key: TaskKey) -> str:
+    return f"the {'forward' if key.phase < labels.num_stages else 'backward'} of stage {labels.stage_of(key.phase)}"

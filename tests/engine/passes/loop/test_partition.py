@@ -25,7 +25,7 @@ from jaxpp_flax.schedules.task import TaskKind
 from tests.engine.toys import chain, chain_loss, count, gradients, kinds, opened, partition_of
 from tests.helpers import DIM, ROWS, batch_of
 
-F, B, I, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT  # noqa: E741
+F, B, I, W, FUSED = TaskKind  # noqa: E741
 
 
 def chain_partition(num_stages: int, loss: Callable[..., Any] = chain_loss, **options: Any) -> Partition:
@@ -48,8 +48,8 @@ def test_one_forward_and_one_backward_for_each_stage():
 
 def test_a_fused_last_stage_is_one_task():
     part = chain_partition(3, fuse_last=True)
-    assert kinds(part) == [(0, F), (1, F), (2, F), (1, B), (0, B)]
-    assert [t.name for t in part.tasks if t.fused] == ["fwd_bwd_2"]
+    assert kinds(part) == [(0, F), (1, F), (2, FUSED), (1, B), (0, B)]
+    assert [t.name for t in part.tasks if t.kind is FUSED] == ["fwd_bwd_2"]
     assert dots(part)["fwd_bwd_2"] == 3
 
 
@@ -264,7 +264,7 @@ def test_a_stage_recomputes_only_itself(loss: Callable[..., Any], recomputing: t
 def test_a_fused_stage_keeps_its_recomputation():
     """A barrier stands between the forward and what recomputes it, or XLA would merge the two again."""
     part = chain_partition(2, jax.checkpoint(plain_double), fuse_last=True)
-    (fused,) = [t for t in part.tasks if t.fused]
+    (fused,) = [t for t in part.tasks if t.kind is FUSED]
     names = [e.name for e in fused.graph.equations]
     assert "dot_general" in names[: names.index("optimization_barrier")]
     assert "dot_general" in names[names.index("optimization_barrier") :]

@@ -21,7 +21,7 @@ from jax.core import ShapedArray
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import RUN_FORWARD
 
 __all__ = ["offload"]
 
@@ -40,7 +40,7 @@ def offload(program: Program, plan: ResidualPlan | None) -> Program:
         if not isinstance(run, Run) or (stage := program.tasks[run.task].stage) is None:
             continue
         runs[run.rank].append(number)
-        if program.tasks[run.task].kind is not TaskKind.FORWARD:
+        if program.tasks[run.task].kind not in RUN_FORWARD:
             backwards[stage, run.microbatch].append(number)
     moves: list[_Move] = []
     count = program.num_values

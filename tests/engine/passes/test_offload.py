@@ -9,7 +9,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.engine.passes.memory.offload import offload
+from jaxpp_flax.engine.passes.offload import offload
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import Graph, Value
 from jaxpp_flax.engine.tracing.markers import mark_stage_end

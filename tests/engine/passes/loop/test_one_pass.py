@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.engine.program.one_pass import OnePass
+from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.schedules import ScheduleError
 
 

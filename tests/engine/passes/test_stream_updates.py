@@ -19,7 +19,7 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, tree_allclose
 
-stream_updates = import_module("jaxpp_flax.engine.passes.memory.stream_updates")  # the package has the function's name
+stream_updates = import_module("jaxpp_flax.engine.passes.stream_updates")  # the package has the function's name
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 LAYERS = 4  # two on each of two ranks, with two arrays each
 

@@ -1,1 +1,0 @@
-"""What a step keeps in the memory of its devices: passes that recompute values, or move them to the host."""
