@@ -16,7 +16,7 @@ from functools import partial
 
 import jax
 
-from jaxpp_flax import _compat
+from jaxpp_flax import _compat, _compat_cache
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
@@ -206,6 +206,7 @@ def connect(
     )
     late.cancel()
     _take_sigterm_back()
+    _compat_cache.write_in_every_process()
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
