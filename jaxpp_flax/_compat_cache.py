@@ -34,7 +34,8 @@ def write_in_every_process() -> bool:
     Returns:
       Whether it took effect. If not, process 0 alone writes.
     """
-    if not isinstance(_write, FunctionType) or "distributed" not in _write.__code__.co_names or None in (_files, _suffix):
+    known = isinstance(_write, FunctionType) and "distributed" in _write.__code__.co_names
+    if not known or None in (_files, _suffix):
         return False
     # The same code, for which every process is process 0.
     first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))

@@ -37,7 +37,13 @@ class Logs:
             self._console.print(text, style=colour, end=" ", markup=False, highlight=False)
         return capture.get()
 
-    def follow(self, index: int, stream: IO[str], *, errors: bool) -> None:
+    def forget_errors(self) -> None:
+        """Begin with the errors of another life of the run."""
+        with self._lock:
+            for lines in self._errors:
+                lines.clear()
+
+    def follow(self, index: int, stream: IO[str], errors: bool) -> None:
         """Print the lines of `stream` in a background thread, until it ends."""
         reader = threading.Thread(target=self._read, args=(index, stream, errors), daemon=True)
         self._readers.append(reader)
@@ -60,6 +66,7 @@ class Logs:
         """Wait for the ends of all streams, which programs started by a process may hold open for long."""
         for reader in self._readers:
             reader.join(timeout=seconds)
+        self._readers.clear()
 
     def last_error(self, index: int) -> list[str]:
         """The last lines of a process's standard error, from its main thread's last traceback on, if there is one."""

@@ -43,6 +43,9 @@ class LaunchSettings:
       control_fd: descriptor of a connection to the launcher: a line from there is a failure of another process, its
         end is the launcher's end; "listens" says that this process reads these lines, "over 0" that its program is
         over, and its status. None if there is no launcher.
+      progress_fd: descriptor of the page where this process notes its steps; None if there is no launcher.
+      run_id: names the run, and no other one; "" if nobody has named it.
+      attempt: how often the processes of the run have been started, from 1.
 
     Example:
       >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
@@ -58,6 +61,9 @@ class LaunchSettings:
     bind_address: str | None = None
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     control_fd: int | None = None
+    progress_fd: int | None = None
+    run_id: str = ""
+    attempt: int = 1
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, launched, marked, started
+from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, forks, launched, marked, started
 from tests.processes.faults import says
 from tests.running import wait_for
 
@@ -141,19 +141,18 @@ def test_a_killed_process_is_named_and_ends_the_others(tmp_path: Path, victim: i
 
 
 def test_a_process_killed_while_it_starts(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2", launcher=REAL) as run:
-        children: dict[int, str] = {}
+    with launched(tmp_path, BEGIN, "-n", "2", "--no-fork", launcher=REAL) as run:
+        # Interpreters of their own, which import for a while.
+        def children() -> list[int]:
+            return sorted(pid for pid, line in marked(run.mark).items() if "launch.child" in line)
 
-        def all_started() -> bool:
-            children.update((pid, line) for pid, line in marked(run.mark).items() if "launch.child" in line)
-            return len(children) == 2
-
-        wait_for(all_started, "the start of both processes")
-        os.kill(max(children), signal.SIGSTOP)  # it gets no further, however busy the machine is
+        wait_for(lambda: len(children()) == 2, "the start of both processes")
+        first, last = children()
+        os.kill(last, signal.SIGSTOP)  # it gets no further, however busy the machine is
 
         # It connects to the service once it listens to the launcher.
-        wait_for(lambda: addresses([min(children)], CONNECTED), "the other one to connect")
-        os.kill(max(children), signal.SIGKILL)
+        wait_for(lambda: addresses([first], CONNECTED), "the other one to connect")
+        os.kill(last, signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         assert "killed by SIGKILL" in error_block(run.stderr)
         # The other one waits inside of JAX to be connected, and is told all the same.
@@ -162,7 +161,7 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
 
 
 def test_a_process_that_the_launcher_has_to_end_is_named(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2", failure_timeout=10.0, launcher=REAL) as run:
+    with launched(tmp_path, BEGIN, "-n", "2", "--no-fork", failure_timeout=10.0, launcher=REAL) as run:
         wait_for(lambda: sum("launch.child" in line for line in marked(run.mark).values()) == 2, "both processes")
         children = [pid for pid, line in marked(run.mark).items() if "launch.child" in line]
         os.kill(max(children), signal.SIGSTOP)  # it gets no further, however fast the machine is
@@ -188,8 +187,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]
             run.wait_for_output(" pid ", times=2)
         time.sleep(4.0)  # ten times the interval after which its first heartbeat has been seen
         runs["process"].kill(1, signal.SIGSTOP)
-        [service] = [pid for pid, line in marked(runs["service"].mark).items() if "launch.coordinator" in line]
-        os.kill(service, signal.SIGSTOP)
+        os.kill(forks(runs["service"].mark)[0], signal.SIGSTOP)
         yield runs
 
 
@@ -216,8 +214,7 @@ def test_a_coordination_service_that_does_not_answer_ends_all_with_our_own_words
 def test_a_killed_coordination_service_ends_all(tmp_path: Path):
     with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2") as run:
         run.wait_for_output(" pid ", times=2)
-        [service] = [pid for pid, line in marked(run.mark).items() if "launch.coordinator" in line]
-        os.kill(service, signal.SIGKILL)
+        os.kill(forks(run.mark)[0], signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         # JAX aborts the processes with messages of its own; the last line is the reason all the same.
         assert says("a killed coordination service").search(run.stderr)
@@ -415,7 +412,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, launcher: tuple[str, .
         if launcher == QUICK:
             run.wait_for_output("waits", times=2)
         else:
-            wait_for(lambda: any("launch.child" in line for line in marked(run.mark).values()), "the first child")
+            wait_for(lambda: forks(run.mark), "the first child")
         run.popen.kill()
         run.popen.wait()
         # A process that starts hears of it once it has imported JAX.

@@ -19,6 +19,7 @@ import jax
 from jaxpp_flax import _compat, _compat_cache
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
+from jaxpp_flax.launch.progress import Progress
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group
@@ -29,6 +30,8 @@ __all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
 
 # JAX aborts a process whose connection it gives up, without a reason; our own deadline, with a reason, comes first.
 _AFTER_OUR_DEADLINE = 60
+# Names of a run, of this package's user, SLURM, and Open MPI.
+_RUN_IDS = ("JAXPP_FLAX_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE")
 # The service of an earlier run that ended well stays for up to 5 s.
 _WAIT_FOR_PORT_SECONDS = 10.0
 
@@ -116,6 +119,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
         settings, local_device_ids = _find_place(options)
     if settings.num_processes == 1:
         _listen(settings, lambda _: None)
+        _take_part(process_group(), settings)
         return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
@@ -141,7 +145,10 @@ def _find_place(options: ConnectionOptions) -> tuple[LaunchSettings, Sequence[in
         count = found.process_count if count is None else count
         index = found.process_index if index is None else index
         local_device_ids = found.local_device_ids if local_device_ids is None else local_device_ids
-    return LaunchSettings(coordinator_address=address, num_processes=count, process_id=index), local_device_ids
+    # What the cluster calls this run, so that no other one takes part in it.
+    run_id = next(filter(None, (os.environ.get(name) for name in _RUN_IDS)), "")
+    settings = LaunchSettings(coordinator_address=address, num_processes=count, process_id=index, run_id=run_id)
+    return settings, local_device_ids
 
 
 def _ask_cluster(options: ConnectionOptions) -> _compat.ClusterPlace:
@@ -186,12 +193,7 @@ def connect(
     _listen(settings, lambda failure: _on_launcher_news(failure, watching))
     service: subprocess.Popen[bytes] | None = None
     if serves:
-        service = coordinator.start(
-            listen_at,
-            settings.num_processes,
-            settings.failure_timeout,
-            linger=settings.failure_timeout + 5.0,
-        )
+        service = coordinator.start(settings, linger=settings.failure_timeout + 5.0, address=listen_at)
     # If another service serves the run, JAX's own one in process 0 is unused: it gets a free port of loopback.
     unused = served_elsewhere or service is not None
     jax.distributed.initialize(
@@ -211,6 +213,7 @@ def connect(
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
     group.serves = settings.process_id == 0 and not unused
+    _take_part(group, settings)
     end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
         group.watch(settings.failure_timeout, on_failure)
@@ -227,6 +230,13 @@ def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> 
     if settings.control_fd is not None:
         # If the launcher was killed, kill this process and those that it started.
         listen_to_launcher(settings.control_fd, on_failure, partial(os.killpg, 0, signal.SIGKILL))
+
+
+def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
+    """Tell the group of which run it is, and let the launcher see its steps."""
+    group.run_id, group.attempt = settings.run_id, settings.attempt
+    if settings.progress_fd is not None:
+        group.on_step = Progress(settings.progress_fd).begin
 
 
 def _take_sigterm_back() -> None:
