@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -94,7 +95,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
     Returns:
       The exit status: 0 if every process ended well; 75 if they were asked to end, and have saved; else that of the
-      first that failed (128 + its number if it was a signal).
+      first that failed (128 + its number if it was a signal); 74 if all ended well, and output was lost.
     """
     console = console or Console(stderr=True)
     logs = Logs(job.num_processes, console, out or sys.stdout)
@@ -113,8 +114,13 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
                 reached = max(process.progress.last for process in host.processes)
             logs.drain(seconds=1.0)
             goes_on = not signals and lives.goes_on(cause, reached)
+    if logs.lost is not None:
+        with suppress(OSError):  # else Python tries once more when it ends, and has an exit status of its own
+            logs.close()
+        with suppress(OSError):  # errors may go there too
+            say(f"output of the run is lost: {logs.lost}. Make room where it goes, or send it elsewhere.")
     if cause is None:
-        return 0
+        return 0 if logs.lost is None else os.EX_IOERR
     say(cause.message)
     if cause.index is not None:
         for line in logs.last_error(cause.index):

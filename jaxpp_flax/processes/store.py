@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax._compat_texts.errors import has_timed_out
+from jaxpp_flax._compat_texts.errors import has_no_entry, has_timed_out
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -63,7 +63,13 @@ class KeyValueStore:
             try:
                 return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
             except jax.errors.JaxRuntimeError as error:
-                if has_timed_out(error):
+                if not has_timed_out(error):
+                    raise
+            # Over a slow network no answer comes within a short time. This question has no limit.
+            try:
+                return self._client.key_value_try_get_bytes(key)
+            except jax.errors.JaxRuntimeError as error:
+                if has_no_entry(error):
                     return None
                 raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, forks, launched, marked, started
+from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, environment, forks, launched, marked, started
 from tests.processes.faults import says
-from tests.running import wait_for
+from tests.running import PATIENCE, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -424,3 +425,21 @@ def test_a_module_runs_too(tmp_path: Path):
     with started(tmp_path, [*QUICK, "-n", "2", "-m", "program", "--flag"]) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("module __main__ ['--flag']") == 2
+
+
+def test_output_that_is_lost_is_no_good_end(tmp_path: Path):
+    (tmp_path / "script.py").write_text("print('loss 0.5')\n", encoding="utf-8")
+    with open("/dev/full", "wb") as full:
+        launcher = subprocess.Popen(
+            [*REAL, "-n", "1", "script.py"],
+            env=environment("f" * 32),
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+        _, errors = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 74, errors
+    assert errors.strip().decode() == (
+        "jaxpp_flax.launch: output of the run is lost: [Errno 28] No space left on device. Make room where it goes, or "
+        "send it elsewhere."
+    )

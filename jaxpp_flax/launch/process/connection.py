@@ -24,7 +24,7 @@ from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_an
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.store import CoordinationError, own_address
-from jaxpp_flax.processes.waits import print_notice
+from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
 __all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
 
@@ -32,6 +32,8 @@ __all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
 _AFTER_OUR_DEADLINE = 60
 # Names of a run, of this package's user, SLURM, and Open MPI.
 _RUN_IDS = ("JAXPP_FLAX_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+# Until the user is told what the connection waits for.
+_SECONDS_IN_SILENCE = 10.0
 # The service of an earlier run that ended well stays for up to 5 s.
 _WAIT_FOR_PORT_SECONDS = 10.0
 
@@ -186,9 +188,8 @@ def connect(
     serves = settings.process_id == 0 and not served_elsewhere
     serves = serves and _compat.private_names_in_use()["coordination_service"]
     place = _take_place(settings, listen_at if serves else None)
-    late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
-    late.daemon = True
-    late.start()
+    connected = threading.Event()
+    reporting_thread("jaxpp_flax connecting", lambda: _await(connected, settings, timeout_s), print_notice).start()
     watching = threading.Event()
     _listen(settings, lambda failure: _on_launcher_news(failure, watching))
     service: subprocess.Popen[bytes] | None = None
@@ -206,7 +207,7 @@ def connect(
         heartbeat_timeout_seconds=coordinator.heartbeat_timeout(settings.failure_timeout),
         coordinator_bind_address="127.0.0.1:0" if unused else listen_at,
     )
-    late.cancel()
+    connected.set()
     _take_sigterm_back()
     _compat_cache.write_in_every_process()
     _compat.bind_cpu_collectives(bind_address)
@@ -327,14 +328,36 @@ def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
     process_group().observe_end(failure)
 
 
-def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:
-    print_notice(
-        f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
-        f"{settings.coordinator_address} within {timeout_s:g} s. Check that all of them run, with the same address, "
-        "and each with a process_id of its own; that the address is that of process 0; and that no firewall blocks it. "
-        "If they start slowly, raise initialization_timeout_s."
-    )
-    end_at_once(1)
+def _await(connected: threading.Event, settings: LaunchSettings, timeout_s: float) -> None:
+    """Tell what a connection waits for, after ten seconds, twenty, forty, ...; end this process after the limit."""
+    address, waited, due = settings.coordinator_address, 0.0, _SECONDS_IN_SILENCE
+    while not connected.wait(min(due, timeout_s) - waited):
+        waited, due = min(due, timeout_s), 2 * due
+        text = (
+            f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
+            f"{address} within {waited:g} s: {_what_is_at(address)}"
+        )
+        if waited < timeout_s:
+            print_notice(f"{text} It waits for up to {timeout_s:g} s.")
+            continue
+        print_notice(
+            f"{text} Check that all of them run, with the same address, and each with a process_id of its own; that "
+            "the address is that of process 0; and that no firewall blocks it. If they start slowly, raise "
+            "initialization_timeout_s."
+        )
+        end_at_once(1)
+
+
+def _what_is_at(address: str) -> str:
+    """What a connection to the coordinator's address meets now, as a sentence."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return "nothing listens there; process 0 has not started, or the address or its port is another."
+    except OSError as error:
+        return f"it cannot be reached ({error}); the address is wrong, its host is down, or a firewall blocks it."
+    return "somebody listens there, and other processes are still missing."
 
 
 def _leave(service: subprocess.Popen[bytes] | None, place: socket.socket) -> None:
