@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpp_flax.launch.progress import Progress
+from jaxpp_flax.launch.host.progress import Progress
 
 __all__ = ["Cause", "Lives"]
 
@@ -66,7 +66,7 @@ class Lives:
         return True
 
     def look(self, pages: Sequence[Progress], *, ended: bool = False) -> None:
-        """Tell from where this life goes on, once a step of it is done."""
+        """Tell from where this life goes on, once it has come to its second step, or has ended."""
         if self._failed_at is None:
             return
         first = min((page.first for page in pages if page.first), default=0)
@@ -77,5 +77,5 @@ class Lives:
         repeated = max(0, self._furthest - first + 1)
         self._say(
             f"life {self._number} goes on {source}: {repeated} step{'' if repeated == 1 else 's'} of the life before "
-            f"repeated, {seconds:.1f} s from the failure to the end of the first step."
+            f"repeated, {seconds:.1f} s from the failure to {'the end' if ended else f'step {first + 1}'}."
         )

@@ -17,7 +17,15 @@ from rich.console import Console
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch import coordinator
-from jaxpp_flax.launch.host import Host
+from jaxpp_flax.launch.host.host import Host
+from jaxpp_flax.launch.host.signals import (
+    describe_end,
+    exit_status,
+    handled_signals,
+    is_stopped,
+    signal_name,
+)
+from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
 from jaxpp_flax.launch.lives import Cause, Lives
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
@@ -27,14 +35,6 @@ from jaxpp_flax.launch.settings import (
     describe_preemption,
     join_host_and_port,
 )
-from jaxpp_flax.launch.signals import (
-    describe_end,
-    exit_status,
-    handled_signals,
-    is_stopped,
-    signal_name,
-)
-from jaxpp_flax.launch.supervised_process import SupervisedProcess
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, PREEMPTED_STATUS
 
 __all__ = ["LOOPBACK", "LocalJob", "run"]

@@ -11,7 +11,8 @@ import socket
 import sys
 from typing import Any
 
-from jaxpp_flax.launch import cli, warm
+from jaxpp_flax.launch import cli
+from jaxpp_flax.launch.host import warm
 
 
 class Popen:

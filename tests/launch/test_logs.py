@@ -10,8 +10,8 @@ import signal
 import pytest
 from rich.console import Console
 
+from jaxpp_flax.launch.host.signals import handled_signals
 from jaxpp_flax.launch.logs import Logs
-from jaxpp_flax.launch.signals import handled_signals
 
 
 def printed(logs: Logs, text: str) -> None:

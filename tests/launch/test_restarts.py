@@ -49,7 +49,7 @@ def test_a_killed_process_is_started_again_with_all_others(tmp_path: Path):
         )
         assert re.fullmatch(
             r"jaxpp_flax.launch: life 2 goes on from the checkpoint of step 2: 2 steps of the life before repeated, "
-            r"\d+\.\d s from the failure to the end of the first step\.",
+            r"\d+\.\d s from the failure to step 4\.",
             went_on,
         )
         run.check_nothing_is_left()

@@ -18,8 +18,8 @@ import jax
 
 from jaxpp_flax import _compat, _compat_cache
 from jaxpp_flax.launch import coordinator
+from jaxpp_flax.launch.host.progress import Progress
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
-from jaxpp_flax.launch.progress import Progress
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group

@@ -24,8 +24,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_flax.launch.host.signals import kill_group
 from jaxpp_flax.launch.settings import LaunchError
-from jaxpp_flax.launch.signals import kill_group
 
 __all__ = ["Forked", "WarmInterpreter", "inherited"]
 
@@ -74,7 +74,7 @@ class WarmInterpreter:
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "jaxpp_flax.launch.warm", str(theirs.fileno())],
+                [sys.executable, "-m", "jaxpp_flax.launch.host.warm", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,

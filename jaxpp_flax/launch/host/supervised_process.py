@@ -8,9 +8,9 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from jaxpp_flax.launch.progress import Progress
-from jaxpp_flax.launch.signals import kill_group
-from jaxpp_flax.launch.warm import Forked
+from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.host.signals import kill_group
+from jaxpp_flax.launch.host.warm import Forked
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["SupervisedProcess"]

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import IO
 
 from jaxpp_flax.launch import coordinator
-from jaxpp_flax.launch.progress import Progress
+from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.host.signals import kill_group
+from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.host.warm import Forked, WarmInterpreter, inherited
 from jaxpp_flax.launch.settings import LaunchSettings, device_environment
-from jaxpp_flax.launch.signals import kill_group
-from jaxpp_flax.launch.supervised_process import SupervisedProcess
-from jaxpp_flax.launch.warm import Forked, WarmInterpreter, inherited
 
 __all__ = ["Host", "child_environment"]
 
