@@ -34,6 +34,7 @@ __all__ = [
     "nothing_cached",
     "platform_of",
     "poison",
+    "private",
     "private_names_in_use",
     "register_array_type",
     "start_coordination_service",
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 
-def _private(module: str, name: str) -> Any:
+def private(module: str, name: str) -> Any:
     """Return a private object of JAX; None if this JAX lacks it."""
     try:
         return attrgetter(name)(importlib.import_module(module))
@@ -51,45 +52,45 @@ def _private(module: str, name: str) -> Any:
 
 
 # The copy takes only this concrete class. It refuses PRNG key arrays, which are jax.Arrays too.
-_array_type = _private("jax._src.array", "ArrayImpl")
+_array_type = private("jax._src.array", "ArrayImpl")
 # `jax.device_put` spends most of its time in Python before it reaches this batched copy.
-_batched_copy = _private("jax._src.lib", "xla_client.batched_copy_array_to_devices_with_sharding")
-_always_copy = _private("jax._src.lib", "xla_client.ArrayCopySemantics.ALWAYS_COPY")
+_batched_copy = private("jax._src.lib", "xla_client.batched_copy_array_to_devices_with_sharding")
+_always_copy = private("jax._src.lib", "xla_client.ArrayCopySemantics.ALWAYS_COPY")
 
 # `jax.typeof` finds types here: without an entry, `jax.jit` refuses objects that only have `__jax_array__`.
-_aval_mappings = _private("jax._src.core", "pytype_aval_mappings")
+_aval_mappings = private("jax._src.core", "pytype_aval_mappings")
 # By these functions `jax.jit` turns an argument of a registered type into a jax.Array before the call.
-_canonicalize_handlers = _private("jax._src.dtypes", "canonicalize_value_handlers")
+_canonicalize_handlers = private("jax._src.dtypes", "canonicalize_value_handlers")
 
 # JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add to this list.
-_device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during_lowering")
+_device_primitives = private("jax._src.dispatch", "prim_requires_devices_during_lowering")
 # The primitives of this kind that have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
 
 # JAX's own list of the kinds of side effects that keep their order; libraries add to this one, too.
-_ordered_effects = _private("jax._src.effects", "ordered_effects")
+_ordered_effects = private("jax._src.effects", "ordered_effects")
 
 # The setting of one thread; `jax.config.update` changes it for all of them.
-_least_cached_seconds = _private("jax._src.config", "persistent_cache_min_compile_time_secs")
+_least_cached_seconds = private("jax._src.config", "persistent_cache_min_compile_time_secs")
 
 # All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
-_trace_context = _private("jax._src.config", "trace_context")
+_trace_context = private("jax._src.config", "trace_context")
 
 # `jax.experimental.serialize_executable` loads executables for the same devices only: see `_compat_executables.py`.
-device_list_type = _private("jax._src.lib", "xla_client.DeviceList")
-device_assignment_type = _private("jax._src.lib", "xla_client.DeviceAssignment")
+device_list_type = private("jax._src.lib", "xla_client.DeviceList")
+device_assignment_type = private("jax._src.lib", "xla_client.DeviceAssignment")
 # The client of devices that `jax.experimental.topologies` describes: it compiles, and runs nothing.
-_compile_only_client = _private("jax._src.lib", "_jax.CompileOnlyPyClient")
+_compile_only_client = private("jax._src.lib", "_jax.CompileOnlyPyClient")
 
 # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
-_distributed_state = _private("jax._src.distributed", "global_state")
+_distributed_state = private("jax._src.distributed", "global_state")
 # Sets the address on which gloo's collectives on CPU listen.
-_xla_bridge = _private("jax._src", "xla_bridge")
+_xla_bridge = private("jax._src", "xla_bridge")
 # The place in a run that SLURM, Open MPI or Kubernetes give this process, before any connection.
-_detect_cluster = _private("jax._src.clusters.cluster", "ClusterEnv.auto_detect_unset_distributed_params")
+_detect_cluster = private("jax._src.clusters.cluster", "ClusterEnv.auto_detect_unset_distributed_params")
 # `jax.distributed` can only run its coordination service inside process 0. If process 0 dies, all others end before
 # they can say why. With this name the service runs in a process of its own.
-_runtime = _private("jax._src.lib", "_jax")
+_runtime = private("jax._src.lib", "_jax")
 
 
 def private_names_in_use() -> dict[str, bool]:

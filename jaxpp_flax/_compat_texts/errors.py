@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 __all__ = [
     "MeshFault",
+    "has_no_entry",
     "has_timed_out",
     "is_of_jax",
     "is_uneven_split",
@@ -77,6 +78,11 @@ def lacks_backend(error: RuntimeError) -> bool:
 def has_timed_out(error: RuntimeError) -> bool:
     """Return whether a wait for the coordination service ended without an answer: gRPC's code for it."""
     return "DEADLINE_EXCEEDED" in str(error)
+
+
+def has_no_entry(error: RuntimeError) -> bool:
+    """Return whether the coordination service answered that its store has no such entry."""
+    return "NOT_FOUND" in str(error)
 
 
 # Words in errors of JAX that another process's death may cause: wait for the news of it. What awaited a connection that

@@ -8,8 +8,10 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from jaxpp_flax import _compat_cache
 from jaxpp_flax.launch.process.connection import ConnectionOptions, connect_program
 from jaxpp_flax.launch.process.process_end import ProgramExitError
+from jaxpp_flax.launch.settings import compilation_cache
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["main", "run_program"]
@@ -24,6 +26,7 @@ def main(
     """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
+    _compat_cache.use_directory(compilation_cache(os.environ))
     end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
     try:
         run_program(sys.argv[1:] if arguments is None else list(arguments))

@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             address=options.address or LOOPBACK,
             failure_timeout=options.failure_timeout,
             grace=options.grace,
+            max_restarts=options.max_restarts,
+            forks=options.fork,
         )
         return run(job)
     except LaunchError as error:
@@ -78,6 +80,20 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=120.0,
         help="seconds that a process has to end after Ctrl-C, SIGTERM or the program's end (default: 120)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often to start all processes again after a failure; a step that no life before has reached sets the "
+        "count back (default: 0)",
+    )
+    parser.add_argument(
+        "--no-fork",
+        dest="fork",
+        action="store_false",
+        default=sys.platform.startswith("linux"),
+        help="start each process as an interpreter of its own, not as a fork of one that has imported JAX and Flax",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxpp_flax import _compat
-from jaxpp_flax.launch.settings import LaunchError
+from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["connections", "heartbeat_timeout", "is_taken", "reserve_port", "say_goodbye", "serve", "start"]
+__all__ = ["arguments", "connections", "heartbeat_timeout", "is_taken", "reserve_port", "say_goodbye", "serve", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
@@ -94,11 +94,19 @@ def serve(address: str, num_processes: int, failure_timeout: float) -> Callable[
     return _compat.start_coordination_service(address, num_processes, heartbeat_timeout(failure_timeout))
 
 
-def start(address: str, num_processes: int, failure_timeout: float, linger: float) -> subprocess.Popen[bytes]:
-    """Start the service's process, which stays `linger` seconds after the process that started it has died."""
-    command = [sys.executable, "-m", "jaxpp_flax.launch.coordinator", address, str(num_processes)]
+def arguments(settings: LaunchSettings, linger: float, address: str | None = None) -> list[str]:
+    """The arguments of the service's process, which stays `linger` seconds after the process that started it has died.
+
+    It listens at the address of the settings, or at another one that leads to the same port.
+    """
+    numbers = settings.num_processes, settings.failure_timeout, linger
+    return [address or settings.coordinator_address, *map(str, numbers)]
+
+
+def start(settings: LaunchSettings, linger: float, address: str) -> subprocess.Popen[bytes]:
+    """Start the service's process."""
     return subprocess.Popen(
-        [*command, str(failure_timeout), str(linger)],
+        [sys.executable, "-m", "jaxpp_flax.launch.coordinator", *arguments(settings, linger, address)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         # Errors that matter reach the processes of the run; its other output would only alarm.
@@ -118,8 +126,9 @@ def say_goodbye(service: subprocess.Popen[bytes]) -> None:
             return  # it has ended
 
 
-def main(address: str, num_processes: int, failure_timeout: float, linger: float) -> None:
-    """Serve until the standard input ends, and a while longer."""
+def main(given: Sequence[str]) -> None:
+    """Serve until the standard input ends, and a while longer. The arguments are those that `arguments` gives."""
+    address, num_processes, failure_timeout, linger = given[0], int(given[1]), float(given[2]), float(given[3])
     stop = serve(address, num_processes, failure_timeout)
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
@@ -137,4 +146,4 @@ def main(address: str, num_processes: int, failure_timeout: float, linger: float
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))  # as `start` gives them
+    main(sys.argv[1:])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -17,27 +17,27 @@ from rich.console import Console
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch import coordinator
+from jaxpp_flax.launch.host.host import Host
+from jaxpp_flax.launch.host.signals import (
+    describe_end,
+    exit_status,
+    handled_signals,
+    is_stopped,
+    signal_name,
+)
+from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.lives import Cause, Lives
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
 from jaxpp_flax.launch.settings import (
     LaunchError,
     LaunchSettings,
     describe_preemption,
-    device_environment,
     join_host_and_port,
 )
-from jaxpp_flax.launch.signals import (
-    describe_end,
-    exit_status,
-    handled_signals,
-    is_stopped,
-    kill_group,
-    signal_name,
-)
-from jaxpp_flax.launch.supervised_process import SupervisedProcess
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, PREEMPTED_STATUS
 
-__all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
+__all__ = ["LOOPBACK", "LocalJob", "run"]
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -58,6 +58,8 @@ class LocalJob:
     address: str = LOOPBACK
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     grace: float = 120.0
+    max_restarts: int = 0
+    forks: bool = sys.platform.startswith("linux")
 
     def __post_init__(self) -> None:
         if not self.program or self.program == ["-m"]:
@@ -72,6 +74,8 @@ class LocalJob:
             raise LaunchError(why)
         if self.devices_per_process < 1:
             raise LaunchError(f"--devices-per-process {self.devices_per_process}: at least one device is needed.")
+        if self.max_restarts < 0:
+            raise LaunchError(f"--max-restarts {self.max_restarts}: it must be 0 or more.")
         if not self.grace > 0:
             raise LaunchError(f"--grace {self.grace}: it must be a number of seconds above 0.")
         if not self.failure_timeout > 0:
@@ -80,23 +84,18 @@ class LocalJob:
 
 # The exit statuses of a process that ends because of another one, or by its launcher.
 _CAUSED_STATUSES = (PEER_FAILED_STATUS, -signal.SIGTERM, -signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class _Cause:
-    """Why the run ends before its time."""
-
-    index: int | None
-    message: str
-    status: int
+# Of one that was asked to end.
+_ASKED_STATUSES = (INTERRUPTED_STATUS, -signal.SIGINT, -signal.SIGTERM)
+# If all are started again at once, how long the others may still print.
+_SECONDS_BEFORE_RESTART = 0.5
 
 
 def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = None) -> int:
-    """Start the processes, print their output, and end with them.
+    """Start the processes, print their output, and end with them; after a failure, start them again as often as asked.
 
     Returns:
       The exit status: 0 if every process ended well; 75 if they were asked to end, and have saved; else that of the
-      first that failed (128 + its number if it was a signal).
+      first that failed (128 + its number if it was a signal); 74 if all ended well, and output was lost.
     """
     console = console or Console(stderr=True)
     logs = Logs(job.num_processes, console, out or sys.stdout)
@@ -104,11 +103,24 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
     def say(text: str) -> None:
         console.print(f"\njaxpp_flax.launch: {text}", style="bold", markup=False, highlight=False, soft_wrap=True)
 
-    with handled_signals() as signals, _Job(job, logs, say) as processes:
-        cause = processes.follow(signals)
-    logs.drain(seconds=1.0)
+    lives, run_id, attempt, goes_on = Lives(job.max_restarts, say), secrets.token_hex(8), 0, True
+    cause: Cause | None = None
+    with handled_signals() as signals, closing(Host(job.program, job.devices_per_process, forks=job.forks)) as host:
+        while goes_on:
+            attempt += 1
+            with _Life(job, host, logs, say) as life:
+                life.start(run_id, attempt)
+                cause = life.follow(signals, lives)
+                reached = max(process.progress.last for process in host.processes)
+            logs.drain(seconds=1.0)
+            goes_on = not signals and lives.goes_on(cause, reached)
+    if logs.lost is not None:
+        with suppress(OSError):  # else Python tries once more when it ends, and has an exit status of its own
+            logs.close()
+        with suppress(OSError):  # errors may go there too
+            say(f"output of the run is lost: {logs.lost}. Make room where it goes, or send it elsewhere.")
     if cause is None:
-        return 0
+        return 0 if logs.lost is None else os.EX_IOERR
     say(cause.message)
     if cause.index is not None:
         for line in logs.last_error(cause.index):
@@ -116,81 +128,66 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
     return cause.status
 
 
-class _Job:
-    """The processes, from their start until none of them is left."""
+class _Life:
+    """One life of the run: its processes, from their start until none of them is left."""
 
-    def __init__(self, job: LocalJob, logs: Logs, say: Callable[[str], None]) -> None:
-        self._job, self._logs, self._say = job, logs, say
-        self._processes: list[SupervisedProcess] = []
-        self._service: subprocess.Popen[bytes] | None = None
+    def __init__(self, job: LocalJob, host: Host, logs: Logs, say: Callable[[str], None]) -> None:
+        self._job, self._host, self._logs, self._say = job, host, logs, say
         # The launcher holds the port, also after the service has taken it: no other program gets it.
         self._reserved = coordinator.reserve_port(job.address)
 
-    def __enter__(self) -> _Job:
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
+    def __enter__(self) -> _Life:
         return self
 
-    def _start(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing behind."""
+        self._host.end()
+        self._reserved.close()
+
+    @property
+    def _processes(self) -> list[SupervisedProcess]:
+        return self._host.processes
+
+    def start(self, run_id: str, attempt: int) -> None:
+        """Start the coordination service and the processes."""
         job = self._job
-        port = self._reserved.getsockname()[1]
         settings = LaunchSettings(
-            coordinator_address=join_host_and_port(job.address, port),
+            coordinator_address=join_host_and_port(job.address, self._reserved.getsockname()[1]),
             num_processes=job.num_processes,
             process_id=0,
             bind_address=job.address,
             failure_timeout=job.failure_timeout,
+            run_id=run_id,
+            attempt=attempt,
         )
         if job.num_processes > 1:
-            self._service = coordinator.start(
-                settings.coordinator_address, job.num_processes, job.failure_timeout, linger=job.failure_timeout
-            )
+            self._host.serve(settings)
+        self._logs.forget_errors()
         for each in settings.for_every_process():
-            self._processes.append(self._start_process(each))
+            self._host.start(each, self._logs.follow)
 
-    def _start_process(self, settings: LaunchSettings) -> SupervisedProcess:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        settings = replace(settings, control_fd=theirs.fileno())
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "jaxpp_flax.launch.child", *self._job.program],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=child_environment(os.environ, settings, self._job.devices_per_process),
-            pass_fds=[theirs.fileno()],
-            process_group=0,
-            text=True,
-            errors="replace",
-        )
-        theirs.close()
-        process = SupervisedProcess(settings.process_id, popen, ours)
-        for stream, errors in ((popen.stdout, False), (popen.stderr, True)):
-            if stream is not None:
-                self._logs.follow(process.index, stream, errors=errors)
-        return process
-
-    def follow(self, signals: list[int]) -> _Cause | None:
+    def follow(self, signals: list[int], lives: Lives) -> Cause | None:
         """Wait until all processes have ended, or end them; returns the cause, if not all ended well."""
-        stopping: _Cause | None = None
+        stopping: Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
         while True:
             failed = self._reap()
-            alive = [process for process in self._processes if process.status is None]
+            alive = self._host.alive
+            lives.look([process.progress for process in self._processes], ended=not alive)
             now = time.monotonic()
             if signals:
                 number = signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
-                stopping = stopping or _Cause(None, f"ended by {signal_name(number)}.", 128 + number)
-                _signal_all(alive, number if patient else signal.SIGKILL)
+                stopping = stopping or Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
+                self._host.signal(number if patient else signal.SIGKILL)
                 deadlines = [(now + self._job.grace, signal.SIGKILL)] if patient else []
             elif failed is not None and stopping is None:
                 stopping = failed
                 self._tell_others(failed, alive)
+                if self._job.max_restarts and failed.kind != "end" and failed.status != PEER_FAILED_STATUS:
+                    deadlines = [(now + _SECONDS_BEFORE_RESTART, signal.SIGKILL)]
+                    continue
                 # They end by themselves within 10 % of the failure timeout, and print their waits. If they noticed
                 # the failure themselves, by a silence that took 60 %, that time is nearly over.
                 timeout = self._job.failure_timeout
@@ -201,15 +198,16 @@ class _Job:
             while deadlines and now >= deadlines[0][0]:
                 _, number = deadlines.pop(0)
                 stopping = self._blame_stopped(stopping, alive)
-                self._announce_end(alive, number, now)
-                _signal_all(alive, number)
+                if not self._job.max_restarts:
+                    self._announce_end(alive, number, now)
+                self._host.signal(number)
             if not deadlines:
                 self._end_overdue(alive, now)
             time.sleep(_POLL_SECONDS)
 
-    def _reap(self) -> _Cause | None:
+    def _reap(self) -> Cause | None:
         """Notice the ends of processes; returns the first failure among those that are new."""
-        found: _Cause | None = None
+        found: Cause | None = None
         for process in self._processes:
             if not process.reap():
                 continue
@@ -218,35 +216,37 @@ class _Job:
         unfinished = any(process.status is None for process in self._processes)
         # JAX aborts a process that loses the service, and the launcher may notice that end first.
         suspected = unfinished if found is None else found.status == exit_status(-signal.SIGABRT)
-        if suspected and self._service is not None and self._service.poll() is not None:
-            status = self._service.returncode
+        service = self._host.service
+        if suspected and service is not None and (status := service.poll()) is not None:
             text = f"the coordination service {describe_end(status)}. JAX ends all processes without it."
-            found = _Cause(None, text, exit_status(status) or 1)
+            found = Cause(None, text, exit_status(status) or 1, "crash")
         return found
 
-    def _cause(self, process: SupervisedProcess) -> _Cause:
+    def _cause(self, process: SupervisedProcess) -> Cause:
         status = process.status or 0
         text = f"process {process.index} of {self._job.num_processes} failed first: it {describe_end(status)}."
         if status == PEER_FAILED_STATUS:
             text = f"process {process.index} of {self._job.num_processes} was the first to end because of another one."
         if status == INTERRUPTED_STATUS:  # all end after the same step: any of them may have got the signal
             text = f"interrupted (Ctrl-C): process {process.index} of {self._job.num_processes} was the first to end."
-        return _Cause(process.index, text, exit_status(status))
+        lost = status < 0 or status == PEER_FAILED_STATUS
+        kind = "end" if status in _ASKED_STATUSES else "crash" if lost else "error"
+        return Cause(process.index, text, exit_status(status), kind)
 
-    def _better(self, cause: _Cause | None) -> _Cause | None:
+    def _better(self, cause: Cause | None) -> Cause | None:
         """The true cause, if the first process that ended did so because of another one."""
         if cause is None or cause.status != PEER_FAILED_STATUS:
             return cause
         return self._own_failure() or cause
 
-    def _own_failure(self) -> _Cause | None:
+    def _own_failure(self) -> Cause | None:
         """The failure of the first process that has ended by itself, and not well."""
         for process in self._processes:
             if not process.ended_well and process.status not in _CAUSED_STATUSES:
                 return self._cause(process)
         return None
 
-    def _preempted(self, cause: _Cause | None) -> _Cause | None:
+    def _preempted(self, cause: Cause | None) -> Cause | None:
         """The cause if all processes have saved after SIGTERM, which is no failure; None if they have not."""
         if not any(process.status == PREEMPTED_STATUS for process in self._processes):
             return None
@@ -256,19 +256,19 @@ class _Job:
             return failure
         if not all(process.ended_well for process in self._processes):
             return None
-        return _Cause(None, describe_preemption(self._job.num_processes), PREEMPTED_STATUS)
+        return Cause(None, describe_preemption(self._job.num_processes), PREEMPTED_STATUS, "end")
 
-    def _blame_stopped(self, cause: _Cause | None, alive: Sequence[SupervisedProcess]) -> _Cause | None:
+    def _blame_stopped(self, cause: Cause | None, alive: Sequence[SupervisedProcess]) -> Cause | None:
         """A stopped process is the cause, if there is one: it cannot report itself, and the others end by it."""
         if cause is not None and cause.status != PEER_FAILED_STATUS:
             return cause
         for process in alive:
             if is_stopped(process.popen.pid):
                 text = f"process {process.index} of {self._job.num_processes} was stopped (SIGSTOP), and then killed."
-                return _Cause(process.index, text, 128 + signal.SIGSTOP)
+                return Cause(process.index, text, 128 + signal.SIGSTOP, "crash")
         return cause
 
-    def _tell_others(self, cause: _Cause, alive: Sequence[SupervisedProcess]) -> None:
+    def _tell_others(self, cause: Cause, alive: Sequence[SupervisedProcess]) -> None:
         if cause.status == PEER_FAILED_STATUS:
             return  # the other processes have told it
         subject = "-" if cause.index is None else str(cause.index)
@@ -307,48 +307,3 @@ class _Job:
             elif waited > _SECONDS_IN_SILENCE and not process.is_told:
                 process.is_told = True
                 self._say(f"{text}: {why}. The launcher waits for it for up to {grace:g} s (--grace).")
-
-    def __exit__(self, *_: object) -> None:
-        """Leave nothing behind."""
-        for process in self._processes:
-            if process.status is None:
-                kill_group(process.popen.pid)
-                process.popen.wait()
-                process.control.close()
-        if self._service is not None:
-            kill_group(self._service.pid)
-            self._service.wait()
-            if self._service.stdin is not None:
-                self._service.stdin.close()
-        self._reserved.close()
-
-
-def _signal_all(processes: Sequence[SupervisedProcess], number: int) -> None:
-    for process in processes:
-        process.signal(number)
-
-
-def child_environment(
-    environment: Mapping[str, str], settings: LaunchSettings, devices_per_process: int
-) -> dict[str, str]:
-    """The environment of one process, made from the launcher's own.
-
-    Example:
-      >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
-      >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 2)
-      >>> child["JAX_NUM_CPU_DEVICES"], child["JAX_LOCAL_DEVICE_IDS"], child["XLA_FLAGS"]
-      ('2', '2,3', '')
-    """
-    first = settings.process_id * devices_per_process
-    proxies: dict[str, str] = {}
-    if any(name.lower().endswith("_proxy") for name in environment):
-        # gRPC would look for this machine behind the proxy.
-        known = environment.get("no_proxy", environment.get("NO_PROXY", ""))
-        proxies = dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, [known, settings.bind_address])))
-    return {
-        **environment,
-        **settings.to_environment(),
-        **device_environment(environment, devices_per_process),
-        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + devices_per_process))),
-        **proxies,
-    }

@@ -22,10 +22,14 @@ class Logs:
       num_processes: how many processes there are.
       console: where errors go; colours are used if it is a terminal.
       out: where standard output goes.
+
+    Attributes:
+      lost: why output could not be written, as onto a full disk; None: it could.
     """
 
     def __init__(self, num_processes: int, console: Console, out: IO[str]) -> None:
         self._console, self._out = console, out
+        self.lost: OSError | None = None
         self._lock = threading.Lock()
         self._errors: list[deque[str]] = [deque(maxlen=_KEPT_LINES) for _ in range(num_processes)]
         width = len(str(num_processes - 1))
@@ -37,7 +41,13 @@ class Logs:
             self._console.print(text, style=colour, end=" ", markup=False, highlight=False)
         return capture.get()
 
-    def follow(self, index: int, stream: IO[str], *, errors: bool) -> None:
+    def forget_errors(self) -> None:
+        """Begin with the errors of another life of the run."""
+        with self._lock:
+            for lines in self._errors:
+                lines.clear()
+
+    def follow(self, index: int, stream: IO[str], errors: bool) -> None:
         """Print the lines of `stream` in a background thread, until it ends."""
         reader = threading.Thread(target=self._read, args=(index, stream, errors), daemon=True)
         self._readers.append(reader)
@@ -52,14 +62,22 @@ class Logs:
         with self._lock:
             if errors:
                 self._errors[index].append(line)
-            # The reader of our output may have gone; a process whose output is not read would stand still.
-            with contextlib.suppress(OSError):
+            try:
                 _write(self._console.file if errors else self._out, f"{self._prefixes[index]}{line}\n")
+            except BrokenPipeError:
+                return  # its reader has gone; a process whose output is not read would stand still
+            except OSError as error:
+                self.lost = self.lost or error
 
     def drain(self, seconds: float) -> None:
         """Wait for the ends of all streams, which programs started by a process may hold open for long."""
         for reader in self._readers:
             reader.join(timeout=seconds)
+        self._readers.clear()
+
+    def close(self) -> None:
+        """Give up the standard output, with what could not be written."""
+        self._out.close()
 
     def last_error(self, index: int) -> list[str]:
         """The last lines of a process's standard error, from its main thread's last traceback on, if there is one."""

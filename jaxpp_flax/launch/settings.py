@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
-__all__ = ["LaunchError", "LaunchSettings", "describe_preemption", "device_environment", "join_host_and_port"]
+__all__ = [
+    "LaunchError",
+    "LaunchSettings",
+    "compilation_cache",
+    "describe_preemption",
+    "device_environment",
+    "join_host_and_port",
+]
 
 _VARIABLE = "JAXPP_FLAX_LAUNCH"
 
@@ -34,6 +43,9 @@ class LaunchSettings:
       control_fd: descriptor of a connection to the launcher: a line from there is a failure of another process, its
         end is the launcher's end; "listens" says that this process reads these lines, "over 0" that its program is
         over, and its status. None if there is no launcher.
+      progress_fd: descriptor of the page where this process notes its steps; None if there is no launcher.
+      run_id: names the run, and no other one; "" if nobody has named it.
+      attempt: how often the processes of the run have been started, from 1.
 
     Example:
       >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
@@ -49,6 +61,9 @@ class LaunchSettings:
     bind_address: str | None = None
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     control_fd: int | None = None
+    progress_fd: int | None = None
+    run_id: str = ""
+    attempt: int = 1
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -111,6 +126,18 @@ def device_environment(environment: Mapping[str, str], devices_per_process: int)
     if devices_per_process > 1:
         found["NPROC"] = environment.get("NPROC") or str(max(4 * devices_per_process, os.cpu_count() or 1))
     return found
+
+
+def compilation_cache(environment: Mapping[str, str]) -> Path:
+    """The directory where the processes of this host keep what they compile, unless the user has chosen another one.
+
+    A home may be shared, and a host's programs for its CPU need not run on another one: each host has its own folder.
+
+      >>> compilation_cache({"XDG_CACHE_HOME": "/var/cache"}).parent.as_posix()
+      '/var/cache/jaxpp_flax/compiled'
+    """
+    caches = environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(caches, "jaxpp_flax", "compiled", socket.gethostname())
 
 
 def describe_preemption(num_processes: int) -> str:

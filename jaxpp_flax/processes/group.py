@@ -36,6 +36,7 @@ from jaxpp_flax.processes.store import (
     KeyValueStore,
     ProcessFailedError,
     claim_index,
+    claim_run,
 )
 from jaxpp_flax.processes.waits import (
     REPORT_SECONDS,
@@ -79,10 +80,13 @@ class ProcessGroup:
       serves: True if the coordination service runs inside this process, and ends with it.
       identity: a text that names this process, and no other that runs at the same time.
       life: random letters; a process that is started again has other ones.
+      run_id: names the run, and no other one; "" if nobody has named it.
+      attempt: how often the processes of the run have been started by their launcher, from 1.
       runs: the number of runs of programs across processes that this process has begun.
       begun: a function that names what this process began last, such as a task; None if it has begun nothing.
       begun_step: the step in which it began that.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
+      on_step: called with each step that the trainer sets; None: nobody asks.
       place: the line of the user's code where an error ended the program of this process; None before.
 
     Example:
@@ -109,7 +113,10 @@ class ProcessGroup:
         self.runs = 0
         self.begun: Callable[[], str] | None = None
         self.begun_step = 0
-        self.step: int | None = None
+        self.run_id = ""
+        self.attempt = 1
+        self.on_step: Callable[[int], None] | None = None
+        self._step: int | None = None
         self.place: str | None = None
         self._store = store
         self.waits = Waits()
@@ -121,6 +128,16 @@ class ProcessGroup:
         self._reporter: WaitReporter | None = None
         self._watch: Watch | None = None
         self._ending, self._observing = threading.Lock(), threading.Lock()
+
+    @property
+    def step(self) -> int | None:
+        return self._step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._step = step
+        if step is not None and self.on_step is not None:
+            self.on_step(step)
 
     # -- barriers
 
@@ -274,12 +291,13 @@ class ProcessGroup:
 
         Raises:
           ValueError: if the timeout is not positive.
-          CoordinationError: if another process has this one's index.
+          CoordinationError: if another process has this one's index, or belongs to another run.
         """
         if failure_timeout_s <= 0:
             raise ValueError(f"failure_timeout_s must be positive, not {failure_timeout_s}.")
         if self._store is None or self._watch is not None:
             return
+        claim_run(self._store, self.process_index, self.run_id)
         claim_index(self._store, self.process_index, self.process_count, self.identity)
         stuck = seconds_from_environment(os.environ, "JAXPP_FLAX_STUCK_TIMEOUT", math.inf)
         self._watch = Watch(

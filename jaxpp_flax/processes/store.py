@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax._compat_texts.errors import has_timed_out
+from jaxpp_flax._compat_texts.errors import has_no_entry, has_timed_out
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "KeyValueStore",
     "ProcessFailedError",
     "claim_index",
+    "claim_run",
     "own_address",
 ]
 
@@ -62,7 +63,13 @@ class KeyValueStore:
             try:
                 return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
             except jax.errors.JaxRuntimeError as error:
-                if has_timed_out(error):
+                if not has_timed_out(error):
+                    raise
+            # Over a slow network no answer comes within a short time. This question has no limit.
+            try:
+                return self._client.key_value_try_get_bytes(key)
+            except jax.errors.JaxRuntimeError as error:
+                if has_no_entry(error):
                     return None
                 raise
 
@@ -110,6 +117,27 @@ def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> 
         raise CoordinationError(
             f"two processes of this run have the index {index} (process_id): {owner}, and this one, {identity}. Give "
             f"each its own, from 0 to {count - 1}."
+        )
+
+
+def claim_run(store: KeyValueStore, index: int, run_id: str) -> None:
+    """Make sure that this process belongs to the run that meets here: its address may be that of another one.
+
+    Raises:
+      CoordinationError: naming both runs. Without a name ("") nothing is compared.
+    """
+    if not run_id:
+        return
+    key = f"{ROOT}/run"
+    if store.add(f"{key}/count") == 1:
+        store.set(f"{key}/by", f"{run_id} {index}".encode())
+        return
+    other, _, first = (store.get(f"{key}/by", 5.0) or b"").decode().rpartition(" ")
+    if other and other != run_id:
+        raise CoordinationError(
+            f"two runs have one coordinator's address: process {index} belongs to the run {run_id!r}, and process "
+            f"{first}, which came first, to {other!r}. End what is left of the other run, or give this one another "
+            "address or port."
         )
 
 

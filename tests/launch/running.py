@@ -45,6 +45,21 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
+def parent(process: int) -> int:
+    """The process that has started this one; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def forks(mark: str) -> list[int]:
+    """What the launcher's warm interpreter has forked: the coordination service, and then the run's processes."""
+    living = marked(mark)
+    launcher = min(living, default=0)
+    return sorted(pid for pid in living if parent(pid) in living and parent(parent(pid)) == launcher)
+
+
 LISTENING, CONNECTED = "0A", "01"  # of a TCP socket, as /proc writes it
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import QUICK, REAL, Run, marked, started
+from tests.launch.running import QUICK, REAL, Run, forks, started
 from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
@@ -37,7 +37,7 @@ def losses(run: Run) -> dict[int, set[str]]:
 
 def children(run: Run) -> list[int]:
     """The processes that the launcher has started, whether they have said anything or not."""
-    return sorted(pid for pid, line in marked(run.mark).items() if "launch.child" in line)
+    return forks(run.mark)[1:]
 
 
 def kill_one(run: Run, processes: int, moment: str, rng: random.Random) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, launched, marked, started
+from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, environment, forks, launched, marked, started
 from tests.processes.faults import says
-from tests.running import wait_for
+from tests.running import PATIENCE, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -141,19 +142,18 @@ def test_a_killed_process_is_named_and_ends_the_others(tmp_path: Path, victim: i
 
 
 def test_a_process_killed_while_it_starts(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2", launcher=REAL) as run:
-        children: dict[int, str] = {}
+    with launched(tmp_path, BEGIN, "-n", "2", "--no-fork", launcher=REAL) as run:
+        # Interpreters of their own, which import for a while.
+        def children() -> list[int]:
+            return sorted(pid for pid, line in marked(run.mark).items() if "launch.child" in line)
 
-        def all_started() -> bool:
-            children.update((pid, line) for pid, line in marked(run.mark).items() if "launch.child" in line)
-            return len(children) == 2
-
-        wait_for(all_started, "the start of both processes")
-        os.kill(max(children), signal.SIGSTOP)  # it gets no further, however busy the machine is
+        wait_for(lambda: len(children()) == 2, "the start of both processes")
+        first, last = children()
+        os.kill(last, signal.SIGSTOP)  # it gets no further, however busy the machine is
 
         # It connects to the service once it listens to the launcher.
-        wait_for(lambda: addresses([min(children)], CONNECTED), "the other one to connect")
-        os.kill(max(children), signal.SIGKILL)
+        wait_for(lambda: addresses([first], CONNECTED), "the other one to connect")
+        os.kill(last, signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         assert "killed by SIGKILL" in error_block(run.stderr)
         # The other one waits inside of JAX to be connected, and is told all the same.
@@ -162,7 +162,7 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
 
 
 def test_a_process_that_the_launcher_has_to_end_is_named(tmp_path: Path):
-    with launched(tmp_path, BEGIN, "-n", "2", failure_timeout=10.0, launcher=REAL) as run:
+    with launched(tmp_path, BEGIN, "-n", "2", "--no-fork", failure_timeout=10.0, launcher=REAL) as run:
         wait_for(lambda: sum("launch.child" in line for line in marked(run.mark).values()) == 2, "both processes")
         children = [pid for pid, line in marked(run.mark).items() if "launch.child" in line]
         os.kill(max(children), signal.SIGSTOP)  # it gets no further, however fast the machine is
@@ -188,8 +188,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]
             run.wait_for_output(" pid ", times=2)
         time.sleep(4.0)  # ten times the interval after which its first heartbeat has been seen
         runs["process"].kill(1, signal.SIGSTOP)
-        [service] = [pid for pid, line in marked(runs["service"].mark).items() if "launch.coordinator" in line]
-        os.kill(service, signal.SIGSTOP)
+        os.kill(forks(runs["service"].mark)[0], signal.SIGSTOP)
         yield runs
 
 
@@ -216,8 +215,7 @@ def test_a_coordination_service_that_does_not_answer_ends_all_with_our_own_words
 def test_a_killed_coordination_service_ends_all(tmp_path: Path):
     with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2") as run:
         run.wait_for_output(" pid ", times=2)
-        [service] = [pid for pid, line in marked(run.mark).items() if "launch.coordinator" in line]
-        os.kill(service, signal.SIGKILL)
+        os.kill(forks(run.mark)[0], signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         # JAX aborts the processes with messages of its own; the last line is the reason all the same.
         assert says("a killed coordination service").search(run.stderr)
@@ -415,7 +413,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, launcher: tuple[str, .
         if launcher == QUICK:
             run.wait_for_output("waits", times=2)
         else:
-            wait_for(lambda: any("launch.child" in line for line in marked(run.mark).values()), "the first child")
+            wait_for(lambda: forks(run.mark), "the first child")
         run.popen.kill()
         run.popen.wait()
         # A process that starts hears of it once it has imported JAX.
@@ -427,3 +425,21 @@ def test_a_module_runs_too(tmp_path: Path):
     with started(tmp_path, [*QUICK, "-n", "2", "-m", "program", "--flag"]) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("module __main__ ['--flag']") == 2
+
+
+def test_output_that_is_lost_is_no_good_end(tmp_path: Path):
+    (tmp_path / "script.py").write_text("print('loss 0.5')\n", encoding="utf-8")
+    with open("/dev/full", "wb") as full:
+        launcher = subprocess.Popen(
+            [*REAL, "-n", "1", "script.py"],
+            env=environment("f" * 32),
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+        _, errors = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 74, errors
+    assert errors.strip().decode() == (
+        "jaxpp_flax.launch: output of the run is lost: [Errno 28] No space left on device. Make room where it goes, or "
+        "send it elsewhere."
+    )

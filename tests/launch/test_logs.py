@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import signal
 
+import pytest
 from rich.console import Console
 
+from jaxpp_flax.launch.host.signals import handled_signals
 from jaxpp_flax.launch.logs import Logs
-from jaxpp_flax.launch.signals import handled_signals
 
 
 def printed(logs: Logs, text: str) -> None:
@@ -21,6 +24,17 @@ def test_characters_that_the_output_cannot_show_are_escaped():
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     printed(Logs(1, Console(file=io.StringIO()), out), "loss ↓ 0.5\nnext\n")
     assert out.buffer.getvalue().decode() == "[0] loss \\u2193 0.5\n[0] next\n"
+
+
+def test_output_that_a_full_disk_does_not_take_is_noted_and_a_reader_that_has_gone_is_not():
+    reading, writing = os.pipe()
+    os.close(reading)
+    for descriptor, lost in ((os.open("/dev/full", os.O_WRONLY), errno.ENOSPC), (writing, None)):
+        logs = Logs(1, Console(file=io.StringIO()), os.fdopen(descriptor, "w"))
+        printed(logs, "loss 0.5\n")
+        assert getattr(logs.lost, "errno", None) == lost
+        with pytest.raises(OSError, match=r"No space left|Broken pipe"):
+            logs.close()
 
 
 def test_a_hangup_that_is_ignored_stays_so():

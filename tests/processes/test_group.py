@@ -49,6 +49,22 @@ def test_an_index_outside_of_the_group_is_refused():
         ProcessGroup(None, 0, 2)
 
 
+def test_two_runs_at_one_address_are_told_apart():
+    store = MemoryStore()
+    first, second = groups(2, store)
+    first.run_id, second.run_id = "job 7", "job 8"
+    first.watch(600.0, nothing)
+    says = "process 1 belongs to the run 'job 8', and process 0, which came first, to 'job 7'. End"
+    with pytest.raises(CoordinationError, match=says):
+        second.watch(600.0, nothing)
+    assert not second.is_watched
+    second.run_id = "job 7"
+    second.watch(600.0, nothing)
+    first.barrier, second.barrier = [lambda *_: None] * 2  # type: ignore[method-assign]
+    for group in (first, second):
+        group.close()
+
+
 def test_an_index_belongs_to_one_process():
     store = MemoryStore()
     first, second = ProcessGroup(store, 1, 2), ProcessGroup(store, 1, 2)

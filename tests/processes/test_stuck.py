@@ -22,9 +22,9 @@ TASK = r"It last began task \S+ \(rank \d.*\) in step \d+, \d+ s before, and was
 DATA = TASK + r"batches \(.*run_stuck\.py:\d+\), waiting for the next batch of the data\."
 PLACES = {
     # Tasks are begun before what they compute is: the last may be steps ahead of the callback.
-    "callback": (says("a host callback that never returns"), TASK),
-    "data": (says("a data loader that never returns"), DATA),
-    "collective": (says("a process missing in a stage's collective"), DATA),
+    "callback": (says("a callback, data loader or collective that never ends"), TASK),
+    "data": (says("a callback, data loader or collective that never ends"), DATA),
+    "collective": (says("a callback, data loader or collective that never ends"), DATA),
 }
 
 

@@ -16,19 +16,24 @@ from functools import partial
 
 import jax
 
-from jaxpp_flax import _compat
+from jaxpp_flax import _compat, _compat_cache
 from jaxpp_flax.launch import coordinator
+from jaxpp_flax.launch.host.progress import Progress
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.store import CoordinationError, own_address
-from jaxpp_flax.processes.waits import print_notice
+from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
 __all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
 
 # JAX aborts a process whose connection it gives up, without a reason; our own deadline, with a reason, comes first.
 _AFTER_OUR_DEADLINE = 60
+# Names of a run, of this package's user, SLURM, and Open MPI.
+_RUN_IDS = ("JAXPP_FLAX_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+# Until the user is told what the connection waits for.
+_SECONDS_IN_SILENCE = 10.0
 # The service of an earlier run that ended well stays for up to 5 s.
 _WAIT_FOR_PORT_SECONDS = 10.0
 
@@ -116,6 +121,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
         settings, local_device_ids = _find_place(options)
     if settings.num_processes == 1:
         _listen(settings, lambda _: None)
+        _take_part(process_group(), settings)
         return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
@@ -141,7 +147,10 @@ def _find_place(options: ConnectionOptions) -> tuple[LaunchSettings, Sequence[in
         count = found.process_count if count is None else count
         index = found.process_index if index is None else index
         local_device_ids = found.local_device_ids if local_device_ids is None else local_device_ids
-    return LaunchSettings(coordinator_address=address, num_processes=count, process_id=index), local_device_ids
+    # What the cluster calls this run, so that no other one takes part in it.
+    run_id = next(filter(None, (os.environ.get(name) for name in _RUN_IDS)), "")
+    settings = LaunchSettings(coordinator_address=address, num_processes=count, process_id=index, run_id=run_id)
+    return settings, local_device_ids
 
 
 def _ask_cluster(options: ConnectionOptions) -> _compat.ClusterPlace:
@@ -179,19 +188,13 @@ def connect(
     serves = settings.process_id == 0 and not served_elsewhere
     serves = serves and _compat.private_names_in_use()["coordination_service"]
     place = _take_place(settings, listen_at if serves else None)
-    late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
-    late.daemon = True
-    late.start()
+    connected = threading.Event()
+    reporting_thread("jaxpp_flax connecting", lambda: _await(connected, settings, timeout_s), print_notice).start()
     watching = threading.Event()
     _listen(settings, lambda failure: _on_launcher_news(failure, watching))
     service: subprocess.Popen[bytes] | None = None
     if serves:
-        service = coordinator.start(
-            listen_at,
-            settings.num_processes,
-            settings.failure_timeout,
-            linger=settings.failure_timeout + 5.0,
-        )
+        service = coordinator.start(settings, linger=settings.failure_timeout + 5.0, address=listen_at)
     # If another service serves the run, JAX's own one in process 0 is unused: it gets a free port of loopback.
     unused = served_elsewhere or service is not None
     jax.distributed.initialize(
@@ -204,12 +207,14 @@ def connect(
         heartbeat_timeout_seconds=coordinator.heartbeat_timeout(settings.failure_timeout),
         coordinator_bind_address="127.0.0.1:0" if unused else listen_at,
     )
-    late.cancel()
+    connected.set()
     _take_sigterm_back()
+    _compat_cache.write_in_every_process()
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
     group.serves = settings.process_id == 0 and not unused
+    _take_part(group, settings)
     end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
         group.watch(settings.failure_timeout, on_failure)
@@ -226,6 +231,13 @@ def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> 
     if settings.control_fd is not None:
         # If the launcher was killed, kill this process and those that it started.
         listen_to_launcher(settings.control_fd, on_failure, partial(os.killpg, 0, signal.SIGKILL))
+
+
+def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
+    """Tell the group of which run it is, and let the launcher see its steps."""
+    group.run_id, group.attempt = settings.run_id, settings.attempt
+    if settings.progress_fd is not None:
+        group.on_step = Progress(settings.progress_fd).begin
 
 
 def _take_sigterm_back() -> None:
@@ -316,14 +328,36 @@ def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
     process_group().observe_end(failure)
 
 
-def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:
-    print_notice(
-        f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
-        f"{settings.coordinator_address} within {timeout_s:g} s. Check that all of them run, with the same address, "
-        "and each with a process_id of its own; that the address is that of process 0; and that no firewall blocks it. "
-        "If they start slowly, raise initialization_timeout_s."
-    )
-    end_at_once(1)
+def _await(connected: threading.Event, settings: LaunchSettings, timeout_s: float) -> None:
+    """Tell what a connection waits for, after ten seconds, twenty, forty, ...; end this process after the limit."""
+    address, waited, due = settings.coordinator_address, 0.0, _SECONDS_IN_SILENCE
+    while not connected.wait(min(due, timeout_s) - waited):
+        waited, due = min(due, timeout_s), 2 * due
+        text = (
+            f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
+            f"{address} within {waited:g} s: {_what_is_at(address)}"
+        )
+        if waited < timeout_s:
+            print_notice(f"{text} It waits for up to {timeout_s:g} s.")
+            continue
+        print_notice(
+            f"{text} Check that all of them run, with the same address, and each with a process_id of its own; that "
+            "the address is that of process 0; and that no firewall blocks it. If they start slowly, raise "
+            "initialization_timeout_s."
+        )
+        end_at_once(1)
+
+
+def _what_is_at(address: str) -> str:
+    """What a connection to the coordinator's address meets now, as a sentence."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return "nothing listens there; process 0 has not started, or the address or its port is another."
+    except OSError as error:
+        return f"it cannot be reached ({error}); the address is wrong, its host is down, or a firewall blocks it."
+    return "somebody listens there, and other processes are still missing."
 
 
 def _leave(service: subprocess.Popen[bytes] | None, place: socket.socket) -> None:

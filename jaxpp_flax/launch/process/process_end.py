@@ -195,7 +195,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
         rest.tb_frame.f_code.co_filename.startswith("<frozen runpy")
         or (
             rest.tb_frame.f_globals.get("__spec__") is not None
-            and rest.tb_frame.f_globals["__spec__"].name == "jaxpp_flax.launch.child"
+            and rest.tb_frame.f_globals["__spec__"].name in ("jaxpp_flax.launch.child", "jaxpp_flax.launch.host.warm")
         )
     ):
         rest = rest.tb_next

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -178,6 +178,8 @@ class TrainingLoop:
     def fit(self, trainer: Any, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
         """As `PipelineTrainer.fit`."""
         trainer.measures.begin()
+        if process_group().attempt > 1 and not trainer.step and self.checkpoints.store is not None:
+            arguments = replace(arguments, resume=arguments.resume or True)  # the launcher has started the run again
         self._agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
         group = self.stopping_group()
         preemption = Preemption(self.deadline, self._what_is_left)

@@ -130,7 +130,7 @@ def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[R
     survivor = killed[victim][1 - victim]
     assert survivor.finish() == 69
     assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
-    assert says("a stopped process; a killed one that sends nothing").search(survivor.stderr)
+    assert says("a stopped process; a killed one whose arrays nobody awaits (at a barrier)").search(survivor.stderr)
     awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
     assert awaited in survivor.stderr
     for run in killed[victim]:
@@ -309,3 +309,29 @@ def test_a_jax_without_the_store_is_for_one_process(
     assert "which has no public name" in capsys.readouterr().err
     with pytest.raises(LaunchError, match=r"cannot run on JAX \d.*tested with"):
         initialize(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0)
+
+
+@pytest.mark.parametrize(
+    ("listens", "says"),
+    [(False, "nothing listens there; process 0 has not started"), (True, "other processes are still missing")],
+    ids=["wrong address", "alone"],
+)
+def test_who_cannot_connect_says_so_soon_and_why(tmp_path: Path, listens: bool, says: str):
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "from jaxpp_flax.launch import initialize\n"
+        "from jaxpp_flax.launch.process import connection\n"
+        "connection._SECONDS_IN_SILENCE = 1.0\n"
+        "initialize(coordinator_address=sys.argv[1], num_processes=2, process_id=1, initialization_timeout_s=4)\n",
+        encoding="utf-8",
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if listens:
+            listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with started(tmp_path, ["script.py", address]) as run:
+            assert run.finish() == 1
+    text = f"jaxpp_flax: process 1 did not connect to all 2 processes through {address} within {{}} s: .*{says}"
+    for seconds, then in (("1", r".* It waits for up to 4 s\."), ("2", ""), ("4", r".* Check that all of them run")):
+        assert re.search(text.format(seconds) + then, run.stderr), run.stderr

@@ -8,7 +8,9 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from jaxpp_flax.launch.signals import kill_group
+from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.host.signals import kill_group
+from jaxpp_flax.launch.host.warm import Forked
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["SupervisedProcess"]
@@ -20,6 +22,7 @@ class SupervisedProcess:
 
     Attributes:
       control: the launcher's end of the connection to it.
+      progress: the steps that it has begun.
       listens: whether it hears the launcher, as it does once Python has imported JAX.
       status: as `Popen.returncode`, once it has ended.
       over_since: the time when its program was over: from then on the other processes need nothing of it.
@@ -29,8 +32,9 @@ class SupervisedProcess:
     """
 
     index: int
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[bytes] | Forked
     control: socket.socket
+    progress: Progress
     listens: bool = False
     status: int | None = None
     over_since: float | None = None
@@ -64,8 +68,12 @@ class SupervisedProcess:
         self.status = self.over_status if self.is_overdue else self.popen.returncode
         # End the processes that it has started too, before the system uses its number again.
         kill_group(self.popen.pid)
-        self.control.close()
         return True
+
+    def close(self) -> None:
+        """Give up what is kept of it."""
+        self.control.close()
+        self.progress.close()
 
     def signal(self, number: int) -> None:
         """Send a signal to it and to the processes that it has started."""

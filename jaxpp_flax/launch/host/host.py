@@ -1,0 +1,148 @@
+"""The processes of one host, from the start of each to its end, and the coordination service of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import IO
+
+from jaxpp_flax.launch import coordinator
+from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.host.signals import kill_group
+from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.host.warm import Forked, WarmInterpreter, inherited
+from jaxpp_flax.launch.settings import LaunchSettings, device_environment
+
+__all__ = ["Host", "child_environment"]
+
+Follow = Callable[[int, IO[str], bool], None]
+
+
+class Host:
+    """Starts the processes of this host, hears what they tell, and ends them. It outlives each life of the run.
+
+    The launcher owns one; of a run over several hosts, one of each host belongs to whoever starts its processes there.
+
+    Args:
+      program: a file's path, or "-m" and a module's name; then its arguments.
+      devices_per_process: virtual devices on CPU, else accelerators.
+      forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
+
+    Attributes:
+      processes: those of this life of the run.
+      service: the coordination service, if it runs on this host: in a process of its own, beside no program.
+    """
+
+    def __init__(self, program: Sequence[str], devices_per_process: int, *, forks: bool) -> None:
+        self._program, self._devices = program, devices_per_process
+        self._warm = WarmInterpreter() if forks else None
+        self.processes: list[SupervisedProcess] = []
+        self.service: subprocess.Popen[bytes] | Forked | None = None
+        self._kept: list[int] = []
+
+    def serve(self, settings: LaunchSettings) -> None:
+        """Start the coordination service of this life of the run, at the address in the settings."""
+        arguments = coordinator.arguments(settings, linger=settings.failure_timeout)
+        with open(os.devnull, "r+b") as nothing:
+            reading, writing = os.pipe()  # the service ends with this process
+            self._kept.append(writing)
+            descriptors = {0: reading, 1: nothing.fileno(), 2: nothing.fileno()}
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            self.service = self._spawn("jaxpp_flax.launch.coordinator", arguments, environment, descriptors)
+            os.close(reading)
+
+    def start(self, settings: LaunchSettings, follow: Follow) -> None:
+        """Start one process of the run. `follow` reads its output: its index, a stream, and whether that has errors."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        progress = Progress()
+        control, page = inherited(theirs.fileno()), inherited(progress.descriptor)
+        streams = [os.pipe(), os.pipe()]
+        with open(os.devnull, "rb") as nothing:
+            descriptors = {0: nothing.fileno(), 1: streams[0][1], 2: streams[1][1], control: control, page: page}
+            settings = replace(settings, control_fd=control, progress_fd=page)
+            environment = child_environment(os.environ, settings, self._devices)
+            popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
+        self.processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
+        for descriptor in (streams[0][1], streams[1][1], control, page):
+            os.close(descriptor)
+        theirs.close()
+        for errors, (reading, _) in enumerate(streams):
+            follow(settings.process_id, os.fdopen(reading, errors="replace"), bool(errors))
+
+    def _spawn(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
+    ) -> subprocess.Popen[bytes] | Forked:
+        if self._warm is not None:
+            return self._warm.fork(module, arguments, environment, descriptors)
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=descriptors[0],
+            stdout=descriptors[1],
+            stderr=descriptors[2],
+            env=environment,
+            pass_fds=[number for number in descriptors if number > 2],
+            process_group=0,
+        )
+
+    @property
+    def alive(self) -> list[SupervisedProcess]:
+        """The processes that have not ended, as far as `SupervisedProcess.reap` has found."""
+        return [process for process in self.processes if process.status is None]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each living process, and to those that it has started."""
+        for process in self.alive:
+            process.signal(number)
+
+    def end(self) -> None:
+        """End this life of the run: nothing of it is left."""
+        for process in self.processes:
+            if process.status is None:
+                kill_group(process.popen.pid)
+                process.popen.wait()
+            process.close()
+        if self.service is not None:
+            kill_group(self.service.pid)
+            self.service.wait()
+        for descriptor in self._kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.processes, self.service, self._kept = [], None, []
+
+    def close(self) -> None:
+        """End all that there is."""
+        self.end()
+        if self._warm is not None:
+            self._warm.close()
+
+
+def child_environment(
+    environment: Mapping[str, str], settings: LaunchSettings, devices_per_process: int
+) -> dict[str, str]:
+    """The environment of one process, made from the launcher's own.
+
+    Example:
+      >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
+      >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 2)
+      >>> child["JAX_NUM_CPU_DEVICES"], child["JAX_LOCAL_DEVICE_IDS"], child["XLA_FLAGS"]
+      ('2', '2,3', '')
+    """
+    first = settings.process_id * devices_per_process
+    proxies: dict[str, str] = {}
+    if any(name.lower().endswith("_proxy") for name in environment):
+        # gRPC would look for this machine behind the proxy.
+        known = environment.get("no_proxy", environment.get("NO_PROXY", ""))
+        proxies = dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, [known, settings.bind_address])))
+    return {
+        **environment,
+        **settings.to_environment(),
+        **device_environment(environment, devices_per_process),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + devices_per_process))),
+        **proxies,
+    }

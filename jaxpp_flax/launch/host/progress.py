@@ -1,0 +1,56 @@
+"""How far a process has come, in a page of memory that outlives it: whoever started it reads it after its death."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import tempfile
+from typing import IO
+
+__all__ = ["Progress"]
+
+_STEPS = struct.Struct("qq")
+
+
+class Progress:
+    """The first and the last step that a process has begun.
+
+    Args:
+      descriptor: an open file of the page; None: a new page.
+
+    Example:
+      >>> page = Progress()
+      >>> Progress(page.descriptor).begin(7), Progress(page.descriptor).begin(8)
+      (None, None)
+      >>> page.first, page.last, page.close()
+      (7, 8, None)
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._file: IO[bytes] | None = None
+        if descriptor is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 closed by `close`
+            self._file.truncate(_STEPS.size)
+            descriptor = self._file.fileno()
+        self.descriptor = descriptor
+        self._page = mmap.mmap(descriptor, _STEPS.size)
+
+    def begin(self, step: int) -> None:
+        """Note that the process has begun a step, counted from 1."""
+        _STEPS.pack_into(self._page, 0, self.first or step, step)
+
+    @property
+    def first(self) -> int:
+        """The first step that it has begun; 0: none."""
+        return _STEPS.unpack_from(self._page)[0]
+
+    @property
+    def last(self) -> int:
+        """The last step that it has begun; 0: none."""
+        return _STEPS.unpack_from(self._page)[1]
+
+    def close(self) -> None:
+        """Give the page up."""
+        self._page.close()
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,73 @@
+"""JAX's cache of compilations, written by every process of a run: whole entries, in the user's directory or ours."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpp_flax import _compat_cache
+from tests.helpers import cache_on_disk
+from tests.launch.running import REAL, launched
+
+COUNT = """
+import os, jax
+found = {"cache_hits": 0, "compile_requests_use_cache": 0}
+def count(name, **_):
+    found[name.rpartition("/")[2]] = found.get(name.rpartition("/")[2], 0) + 1
+jax.monitoring.register_event_listener(count)
+index = jax.process_index()
+jax.jit(lambda x: x * index + 41)(jax.numpy.arange(3.0)).block_until_ready()
+print(found["cache_hits"], "of", found["compile_requests_use_cache"], "in", jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.processes
+def test_every_process_finds_what_it_compiled_in_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for life in range(2):
+        with launched(tmp_path, COUNT, "-n", "2", launcher=REAL) as run:
+            assert run.finish() == 0, run.stderr
+            for index in range(2):
+                [line] = [line for line in run.stdout.splitlines() if line.startswith(f"[{index}]")]
+                words = line.split()
+                assert int(words[1]) == (int(words[3]) if life else 0)
+                assert int(words[3]) > 0
+                assert words[5].startswith(f"{tmp_path}/jaxpp_flax/compiled/")
+
+
+def test_an_entry_is_written_by_any_process_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = pytest.importorskip("jax._src.compiler")
+    monkeypatch.setattr(compiler, "_cache_write", _compat_cache._write)
+    monkeypatch.setattr(_compat_cache._files, "put", _compat_cache._put)
+    monkeypatch.setattr("jax._src.distributed.global_state.process_id", 1)
+    with cache_on_disk(tmp_path):
+        jax.jit(lambda x: x + 40)(jnp.arange(3.0)).block_until_ready()
+        assert not list(tmp_path.iterdir())  # JAX itself
+        assert _compat_cache.write_in_every_process()
+        jax.jit(lambda x: x + 41)(jnp.arange(3.0)).block_until_ready()
+        assert [path.suffix for path in tmp_path.iterdir()] != []
+        assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache = SimpleNamespace(eviction_enabled=False, path=tmp_path)
+
+    def fill(path: Path, value: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", fill)
+        with pytest.raises(OSError, match="No space left"):
+            _compat_cache._put_whole(cache, "key", b"value")
+    assert not list(tmp_path.iterdir())
+    _compat_cache._put_whole(cache, "key", b"value")
+    _compat_cache._put_whole(cache, "key", b"another")  # an entry stays
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"value"]
