@@ -183,10 +183,11 @@ class _Predictor:
     """Stands in for a `TaskCompiler`: an executable only knows how its results are partitioned."""
 
     mesh: MpmdMesh
+    chooses_layouts: ClassVar[bool] = False
     _known: dict[Any, _Predicted] = field(default_factory=dict[Any, Any])
 
     def start(
-        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None], *_: Any
     ) -> Callable[[], _Predicted]:
         """Return a function that returns the predicted executable."""
         if None not in out_specs:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
+from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.specs import shard_bytes, specs_wanted, uses_host_memory, with_own_results
+from jaxpp_flax.engine.runtime.layouts import MaybeLayout, TaskLayouts, left_to_compilers
 from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
@@ -31,12 +33,14 @@ class Held:
     """What is known of a value; one object stands for the values of all microbatches.
 
     `found` is the spec, or a function that returns it: another process may still compile the task that makes the value.
-    `rank` is that task's rank, None for an argument of the step.
+    `rank` is that task's rank, None for an argument of the step. `chosen` waits for the layout that the task's compiler
+    chooses; None if the value has JAX's default layout.
     """
 
     found: PartitionSpec | Callable[[], PartitionSpec]
     aval: Any = None
     rank: int | None = None
+    chosen: Callable[[], MaybeLayout] | None = None
 
     @cached_property
     def spec(self) -> PartitionSpec:
@@ -46,6 +50,10 @@ class Held:
     def partition(self) -> PartitionSpec:
         """The spec in one standard way, for comparing."""
         return canonical(self.spec)
+
+    @cached_property
+    def layout(self) -> MaybeLayout:
+        return None if self.chosen is None else self.chosen()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,6 +151,7 @@ class _Walk:
         self.shared = None if self.distributed is None else SharedSpecs(self.distributed, self.mesh)
         self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
         self.wanted = specs_wanted(program, self.result_specs, self._alike)
+        self.left = left_to_compilers(program) if self.compiler.chooses_layouts else {}
         self.held: dict[int, Held] = dict.fromkeys(program.indices.values(), Held(PartitionSpec()))
         for ranks, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
             self.held.update(dict.fromkeys(ranks.values(), Held(spec, aval)))
@@ -160,7 +169,7 @@ class _Walk:
             if elsewhere is not None:
                 self.known[key], self.made[task] = None, self._made_elsewhere(task, elsewhere)
             elif task in self.made:
-                self.known[key], _ = self._compile(run, [held.spec for held in self.made[task]])
+                self.known[key], _ = self._compile(run, self.made[task])
             else:
                 self.known[key], self.made[task] = self._compile(run)
                 if shared is not None and not self.program.tasks[task].out_specs:
@@ -174,11 +183,11 @@ class _Walk:
         task, of_other = self.program.tasks[number], partial(_spec_of_other, shared, self.program, number)
         return _held_after(task, task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))])
 
-    def _compile(self, run: Run, fixed: Sequence[PartitionSpec] = ()) -> tuple[Callable[[], Any], AllHeld]:
-        """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
+    def _compile(self, run: Run, fixed: AllHeld = ()) -> tuple[Callable[[], Any], AllHeld]:
+        """Compile a run's task for what it reads; `fixed` is what its results must be, as another run makes them."""
         task = self.program.tasks[run.task]
         in_specs = [self.held[value].spec for value in run.inputs]
-        out_specs = list(task.out_specs or fixed) or [self.wanted.get(value) for value in run.outputs]
+        out_specs = list(task.out_specs or [held.spec for held in fixed]) or list(map(self.wanted.get, run.outputs))
         if not fixed:
             for output, source in task.pins:
                 out_specs[output] = in_specs[source]
@@ -189,7 +198,10 @@ class _Walk:
             in_type(atom.aval) if spec is None else spec  # P() is false
             for spec, atom in zip(out_specs, task.graph.outputs, strict=True)
         ]
-        waiting = self.compiler.start(task, in_specs, out_specs)
+        layouts = self._layouts(run, fixed)
+        if Layout.AUTO in layouts.outputs:
+            return self._compile_chosen(task, in_specs, out_specs, layouts)
+        waiting = self.compiler.start(task, in_specs, out_specs, layouts)
         if None in out_specs:
             shardings = waiting().output_shardings
             out_specs = [
@@ -199,8 +211,41 @@ class _Walk:
             # No PartitionSpec may say XLA's choice; a task with values in host memory donates if all specs are known.
             if None in out_specs or (task.donate and uses_host_memory(task)):
                 out_specs = [PartitionSpec() if spec is None else spec for spec in out_specs]
-                waiting = self.compiler.start(task, in_specs, out_specs)
+                waiting = self.compiler.start(task, in_specs, out_specs, layouts)
         return waiting, _held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
+
+    def _compile_chosen(
+        self,
+        task: ProgramTask,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
+        layouts: TaskLayouts,
+    ) -> tuple[Callable[[], Any], AllHeld]:
+        """Compile a task for the layouts that its compiler chooses; this begins when the first of them is asked for."""
+        formats = self.compiler.choose(task, in_specs, out_specs, layouts)
+        if None in out_specs:
+            out_specs = [
+                _spec_of(form.sharding) or PartitionSpec() if spec is None else spec
+                for spec, form in zip(out_specs, formats(), strict=True)
+            ]
+
+        @cache
+        def started() -> tuple[TaskLayouts, Callable[[], Any]]:
+            chosen = layouts.chosen_from(formats())
+            return chosen, self.compiler.start(task, in_specs, out_specs, chosen)
+
+        made = _held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
+        return lambda: started()[1](), tuple(
+            replace(held, chosen=partial(_layout_of, started, output)) if wish is Layout.AUTO else held
+            for output, (held, wish) in enumerate(zip(made, layouts.outputs, strict=True))
+        )
+
+    def _layouts(self, run: Run, fixed: AllHeld) -> TaskLayouts:
+        """Return the layouts of what a run reads and makes, as far as its compiler is told."""
+        left = self.left.get(run.task, frozenset())
+        inputs = tuple([self.held[value].layout for value in run.inputs])
+        chosen = [held.layout for held in fixed] or [Layout.AUTO] * len(run.outputs)
+        return TaskLayouts.of(inputs, [layout if output in left else None for output, layout in enumerate(chosen)])
 
     def transfer(self, transfer: Transfer) -> None:
         for value, received in zip(transfer.sent, transfer.received, strict=True):
@@ -272,6 +317,10 @@ def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int
 def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> AllHeld:
     """Return what is known of a task's outputs."""
     return tuple(Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
+
+
+def _layout_of(started: Callable[[], tuple[TaskLayouts, Any]], output: int) -> MaybeLayout:
+    return started()[0].outputs[output]
 
 
 def _spec_in_type(aval: Any) -> PartitionSpec:

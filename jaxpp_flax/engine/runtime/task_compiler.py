@@ -5,8 +5,9 @@ lowering. XLA compiles it for one rank's devices, in a thread, and the executabl
 is lowered and compiled for each rank if it has a callback to the host, or another operation that JAX lowers only for
 known devices.
 
-For devices that are only described, a task is lowered for the devices of the first rank that has it: JAX would compile
-an abstract mesh for the default backend. The other ranks share what XLA says of it, since nothing runs.
+A task whose values have other layouts than JAX's default is lowered for the devices of the first rank that has it: only
+then JAX takes layouts. So it is for devices that are only described: JAX would compile an abstract mesh for the default
+backend. Their other ranks share what XLA says of it, since nothing runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import jax
+from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import needs_devices, platform_of, trace_context
@@ -29,6 +31,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
+from jaxpp_flax.engine.runtime.layouts import DEFAULTS, TaskLayouts, layouts_pay
 from jaxpp_flax.engine.runtime.refusals import refusals_named
 from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
@@ -40,12 +43,11 @@ MeshT = TypeVar("MeshT", bound=RankMeshes)
 
 @dataclass(eq=False)
 class _Distinct:
-    """A distinct task: lowered, compiled by a thread for the first rank that has it, and copied for the others.
+    """A distinct task: compiled by a thread for the first rank that has it, and copied for the others.
 
     A call of `original` and of the `executables`, which stand by devices, waits for the result.
     """
 
-    lowered: Any
     original: Callable[[], Original]
     executables: dict[Any, Callable[[], Any]] = field(default_factory=dict)
 
@@ -65,6 +67,7 @@ class TaskCompiler(Generic[MeshT]):
     compilations: int = 0
     _keys: Fingerprinter = field(default_factory=Fingerprinter)  # tells equal tasks
     _distinct: dict[Hashable, _Distinct] = field(default_factory=dict[Hashable, _Distinct])
+    _choices: dict[Hashable, Callable[[], Original] | tuple[Format, ...]] = field(default_factory=dict[Hashable, Any])
 
     @property
     def lowerings(self) -> int:
@@ -74,28 +77,75 @@ class TaskCompiler(Generic[MeshT]):
     def executables(self) -> int:
         return sum(len(distinct.executables) for distinct in self._distinct.values())
 
+    @cached_property
+    def chooses_layouts(self) -> bool:
+        """Whether `start` may be asked to let XLA choose layouts."""
+        return layouts_pay(self.mesh.rank_devices(0)[0])
+
     def start(
-        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+        self,
+        task: ProgramTask,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
+        layouts: TaskLayouts = DEFAULTS,
     ) -> Callable[[], Any]:
         """Let a thread compile a task for its rank's devices; a call of the result waits for the executable.
 
         `None` in `out_specs` leaves the choice to XLA.
         """
-        mesh, options = self._lowering_mesh(task), self.rank_options.get(task.rank, self.options)
-        shared = mesh.abstract_mesh if self.mesh.is_described else mesh
-        # JAX's settings at that time change how some primitives (random bits, say) are lowered.
-        key = (
-            shared, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate, trace_context(),
-            tuple(sorted((options or {}).items())),
-        )  # fmt: skip
+        mesh, shared = self._lowering_mesh(task, layouts)
+        key = self._key(shared, task, in_specs, out_specs, layouts)
+        lower = partial(self._lower, task, mesh, in_specs, out_specs, layouts)
         distinct = self._distinct.get(key)
         if distinct is None:
-            lowered = self._lower(task, mesh, in_specs, out_specs)
-            distinct = self._distinct[key] = _Distinct(lowered, self._compile_for(lowered, task, in_specs))
+            distinct = self._distinct[key] = _Distinct(self._compile_for(lower(), task, in_specs))
         devices = self.mesh.rank_devices(task.rank)
         if devices not in distinct.executables:
-            distinct.executables[devices] = cache(partial(self._executable, distinct, task, in_specs))
+            distinct.executables[devices] = cache(partial(self._executable, distinct, task, in_specs, lower))
         return distinct.executables[devices]
+
+    def choose(
+        self,
+        task: ProgramTask,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
+        layouts: TaskLayouts,
+    ) -> Callable[[], Sequence[Format]]:
+        """Let a thread compile a task only to find the layouts that XLA chooses; a call of the result waits for them.
+
+        XLA chooses the layouts of all results if it may choose that of one. So what comes out is no executable to run:
+        `start` compiles the task again, for the layouts that are wanted of these.
+        """
+        task = replace(task, donate=task.donate - layouts.refused_donations(task.graph))
+        mesh, shared = self._lowering_mesh(task, layouts)
+        key = self._key(shared, task, in_specs, out_specs, layouts)
+        if key not in self._choices:
+            lowered = self._lower(task, mesh, in_specs, out_specs, layouts)
+            self._choices[key] = self._compile_for(lowered, task, in_specs)
+
+        def formats() -> Sequence[Format]:
+            found = self._choices[key]
+            if callable(found):  # keep no executable
+                found = self._choices[key] = tuple(found().compiled.output_formats)
+            return found
+
+        return formats
+
+    def _key(
+        self,
+        shared: Mesh | AbstractMesh,
+        task: ProgramTask,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
+        layouts: TaskLayouts,
+    ) -> Hashable:
+        """Return what a compilation depends on; `shared` is the mesh whose ranks share it."""
+        options = self.rank_options.get(task.rank, self.options)
+        # JAX's settings at that time change how some primitives (random bits, say) are lowered.
+        return (
+            shared, self._keys.graph(task.graph), tuple(in_specs), tuple(out_specs), layouts, task.donate,
+            trace_context(), tuple(sorted((options or {}).items())),
+        )  # fmt: skip
 
     def original_of(self, executable: Any) -> Original | None:
         """Return what XLA compiled, of which an executable may be a copy; None for one that is not this compiler's."""
@@ -104,12 +154,14 @@ class TaskCompiler(Generic[MeshT]):
                 return distinct.original()
         return None
 
-    def _executable(self, distinct: _Distinct, task: ProgramTask, in_specs: Sequence[PartitionSpec]) -> Any:
+    def _executable(
+        self, distinct: _Distinct, task: ProgramTask, in_specs: Sequence[PartitionSpec], lower: Callable[[], Any]
+    ) -> Any:
         """Return the copy for a rank, which takes a twentieth of the time; or compile what cannot be copied."""
         if self.mesh.is_described:
             return distinct.original().compiled
         copy = distinct.original().copy_for(self.mesh.unstack[task.rank])
-        return self._compile_for(distinct.lowered, task, in_specs)().compiled if copy is None else copy
+        return self._compile_for(lower(), task, in_specs)().compiled if copy is None else copy
 
     def _compile_for(
         self, lowered: Any, task: ProgramTask, in_specs: Sequence[PartitionSpec]
@@ -134,12 +186,16 @@ class TaskCompiler(Generic[MeshT]):
         # From Python 3.13 on, the cores of this process alone.
         return ThreadPoolExecutor(getattr(os, "process_cpu_count", os.cpu_count)(), "compiling")
 
-    def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
-        """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
+    def _lowering_mesh(
+        self, task: ProgramTask, layouts: TaskLayouts
+    ) -> tuple[Mesh | AbstractMesh, Mesh | AbstractMesh]:
+        """Return the mesh for which a task is lowered, and the one whose ranks share what is compiled of it."""
         mesh = self.mesh.unstack[task.rank]
-        if self.mesh.is_described or any(needs_devices(e.primitive) for e in everywhere(task.graph)):
-            return mesh
-        return mesh.abstract_mesh
+        if self.mesh.is_described:
+            return mesh, mesh.abstract_mesh
+        if any(needs_devices(e.primitive) for e in everywhere(task.graph)):
+            return mesh, mesh
+        return mesh.abstract_mesh if layouts == DEFAULTS else mesh, mesh.abstract_mesh
 
     def _lower(
         self,
@@ -147,6 +203,7 @@ class TaskCompiler(Generic[MeshT]):
         mesh: Mesh | AbstractMesh,
         in_specs: Sequence[PartitionSpec],
         out_specs: Sequence[PartitionSpec | None],
+        layouts: TaskLayouts,
     ) -> Any:
         # A counter that began as a Python number stays weakly typed: the other operand decides the dtype.
         avals = [struct_of(v.aval).update(weak_type=v.aval.weak_type) for v in task.graph.inputs]
@@ -163,8 +220,8 @@ class TaskCompiler(Generic[MeshT]):
         with context_mesh(mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
-                in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
-                out_shardings=tuple(
+                in_shardings=layouts.of_inputs(map(sharding, task.graph.inputs, in_specs)),
+                out_shardings=layouts.of_outputs(
                     None if spec is None else sharding(atom, spec)
                     for atom, spec in zip(task.graph.outputs, out_specs, strict=True)
                 ),
