@@ -179,8 +179,6 @@ class Checkpointing:
                     f"copies of parameters take their restored values too: {listed(following, 3, str)}"
                 )
         position = own_position(read_json(path, "data"))
-        own = plan.at({"step": None} if "step" in plan.chosen else {})
-        step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
         if low_memory:
             self.under_way.clear()
         try:
@@ -193,6 +191,8 @@ class Checkpointing:
                 "training."
             ) from error
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
+        own = plan.at({"step": None} if "step" in plan.chosen else {})
+        step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
         self.take_position(step, None if only is not None else position)
 
     def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:

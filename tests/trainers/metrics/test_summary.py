@@ -90,7 +90,7 @@ def test_every_part_of_the_clock_has_a_word_in_the_summary():
 def test_the_best_metric_is_the_one_that_ranks_checkpoints(tmp_path, mode, step):
     trainer, shown = make(Checkpoints(tmp_path, best="eval_accuracy", best_mode=mode))
     accuracies = {1: 0.5, 2: 0.25, 3: 0.75, 4: 0.5}
-    trainer.evaluate = lambda data, global_batch_size: {
+    trainer.evaluate = lambda data, steps, global_batch_size: {
         "loss": 1.0 / trainer.step,
         "accuracy": accuracies[trainer.step],
     }

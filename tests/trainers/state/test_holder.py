@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jaxpp_flax.checkpoint import CheckpointMismatchError
-from jaxpp_flax.checkpoint.reading import plan_restore
+from jaxpp_flax.checkpoint.reading import plan_restore, read_whole_metadata
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint
@@ -27,7 +27,7 @@ def held(value: float) -> StateHolder:
 
 
 def on_disk(path: Path, target: StateHolder) -> Checkpoint:
-    return Checkpoint(plan_restore(path, target.target(keeps=False), widen=WIDENED))
+    return Checkpoint(plan_restore(path, read_whole_metadata(path), target.target(keeps=False), widen=WIDENED))
 
 
 PLACES: list[Any] = [StateHolder.whole, lambda other: other.place(lambda: other.memory)]
@@ -90,8 +90,8 @@ def test_an_average_on_disk_may_be_narrower(read: Callable[[StateHolder], Any], 
     read(other)
     assert (other.memory.params["w"].dtype, other.memory.ema["w"].dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(other.memory.ema["w"], [0.25, 0.25])
-    plan_restore(path, other.memory, widen=WIDENED)
+    plan_restore(path, read_whole_metadata(path), other.memory, widen=WIDENED)
     for target, leaf in ((made(jnp.float32), "params"), (made(jnp.float16), "ema"), (made(jnp.float16), "params")):
         narrow = replace(target.whole(), ema={"w": jnp.ones(2, jnp.float16)}) if leaf == "ema" else target.whole()
         with pytest.raises(CheckpointMismatchError, match=rf"{leaf}/w: dtype bfloat16 in the checkpoint, wanted float"):
-            plan_restore(path, narrow, widen=WIDENED)
+            plan_restore(path, read_whole_metadata(path), narrow, widen=WIDENED)
