@@ -216,8 +216,10 @@ class Run:
             call.data, steps=steps, epochs=call.epochs, start=start, how=call.resume_data, drawn=call.drawn or 0
         )
         self._begin(stream)
-        _Loop(self, call, stream, outcome).run()
-        outcome.warns = stream.warns
+        try:
+            _Loop(self, call, stream, outcome).run()
+        finally:  # a callback may raise after the data has ended
+            outcome.warns = stream.warns
 
     def _resume(self, call: Fit) -> dict[str, Any] | None:
         """What callbacks go on from; None without a checkpoint."""
