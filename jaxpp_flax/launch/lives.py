@@ -76,6 +76,6 @@ class Lives:
         source = f"from the checkpoint of step {first - 1}" if first > 1 else "from the beginning, without a checkpoint"
         repeated = max(0, self._furthest - first + 1)
         self._say(
-            f"life {self._number} goes on {source}: {repeated} step{'' if repeated == 1 else 's'} of the life before "
-            f"repeated, {seconds:.1f} s from the failure to {'the end' if ended else f'step {first + 1}'}."
+            f"life {self._number} goes on {source}: {repeated} step{'' if repeated == 1 else 's'} repeated, "
+            f"{'the end' if ended else f'step {first + 1}'} after {seconds:.1f} s."
         )
