@@ -109,7 +109,7 @@ class Blocks:
         Raises:
           ValueError: if the body cannot be cut at some mark.
         """
-        return partition(self.labels, fuse_last=False, split_backward=self.loop.schedule.splits_backward)
+        return partition(self.labels, fuse_last=False, splits_backward=self.loop.schedule.splits_backward)
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
         """Estimate the work of each block; the last block is the work after the last mark.
@@ -126,7 +126,7 @@ class Blocks:
     def can_cut(self, cuts: Sequence[int]) -> bool:
         """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""
         try:
-            partition(label(self.body, cuts), fuse_last=False, split_backward=self.loop.schedule.splits_backward)
+            partition(label(self.body, cuts), fuse_last=False, splits_backward=self.loop.schedule.splits_backward)
         except CarryError:
             return False
         return True

@@ -14,11 +14,12 @@ import numpy as np
 from jaxpp_flax._compat_texts.errors import is_uneven_split
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, signature
+from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, resized, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows
 from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
-from jaxpp_flax.trainers.data.padding import Form, form_for, resized
+from jaxpp_flax.trainers.data.global_arrays import is_global
+from jaxpp_flax.trainers.data.padding import Form, form_for
 from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms
@@ -190,7 +191,7 @@ class InferenceCalls(WeightCalls):
 
     def _may_repeat(self, whole: Any, form: Form) -> bool:
         """Return whether a mean stays the same if examples of a batch are repeated, and all of them are here."""
-        here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(whole) if isinstance(leaf, jax.Array))
+        here = not any(map(is_global, jax.tree.leaves(whole)))
         one = resized(whole, form.microbatch)
         return here and self.steps.builders.is_separable(self._eval_loss_fn, self.held.memory, one)
 

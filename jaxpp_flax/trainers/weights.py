@@ -16,11 +16,12 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.messages import amount, listed
-from jaxpp_flax.processes import exchange_values, process_group, value_text
+from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
 from jaxpp_flax.trainers.objects import TrainerObjects
+from jaxpp_flax.trainers.state.holder import is_gone, is_here
 from jaxpp_flax.trainers.state.inference_weights import average_of, which_weights
 from jaxpp_flax.trainers.state.placement import on_parts, to_ordinary
 from jaxpp_flax.trainers.state.sources import Arrays, compare_values
@@ -143,8 +144,7 @@ class WeightCalls(TrainerObjects):
         state = self.held.memory
         new = checked_weights(weights, leaves_of_model(state))
         if self.held.is_across:  # arrays on ranks are not compared: no process has all of one
-            hashes = {path: None if isinstance(of, MpmdArray) else value_text(of) for path, of in new.items()}
-            compare_values("the weights of set_weights", hashes)
+            compare_values("the weights of set_weights", Arrays(new).hashes())
         leaves = flatten(state)[0]
         values = {path: new[own_path(path)] for path in leaves if path.startswith(OF_MODEL) and own_path(path) in new}
         given = {path.removeprefix("params/"): value for path, value in values.items() if path.startswith("params/")}
@@ -175,7 +175,7 @@ class WeightCalls(TrainerObjects):
             if path not in now or (leaf.shape, leaf.dtype) != (now[path].shape, now[path].dtype):
                 has = "no such leaf" if path not in now else f"{now[path].dtype}{list(now[path].shape)}"
                 faults.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, and the trainer has {has}")
-            elif hasattr(leaf, "is_deleted") and leaf.is_deleted():
+            elif is_gone(leaf):
                 faults.append(f"{path}: a step has reused its memory")
         if faults:
             raise ModelError(
@@ -184,7 +184,7 @@ class WeightCalls(TrainerObjects):
         self.held.put(state)
         self.held.meet("trainer.set_state")
         step: Any = state.step
-        known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
+        known = int(step) if is_here(step) else None
         answers = exchange_values(process_group(), "the step of the new state", known)
         self.checkpoints.take_position(next(answer for answer in answers if answer is not None), None)
 

@@ -123,7 +123,7 @@ def labelled(body: Graph, params: dict[str, Any], cuts: Sequence[int] | None = N
 
 def parted(labels: Labels, *, fuse_last: bool = False, split_backward: bool = False) -> Partition:
     """Cut a labelled body into tasks."""
-    return partition(labels, fuse_last=fuse_last, split_backward=split_backward)
+    return partition(labels, fuse_last=fuse_last, splits_backward=split_backward)
 
 
 def partition_of(step: Callable[..., Any], *args: Any, **options: Any) -> Partition:

@@ -15,6 +15,7 @@ from jaxpp_flax.processes import process_group, value_hash, value_text
 from jaxpp_flax.trainers.data.stream import Batches, awaited
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
+from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
@@ -36,7 +37,10 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
         is_across=False,
         kept=OptimizerMemory(),
     )
-    steps = CompiledSteps(scheduling, Assigner("even"), unused, after_step_12, stage=StageContext(mesh=None))
+    steps = CompiledSteps(
+        scheduling, Assigner("even"), unused, after_step_12,
+        stage=StageContext(mesh=None), ignored={}, fsdp="microbatch", clock=Clock(), under_way=unused,
+    )  # fmt: skip
     assert (
         steps.get(kind, {}, lambda: lambda state, batch: batch, donate=kind == "train")(after_step_12.memory, {}) == {}
     )

@@ -177,11 +177,10 @@ def connect(
     timeout_s: float,
     *,
     served_elsewhere: bool,
-    on_failure: Callable[[Failure], None] | None = None,
 ) -> ProcessEnd:
     """Connect this process to the others; returns its end, for the caller to install or to call.
 
-    If it is served elsewhere, process 0 does not serve the coordination. `on_failure` is as in `ProcessGroup.watch`.
+    If it is served elsewhere, process 0 does not serve the coordination.
     """
     bind_address, listen_at = _listening_addresses(settings)
     _check_own(bind_address)
@@ -217,7 +216,7 @@ def connect(
     _take_part(group, settings)
     end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
-        group.watch(settings.failure_timeout, on_failure)
+        group.watch(settings.failure_timeout)
     except CoordinationError as error:
         # A normal exit of Python would disconnect the other process that has this index.
         print_notice(str(error))

@@ -132,7 +132,12 @@ class InferencePart:
 
 
 def split_for_inference(
-    batch: Any, num_microbatches: int, shards: int = 1, *, together: bool = False, cut: Any = None
+    batch: Any,
+    num_microbatches: int,
+    shards: int = 1,
+    *,
+    together: bool = False,
+    cut: Callable[[Any, int, int], Any] | None = None,
 ) -> list[InferencePart]:
     """Cut a batch of any size into at most `num_microbatches` parts that the shards divide, and the remaining examples.
 
@@ -215,6 +220,16 @@ def dtype_of(leaf: Any) -> Any:
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of `leaf`, and the dtype that JAX gives it."""
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf))
+
+
+def resized(batch: Any, size: int) -> Any:
+    """Return the shapes of a batch of so many examples, or of a microbatch; scalars are constants."""
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else shape_of(leaf)
+        return shape.update(shape=(size, *shape.shape[1:])) if shape.shape else shape
+
+    return jax.tree.map(one, batch)
 
 
 def count_units(batch: Any, global_batch_size: int | None = None) -> tuple[int, str]:

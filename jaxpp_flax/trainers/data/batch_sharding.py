@@ -111,7 +111,7 @@ class BatchSharding:
 
     def padded_parts(self, whole: Any, form: Form) -> list[InferencePart]:
         """Bring a whole batch into the form of a program for batches of another size."""
-        return list(padded_parts(self._taken(whole), batch_size(whole), form))
+        return list(padded_parts(jax.tree.map(self._taken, whole), batch_size(whole), form))
 
     def whole(self, batch: Any, global_batch_size: int | None) -> Any:
         """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""

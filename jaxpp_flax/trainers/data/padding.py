@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpp_flax.trainers.data.batch import InferencePart, dtype_of, repeated
 
-__all__ = ["Form", "form_for", "padded_parts", "resized"]
+__all__ = ["Form", "form_for", "padded_parts"]
 
 _TRIED = 64  # the most sizes of a microbatch to try
 
@@ -76,15 +76,6 @@ def padded_parts(batch: Any, size: int, form: Form) -> Iterator[InferencePart]:
             num_examples=sum(own),
             shares=np.asarray(own + [0] * unused, np.float32) / np.float32(form.microbatch),
         )
-
-
-def resized(batch: Any, size: int) -> Any:
-    """Return the shapes of a batch of so many examples; scalars are constants."""
-
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]) if np.shape(leaf) else (), dtype_of(leaf))
-
-    return jax.tree.map(one, batch)
 
 
 def _sizes(size: int, microbatch: int) -> list[int]:

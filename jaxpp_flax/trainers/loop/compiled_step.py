@@ -11,6 +11,7 @@ from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.state.holder import is_gone
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["CompiledStep"]
@@ -78,7 +79,7 @@ class CompiledStep:
                 f"this step was compiled for a batch of {self._compiled_for}, not of {describe_batch(batch)}. Each "
                 "shape has a step of its own: `trainer.compiled_step(batch)`; it takes the same state."
             )
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if hasattr(leaf, "is_deleted")):
+        if any(map(is_gone, jax.tree.leaves(state))):
             raise RuntimeError(
                 "this state was given to a step before, which reused its memory. Go on with the state that the step "
                 "returned: `state, metrics = step(state, batch)`. A copy stays: `jax.tree.map(copy.deepcopy, state)`."

@@ -36,7 +36,7 @@ from jaxpp_flax.trainers.loss.example_counts import (
     selected,
 )
 
-__all__ = ["Followed", "Joins", "find_joins", "follow_examples"]
+__all__ = ["Followed", "Joins", "follow_examples"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,6 @@ class Followed:
     normalises: Sequence[bool]
     apart: Sequence[bool]
     shifted: Sequence[bool]
-
-
-def find_joins(graph: Graph, examples: Iterable[Value], count: int) -> list[Joins]:
-    """Return how each output of a graph joins the examples; the arguments are those of `follow_examples`."""
-    return list(follow_examples(graph, examples, count).joins)
 
 
 def follow_examples(

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.messages import listed
-from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.trainers.data.batch import resized, shape_of
 from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.loss.loss_graph import PARAMETERS, LossGraph, LossGrowth, used_inputs
 from jaxpp_flax.trainers.loss.loss_rule import read_loss
@@ -212,15 +212,10 @@ def is_separable(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainS
     size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
     try:
         return trace_graph(
-            model, loss_fn, state, microbatch if size > 1 else _resized(microbatch, 2), training=False
+            model, loss_fn, state, microbatch if size > 1 else resized(microbatch, 2), training=False
         ).is_separable
     except Exception:  # the user's function may raise anything for a size that it does not expect
         return False
-
-
-def _resized(microbatch: Any, size: int) -> Any:
-    """Return the shapes of a microbatch of so many examples; scalars are constants."""
-    return jax.tree.map(lambda x: x.update(shape=(size, *x.shape[1:])) if x.shape else x, microbatch)
 
 
 def _other_sizes(
@@ -232,8 +227,8 @@ def _other_sizes(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            small = loss if size == few else trace(_resized(microbatch, few))
-            return small, trace(_resized(microbatch, 2 * few))
+            small = loss if size == few else trace(resized(microbatch, few))
+            return small, trace(resized(microbatch, 2 * few))
     except Exception:  # the user's function may raise anything for a size that it does not expect
         return loss, None
 
@@ -294,7 +289,7 @@ def _states_of_whole_batch(
     if not rows:
         return None
     try:
-        loss = trace(_resized(microbatch, size))
+        loss = trace(resized(microbatch, size))
     except Exception:  # the rows are not the reason
         return None
     used = used_inputs(loss.graph, [True] * len(loss.graph.outputs))[len(loss.constants) :]

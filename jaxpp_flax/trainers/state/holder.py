@@ -28,7 +28,7 @@ from jaxpp_flax.trainers.state.train_state import (
     shapes_of,
 )
 
-__all__ = ["Kept", "StateHolder"]
+__all__ = ["Kept", "StateHolder", "is_gone", "is_here"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class StateHolder:
         """
         if self.is_across:
             # Once the state is ready, no other process waits for a value of this process.
-            jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.memory) if not _is_gone(leaf)])
+            jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.memory) if not is_gone(leaf)])
             why = f"it waits in {call}{detail}, which every process must call after the same step"
             process_group().barrier(call, idle_reason=why)
 
@@ -163,8 +163,8 @@ class StateHolder:
         Raises:
           RuntimeError: the message says how the trainer gets a state.
         """
-        here = (leaf for leaf in jax.tree.leaves((self.memory.step, self.memory.params)) if _is_here(leaf))
-        if _is_gone(next(here, self.memory.step)):
+        here = (leaf for leaf in jax.tree.leaves((self.memory.step, self.memory.params)) if is_here(leaf))
+        if is_gone(next(here, self.memory.step)):
             raise RuntimeError(
                 f"{call}: the trainer has no state, since a step has reused its memory: one of "
                 "`trainer.compiled_step`, or one that was interrupted. Give the trainer the state that the step "
@@ -307,12 +307,12 @@ class StateHolder:
         compare_values("the initial state", hashes)
 
 
-def _is_gone(leaf: Any) -> bool:
-    """Return whether a step has reused the memory of a leaf."""
-    return not is_abstract(leaf) and leaf.is_deleted()
+def is_gone(leaf: Any) -> bool:
+    """Return whether a step has reused the memory of a leaf; shapes and NumPy arrays stay."""
+    return hasattr(leaf, "is_deleted") and leaf.is_deleted()
 
 
-def _is_here(leaf: Any) -> bool:
+def is_here(leaf: Any) -> bool:
     """Return whether this process has a part of a leaf."""
     return not isinstance(leaf, MpmdArray) or leaf.is_partially_addressable
 

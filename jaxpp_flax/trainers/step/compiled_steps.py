@@ -23,7 +23,6 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, examples_of_a
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import batch_spec, layout_of, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
-from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
@@ -54,17 +53,16 @@ class CompiledSteps:
         held: StateHolder,
         *,
         stage: StageContext,
-        ignored: Mapping[str, str] | None = None,
-        fsdp: Fsdp = "microbatch",
-        clock: Clock | None = None,
-        under_way: StepsUnderWay | None = None,
+        ignored: Mapping[str, str],
+        fsdp: Fsdp,
+        clock: Clock,
+        under_way: StepsUnderWay,
     ) -> None:
-        self.clock = clock or Clock()
-        self.under_way = under_way or StepsUnderWay("ignore", Display(False), tells=False)
+        self.clock, self.under_way = clock, under_way
         self.scheduling, self.assigner, self.builders, self._held = scheduling, assigner, builders, held
         self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
-        self._ignored = ignored or {}
+        self._ignored = ignored
         self.rows = BatchSharding(scheduling.mesh, scheduling.num_microbatches)
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step

@@ -56,3 +56,16 @@ def test_a_batch_may_have_a_sharding_of_its_own(kind: str, stages: str):
     placed = jax.device_put(BATCH, sharding(kind))
     found, expected = (results(batch, **options[stages]) for batch in (placed, BATCH))
     tree_allclose(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", ["explicit", "another device"])
+def test_a_smaller_batch_to_evaluate_may_have_one_too(kind: str, stages: int):
+    """It runs in the program of the larger one: its examples are repeated where they lie."""
+    trainer = PipelineTrainer(
+        Layers(), optax.adam(1e-2), squared_error, num_stages=stages, num_microbatches=2, logging=False
+    )
+    batches = [BATCH, jax.tree.map(lambda x: x[:4], BATCH)]
+    found, expected = (trainer.evaluate(of) for of in (jax.device_put(batches, sharding(kind)), batches))
+    tree_allclose(found, expected, rtol=0, atol=0)
+    assert len(trainer.steps.compiled) == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxpp_flax.trainers.data.padding import Form, form_for, padded_parts, resized
+from jaxpp_flax.trainers.data.batch import resized
+from jaxpp_flax.trainers.data.padding import Form, form_for, padded_parts
 
 
 @pytest.mark.parametrize("microbatch", [1, 4, 5, 6, 12])

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax.trainers.data.padding import resized
+from jaxpp_flax.trainers.data.batch import resized
 from jaxpp_flax.trainers.loss.loss_trace import is_separable
 from jaxpp_flax.trainers.model.chosen_model import choose_model
 from jaxpp_flax.trainers.state.train_state import TrainState, shapes_of

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.trainers.loss.joined_examples import Joins, find_joins
+from jaxpp_flax.trainers.loss.joined_examples import Joins, follow_examples
 
 BATCH, LENGTH, WIDTH = 4, 6, 3
 WEIGHT, TEMPERATURE = np.eye(WIDTH, dtype=np.float32), np.float32(0.1)
@@ -24,7 +24,7 @@ def joins_of(function: Callable[..., Any], x: Any = X, labels: Any = LABELS, mas
     fixed = WEIGHT, TEMPERATURE, jax.random.key(0)
     graph, consts = from_jaxpr(jax.make_jaxpr(function)(x, labels, mask, *fixed))
     inputs = graph.inputs[len(consts) :][:3]
-    (joins,) = find_joins(graph, inputs, len(x))
+    (joins,) = follow_examples(graph, inputs, len(x)).joins
     return joins
 
 

@@ -82,7 +82,7 @@ def _cut(loop: LabelledLoop, residuals: ResidualPlan | None) -> CutLoop:
     part = partition(
         loop.labels,
         fuse_last=fuse_last,
-        split_backward=schedule.splits_backward,
+        splits_backward=schedule.splits_backward,
         residuals=residuals,
         rank_of=schedule.rank_of,
     )
@@ -94,7 +94,7 @@ def partition(
     labels: Labels,
     *,
     fuse_last: bool,
-    split_backward: bool,
+    splits_backward: bool,
     residuals: ResidualPlan | None = None,
     rank_of: Callable[[int], int] = int,
 ) -> Partition:
@@ -103,7 +103,7 @@ def partition(
     Args:
       labels: the result of `label`.
       fuse_last: run the last stage's forward and backward as one task.
-      split_backward: split each backward task but the first stage's into input and weight gradients.
+      splits_backward: split each backward task but the first stage's into input and weight gradients.
       residuals: the stages that compute their residuals again; None for none.
       rank_of: returns the rank of a stage; by default each stage has a rank of its own.
 
@@ -118,7 +118,7 @@ def partition(
         phase = labels.phase.get(equation)
         key = None if phase is None else TaskKey(phase)
         task_of[equation] = fused if fuse_last and phase == last + 1 else key
-    if split_backward:
+    if splits_backward:
         _split(labels, task_of)
     accumulators = _accumulators(labels, task_of)
     results = [accumulator.result for accumulator in accumulators]

@@ -395,7 +395,7 @@ def test_any_model(model: list[Layer], form: str, data: st.DataObject):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(flat.marks) - 1)), "cuts")) if flat.marks else []
     labels = label(flat, cuts)
     labels.verify()
-    part = partition(labels, fuse_last=form == "fused", split_backward=form == "split")
+    part = partition(labels, fuse_last=form == "fused", splits_backward=form == "split")
     part.verify()
     verify_effects(labels, part)
     check_each_equation_once(labels, part)
