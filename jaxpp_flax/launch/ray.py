@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.launch import coordinator
-from jaxpp_flax.launch.process.connection import connect
+from jaxpp_flax.launch.process.connection import await_all, connect
 from jaxpp_flax.launch.process.process_end import ProgramExitError, type_and_message
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, describe_preemption, join_host_and_port
 from jaxpp_flax.messages import error_location
@@ -129,6 +129,7 @@ class _Worker:
             return _call(function, arguments)
         end = connect(settings, None, timeout_s, served_elsewhere=False)
         try:
+            await_all(end, timeout_s)
             result = _call(function, arguments)
         except BaseException as error:
             end.group.place = error_location(error)

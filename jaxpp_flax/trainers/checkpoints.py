@@ -22,7 +22,7 @@ from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.counts import is_whole
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.messages import listed, near_names
-from jaxpp_flax.processes.comparison import compare_lines, exchange_values
+from jaxpp_flax.processes.comparison import compare_lines, exchange_values, found_by_process_0
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
@@ -61,7 +61,7 @@ class Checkpointing:
     - `data`: the position of the run in its data;
     - `callbacks`: the states of the callbacks of `fit`, such as the patience of `EarlyStopping`;
     - `metrics`: those of the step and of its evaluation;
-    - `about`: the name of the model.
+    - `about`: the name of the model, and that of the run.
 
     Args:
       measured: the metrics of the latest step, which a checkpoint keeps for Orbax's policies.
@@ -118,7 +118,8 @@ class Checkpointing:
         self._begin_save()
         with process_group().waiting(f"the save of step {self.held.step}"):
             data = gather_positions(None if (at := self.data.position) is None else at.to_json())
-        beside = {"data": data, "about": {"model": self.model.name}}
+        about = {"model": self.model.name, "run": process_group().run_id}
+        beside: dict[str, Any] = {"data": data, "about": about}
         return beside | ({"callbacks": states} if (states := self.callbacks.to_json()) else {})
 
     @without_ambient_mesh
@@ -280,7 +281,7 @@ class Checkpointing:
         """Restore the latest checkpoint, if one exists, or that of a step; return its position in the data."""
         store = self.need_store("fit(resume=True)")
         store.wait()  # the latest checkpoint may still be written
-        if not isinstance(how, (bool, str)):
+        if not isinstance(how, (bool, str)) and not self._has_rolled_back(store):
             return self._roll_back(store, int(how))
         before, aside = self.held.step, list[Path]()
         while (latest := _latest(store)) is not None:
@@ -309,6 +310,17 @@ class Checkpointing:
         later = f"; later steps, up to step {before}, were not saved and are lost"
         self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
         return self._restored_position()
+
+    def _has_rolled_back(self, store: CheckpointStore) -> bool:
+        """Return whether the launcher has started the run again, and it has saved since it went back to a step."""
+        group, latest = process_group(), _latest(store)
+        if group.attempt == 1 or self.held.step or latest is None:
+            return False
+
+        def is_own() -> bool:
+            return (read_json(store.path(latest), "about") or {}).get("run") == group.run_id
+
+        return found_by_process_0(group, "whether the run has gone back to a step", is_own, *_DAMAGE)
 
     def _roll_back(self, store: CheckpointStore, step: int) -> DataPosition | None:
         """Restore the checkpoint of a step, which need not be the latest one; return its position in the data."""

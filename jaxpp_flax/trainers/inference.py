@@ -56,6 +56,13 @@ class Average:
             else:
                 total = np.asarray(value, np.float64) / num_microbatches * num_examples
                 weight = np.float64(num_examples)
+            if name in self._sums and np.shape(self._sums[name]) != total.shape:
+                raise ValueError(
+                    f"the metric {name!r} has the shape {list(total.shape)} in one microbatch of the evaluation, and "
+                    f"{list(np.shape(self._sums[name]))} in another one: a value for each example? A metric of an "
+                    "evaluation is a mean over the examples, or a pair (sum, weight); `predict` returns values of "
+                    "examples."
+                )
             self._sums[name] = self._sums[name] + total
             self._weights[name] = self._weights[name] + weight
 
@@ -176,6 +183,8 @@ class InferenceCalls(WeightCalls):
           forms: the forms so far, by the structure of an example.
         """
         size, shards, count = batch_size(whole), self.steps.rows.batch_shards, self.num_microbatches
+        if not size:
+            return None  # `inference_parts` refuses it
         key = signature(resized(whole, 1))
         form = forms.get(key)
         if form is None or size > form.size:

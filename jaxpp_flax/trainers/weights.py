@@ -28,6 +28,7 @@ from jaxpp_flax.trainers.state.sources import Arrays, compare_values
 from jaxpp_flax.trainers.state.train_state import (
     OF_MODEL,
     TrainState,
+    is_abstract,
     leaves_of_model,
     model_part,
     own_path,
@@ -172,9 +173,12 @@ class WeightCalls(TrainerObjects):
         now, new = flatten(self.held.memory)[0], flatten(state)[0]
         faults = [f"{path}: it lacks this leaf" for path in now if path not in new]
         for path, leaf in new.items():
-            if path not in now or (leaf.shape, leaf.dtype) != (now[path].shape, now[path].dtype):
-                has = "no such leaf" if path not in now else f"{now[path].dtype}{list(now[path].shape)}"
-                faults.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, and the trainer has {has}")
+            has = "no such leaf" if path not in now else f"{now[path].dtype}{list(now[path].shape)}"
+            given = f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else f"the {type(leaf).__name__} {leaf}"
+            if given != has:
+                faults.append(f"{path}: {given}, and the trainer has {has}")
+            elif is_abstract(leaf):
+                faults.append(f"{path}: {given} without a value")
             elif is_gone(leaf):
                 faults.append(f"{path}: a step has reused its memory")
         if faults:

@@ -84,8 +84,8 @@ def test_none_is_left(run: Any, tmp_path: Path):
 
 
 def test_other_values_are_refused(tmp_path: Path):
-    for resume in ("latest", 1, None):
-        with pytest.raises(ValueError, match=r'resume=.*: it must be True, False or "latest_valid"'):
+    for resume in ("latest", 0, 2.0, None):
+        with pytest.raises(ValueError, match=r'resume=.*: it must be True, False, "latest_valid" or the step'):
             program.make_trainer(tmp_path / "run").fit(BATCHES, steps=1, resume=resume)  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ def test_a_stopped_process_is_named():
         outputs = others(ended, since)
     for output in outputs:
         assert "process 1: no sign of life" in output, output[-3000:]
-        assert says("a stopped process; a killed one whose arrays nobody awaits (at a barrier)").search(output)
+        assert says("a stopped process; a killed one at a barrier").search(output)
 
 
 def test_process_0_of_a_run_that_we_did_not_start_takes_all_with_it():
@@ -79,7 +79,7 @@ def test_process_0_of_a_run_that_we_did_not_start_takes_all_with_it():
         processes.processes[0].kill()
         ended = processes.wait(since + 90)
     assert ended[1].code == -signal.SIGABRT
-    assert says("a killed process 0, after your own `jax.distributed.initialize`").search(ended[1].output)
+    assert says("a killed process 0, after your `jax.distributed.initialize`").search(ended[1].output)
 
 
 def test_data_that_ends_early_in_one_process_is_told():

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import BatchError
 from tests.helpers import slow
 from tests.trainers import models as m
 
@@ -119,3 +120,16 @@ def test_a_limit_draws_no_further_batch():
         raise AssertionError("a batch too many")
 
     assert make_trainer(masked).evaluate(endless(), steps=2)["loss"] > 0
+
+
+def test_a_batch_without_examples_is_refused_wherever_it_comes():
+    trainer = make_trainer(masked)
+    for batches in ([BATCHES[0], m.make_batch(0)], [m.make_batch(0)]):
+        with pytest.raises(BatchError, match="the batch has no examples"):
+            trainer.evaluate(batches)
+
+
+def test_a_metric_of_each_example_is_refused_by_name():
+    trainer = make_trainer(lambda model, batch: (entropies(model, batch).mean(), {"each": entropies(model, batch)}))
+    with pytest.raises(ValueError, match=r"the metric 'each' has the shape \[7, 5\].*\[4, 5\] in another one"):
+        trainer.evaluate(BATCHES[:2])

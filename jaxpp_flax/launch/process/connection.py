@@ -26,7 +26,7 @@ from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.store import CoordinationError, own_address
 from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
-__all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
+__all__ = ["ConnectionOptions", "await_all", "connect", "connect_program", "initialize"]
 
 # JAX aborts a process whose connection it gives up, without a reason; our own deadline, with a reason, comes first.
 _AFTER_OUR_DEADLINE = 60
@@ -134,6 +134,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     )
     end = connect(settings, local_device_ids, options.initialization_timeout_s, served_elsewhere=served_elsewhere)
     end.install()
+    await_all(end, options.initialization_timeout_s)
     return end
 
 
@@ -222,8 +223,12 @@ def connect(
         print_notice(str(error))
         end_at_once(1)
     watching.set()
-    group.barrier("the start of all processes", timeout_s)
     return end
+
+
+def await_all(end: ProcessEnd, timeout_s: float) -> None:
+    """Wait for the other processes; if one of them fails, this one ends as in the program."""
+    end.group.barrier("the start of all processes", timeout_s)
 
 
 def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> None:

@@ -36,7 +36,7 @@ class Evaluate(Callback):
         global_batch_size: int | None = None,
     ) -> None:
         super().__init__(every=1 if every is None else every)
-        evaluation_sets("Evaluate: data", data)
+        evaluation_sets("Evaluate: data", data, every=None if every is None else f"every={every}")
         self._steps = None if steps is None else check_count("Evaluate: steps", steps)
         self._data, self._global_batch_size, self._only_at_end = data, global_batch_size, every is None
         self._begin: int | None = None

@@ -70,8 +70,14 @@ class CompiledStep:
 
         Raises:
           BatchError: for a batch of other shapes or dtypes, or one that lacks the rows that this process reads.
+          TypeError: for a state that is no `TrainState`, or is that of another model or optimizer.
           RuntimeError: for a state that was given to a step before.
         """
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"a compiled step got a {type(state).__name__} as its state. It takes `trainer.state`, or the state "
+                "that another call returned: `state, metrics = step(state, batch)`."
+            )
         whole = self._rows.whole(batch, self._global_batch_size)
         microbatches = self._rows.split(whole)
         if signature(microbatches) != self._shapes:

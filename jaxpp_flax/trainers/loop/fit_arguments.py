@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ class FitArguments:
         for name in ("steps", "epochs", "global_batch_size", *of_evaluation):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))
-        sets = {} if self.eval_data is None else evaluation_sets("eval_data", self.eval_data)
+        every = None if self.eval_every is None else f"eval_every={self.eval_every}"
+        sets = {} if self.eval_data is None else evaluation_sets("eval_data", self.eval_data, every=every)
         for callback in self.callbacks:
             if not sets and isinstance(callback, EarlyStopping):
                 raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
@@ -53,12 +54,6 @@ class FitArguments:
         for name in of_evaluation if not sets else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)}, but there is nothing to evaluate: pass eval_data=.")
-        for batches in sets.values():
-            if self.eval_every is not None and isinstance(batches, Iterator):
-                raise ValueError(
-                    f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
-                    f"{type(batches).__name__} can be iterated only once. Pass a list."
-                )
 
     def common(self) -> Mapping[str, Any]:
         """Return the arguments that all processes must pass alike; of the data to evaluate, the names of the sets."""

@@ -196,8 +196,8 @@ class TrainingLoop:
         )  # fmt: skip
         with save.begun():
             position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
+            self.held.check_owned("trainer.fit")
             if not arguments.resume:
-                self.held.check_owned("trainer.fit")
                 save.refuse_later_checkpoints()
             begin = trainer.step
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
@@ -154,11 +155,15 @@ class StateHolder:
         self.memory = jax.tree.unflatten(structure, (leaves | read).values())
 
     def put(self, state: TrainState) -> None:
-        """Hold another state, whose arrays may lie anywhere."""
-        self.memory, self.is_placed, self._sources = state, False, {}
+        """Hold another state, whose arrays may lie anywhere; arrays of NumPy are read when they are placed."""
+        leaves, structure = flatten(state)
+        source = Arrays({path: leaf for path, leaf in leaves.items() if isinstance(leaf, np.ndarray | np.generic)})
+        leaves |= {path: shapes_of(leaves[path]) for path in source.paths}
+        self.memory, self.is_placed = jax.tree.unflatten(structure, leaves.values()), False
+        self._sources = dict.fromkeys(source.paths, source)
 
     def check_owned(self, call: str) -> None:
-        """Refuse a call that needs the state, if a step has reused its memory and has not returned to the trainer.
+        """Refuse a call that needs the state, if its memory was reused and no other state has come to the trainer.
 
         Raises:
           RuntimeError: the message says how the trainer gets a state.
@@ -166,9 +171,9 @@ class StateHolder:
         here = (leaf for leaf in jax.tree.leaves((self.memory.step, self.memory.params)) if is_here(leaf))
         if is_gone(next(here, self.memory.step)):
             raise RuntimeError(
-                f"{call}: the trainer has no state, since a step has reused its memory: one of "
-                "`trainer.compiled_step`, or one that was interrupted. Give the trainer the state that the step "
-                "returned, `trainer.set_state(state)`, or restore a checkpoint."
+                f"{call}: the trainer has no state, since its memory was reused by a step of "
+                "`trainer.compiled_step`, or by a step or a restore (low_memory=True) that did not end. Give the "
+                "trainer the state that the step returned, `trainer.set_state(state)`, or restore a checkpoint."
             )
 
     def begin_anew(self) -> None:

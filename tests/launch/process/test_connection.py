@@ -130,7 +130,7 @@ def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[R
     survivor = killed[victim][1 - victim]
     assert survivor.finish() == 69
     assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
-    assert says("a stopped process; a killed one whose arrays nobody awaits (at a barrier)").search(survivor.stderr)
+    assert says("a stopped process; a killed one at a barrier").search(survivor.stderr)
     awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
     assert awaited in survivor.stderr
     for run in killed[victim]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxpp_flax.trainers import Evaluate
 from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
 
 
@@ -12,6 +13,23 @@ def test_one_set_and_several():
     batches = [{"x": np.zeros(2)}]
     assert evaluation_sets("data", batches) == {None: batches}
     assert evaluation_sets("data", {"a": batches, "b": iter([])}).keys() == {"a", "b"}
+
+
+class Table(list):
+    """Has a shape and no dtype, as `datasets.Dataset`."""
+
+    shape = (1, 2)
+
+
+def test_a_set_may_have_a_shape():
+    assert evaluation_sets("data", {"a": Table(), "b": Table()}) == {"a": [], "b": []}
+
+
+@pytest.mark.parametrize("data", [iter([]), {"a": [], "b": iter([])}])
+def test_an_iterator_cannot_be_evaluated_again(data: object):
+    with pytest.raises(ValueError, match="every=2 needs Evaluate: data that can be iterated again, but"):
+        Evaluate(data, every=2)  # type: ignore[arg-type]
+    Evaluate(data)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,35 @@ def test_what_does_not_fit_is_refused():
         trainer.set_state(replace(state, opt_state=()))
     with pytest.raises(ModelError, match="got a State: it takes a `TrainState`"):
         trainer.set_state(state.params)
+    with pytest.raises(TypeError, match="a compiled step got a dict as its state"):
+        step(BATCH, state)
+    with pytest.raises(ModelError, match=r"step: int32\[\] without a value"):
+        trainer.set_state(jax.eval_shape(lambda given: given, state))
+    with pytest.raises(ModelError, match=r"step: the int 0, and the trainer has int32\[\]"):
+        trainer.set_state(replace(state, step=0))  # type: ignore[arg-type]
     narrow = replace(state, step=np.int64(0))
     with pytest.raises(ModelError, match=r"step: int64\[\], and the trainer has int32\[\]"):
         trainer.set_state(narrow)
     trainer.train_step(BATCH)
     with pytest.raises(ModelError, match="step: a step has reused its memory"):
         trainer.set_state(state)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_state_of_numpy_arrays_is_taken(num_stages):
+    trainer, reference = make_trainer(num_stages), make_trainer(num_stages)
+    state = jax.tree.map(np.asarray, reference.state)
+    trainer.set_state(state)
+    for _ in range(2):
+        assert float(trainer.train_step(BATCH)["loss"]) == float(reference.train_step(BATCH)["loss"])
+    trainer.set_state(state)
+    trainer.set_weights(reference.gather_model())
+    assert trainer.step == 0
+    assert trainer.evaluate([BATCH]) == reference.evaluate([BATCH])
+
+
+def test_a_state_that_is_gone_is_refused_before_a_run_without_a_checkpoint(tmp_path):
+    trainer = make_trainer(checkpoints=Checkpoints(tmp_path, every=2))
+    trainer.compiled_step(BATCH)(trainer.state, BATCH)
+    with pytest.raises(RuntimeError, match=r"trainer\.fit: the trainer has no state"):
+        trainer.fit([BATCH], steps=1, resume=True)

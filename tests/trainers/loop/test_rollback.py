@@ -11,6 +11,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError
+from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers import Callback, Checkpoints, Logging
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -256,3 +257,20 @@ def test_a_callbacks_state_is_that_of_its_step(tmp_path: Path):
     first = trainer.checkpoints.callbacks.to_json()
     counts.state["steps"] = 9
     assert first == {"Counts": {"steps": 3}}
+
+
+def test_a_run_that_the_launcher_has_started_again_goes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second attempt goes back only if the first one died before it saved; else its steps would be lost."""
+    trainer_in(tmp_path).fit(DATA, steps=6)
+    group = process_group()
+    monkeypatch.setattr(group, "run_id", "another run")
+    monkeypatch.setattr(group, "attempt", 2)
+    trainer = trainer_in(tmp_path)
+    trainer.fit(DATA, steps=4, resume=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "4.abandoned", "6.abandoned"]
+    again = trainer_in(tmp_path)
+    again.fit(DATA, steps=6, resume=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "4.abandoned", "6", "6.abandoned"]
+    tree_allclose(again.state, after(DATA[:6]), rtol=0, atol=0)
+    again.fit(DATA, steps=4, resume=2)  # not the first one of the trainer
+    assert (tmp_path / "4.abandoned_2").exists()
