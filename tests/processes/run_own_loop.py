@@ -63,7 +63,7 @@ whole = {name: np.concatenate([batch[name] for batch in ragged]) for name in "xy
 expected = nnx.jit(loss_fn)(reference.gather_model(), whole)
 np.testing.assert_allclose(found["ragged/loss"], expected, rtol=1e-5)
 assert found["whole/loss"] == reference.evaluate(batches[:2])["loss"]
-assert len(trainer._core.executables.compiled) == 2, "a training step, and one evaluation"
+assert len(trainer.steps.compiled) == 2, "a training step, and one evaluation"
 rows = trainer.rows_read(batches[0], "evaluate")
 shares = [jax.tree.map(lambda leaf, own: leaf[own], batch, rows) for batch in batches[:2]]
 assert trainer.evaluate(shares, global_batch_size=8)["loss"] == found["whole/loss"]
