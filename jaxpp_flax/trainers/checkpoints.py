@@ -175,6 +175,7 @@ class Checkpointing:
         fresh = list(filter(choose(only), others.fresh)) if missing == "error" else []
         if only is not None or missing == "keep":
             plan, following = self._with_copies(plan)
+            self.held.check_kept(plan.chosen)
             if following:
                 self.display.message(
                     f"copies of parameters take their restored values too: {listed(following, 3, str)}"

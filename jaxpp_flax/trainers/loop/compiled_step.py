@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
@@ -70,13 +71,18 @@ class CompiledStep:
 
         Raises:
           BatchError: for a batch of other shapes or dtypes, or one that lacks the rows that this process reads.
-          TypeError: for a state that is no `TrainState`, or is that of another model or optimizer.
+          TypeError: for a state that is no `TrainState`, or is that of another model or optimizer; inside `jax.jit`.
           RuntimeError: for a state that was given to a step before.
         """
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"a compiled step got a {type(state).__name__} as its state. It takes `trainer.state`, or the state "
                 "that another call returned: `state, metrics = step(state, batch)`."
+            )
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+            raise TypeError(
+                "a compiled step got values that are being traced, as inside `jax.jit` or `jax.grad`. It is compiled "
+                "already: call it outside. `trainer.step_function(batch)` is the function that it compiles."
             )
         whole = self._rows.whole(batch, self._global_batch_size)
         microbatches = self._rows.split(whole)

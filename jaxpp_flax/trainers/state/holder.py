@@ -12,6 +12,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.messages import listed
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
@@ -174,6 +175,15 @@ class StateHolder:
                 f"{call}: the trainer has no state, since its memory was reused by a step of "
                 "`trainer.compiled_step`, or by a step or a restore (low_memory=True) that did not end. Give the "
                 "trainer the state that the step returned, `trainer.set_state(state)`, or restore a checkpoint."
+            )
+
+    def check_kept(self, new: Container[str]) -> None:
+        """Refuse to keep leaves whose memory a step has reused; `new` are the paths that get new values."""
+        kept = ((path, leaf) for path, leaf in flatten(self.memory)[0].items() if path not in new and _is_here(leaf))
+        if gone := [path for path, leaf in kept if _is_gone(leaf)]:
+            raise RuntimeError(
+                f"trainer.restore would keep {listed(gone, 3, str)}, but a step has reused the memory of the state. "
+                "Restore all of it, or give the trainer the state that the step returned: `trainer.set_state(state)`."
             )
 
     def begin_anew(self) -> None:

@@ -110,7 +110,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ModelError, match="got a State: it takes a `TrainState`"):
         trainer.set_state(state.params)
     with pytest.raises(TypeError, match="a compiled step got a dict as its state"):
-        step(BATCH, state)
+        step(BATCH, state)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="values that are being traced"):
+        jax.jit(step)(state, BATCH)
     with pytest.raises(ModelError, match=r"step: int32\[\] without a value"):
         trainer.set_state(jax.eval_shape(lambda given: given, state))
     with pytest.raises(ModelError, match=r"step: the int 0, and the trainer has int32\[\]"):
@@ -141,3 +143,17 @@ def test_a_state_that_is_gone_is_refused_before_a_run_without_a_checkpoint(tmp_p
     trainer.compiled_step(BATCH)(trainer.state, BATCH)
     with pytest.raises(RuntimeError, match=r"trainer\.fit: the trainer has no state"):
         trainer.fit([BATCH], steps=1, resume=True)
+
+
+def test_a_state_that_is_gone_is_not_kept_beside_restored_leaves(tmp_path):
+    trainer = make_trainer()
+    trainer.save(tmp_path / "whole")
+    state, _ = trainer.compiled_step(BATCH)(trainer.state, BATCH)
+    with pytest.raises(RuntimeError, match=r"restore would keep step, .*, but a step"):
+        trainer.restore(tmp_path / "whole", only="params/*")
+    with pytest.raises(RuntimeError, match="restore would keep opt_state/0/count, "):
+        trainer.restore(tmp_path / "whole", only=lambda path: not path.startswith("opt_state"), missing="keep")
+    trainer.set_state(state)
+    trainer.restore(tmp_path / "whole", only="params/*")
+    assert trainer.step == 1
+    trainer.train_step(BATCH)
