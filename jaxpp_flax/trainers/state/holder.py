@@ -179,8 +179,8 @@ class StateHolder:
 
     def check_kept(self, new: Container[str]) -> None:
         """Refuse to keep leaves whose memory a step has reused; `new` are the paths that get new values."""
-        kept = ((path, leaf) for path, leaf in flatten(self.memory)[0].items() if path not in new and _is_here(leaf))
-        if gone := [path for path, leaf in kept if _is_gone(leaf)]:
+        kept = ((path, leaf) for path, leaf in flatten(self.memory)[0].items() if path not in new and is_here(leaf))
+        if gone := [path for path, leaf in kept if is_gone(leaf)]:
             raise RuntimeError(
                 f"trainer.restore would keep {listed(gone, 3, str)}, but a step has reused the memory of the state. "
                 "Restore all of it, or give the trainer the state that the step returned: `trainer.set_state(state)`."
