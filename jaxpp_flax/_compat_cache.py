@@ -21,7 +21,9 @@ __all__ = ["use_directory", "write_in_every_process"]
 
 # JAX's own function that writes an entry. It asks whether this is process 0, and no setting changes the answer.
 _write = private("jax._src.compiler", "_cache_write")
+# The cache of a directory: it writes an entry in place, and no setting makes it rename one.
 _files = private("jax._src.lru_cache", "LRUCache")
+# The end of the names of its entries, by which JAX finds them.
 _suffix = private("jax._src.lru_cache", "_CACHE_SUFFIX")
 
 

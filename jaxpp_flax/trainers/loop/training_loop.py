@@ -6,9 +6,10 @@ The trainer's own callbacks and the user's stand in one list, `_in_order`.
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -142,21 +143,16 @@ class TrainingLoop:
         named(callbacks)
         _check_metrics_are_logged(callbacks)
         check_batches("data", data)
-        RemainderRule.of(remainder, global_batch_size, self.display)
+        rule = RemainderRule.of(remainder, global_batch_size, self.display)
         counts = {"steps": steps, "epochs": epochs, "global_batch_size": global_batch_size}
-        counts = {name: None if value is None else check_count(name, value) for name, value in counts.items()}
-        return self._steps(trainer, data, callbacks=callbacks, remainder=remainder, **counts)
+        for name, count in counts.items():
+            if count is not None:
+                check_count(name, count)
+        begin = partial(self.data.batches, data, steps=steps, epochs=epochs, remainder=rule)
+        return self._steps(trainer, begin, callbacks, global_batch_size)
 
     def _steps(
-        self,
-        trainer: Any,
-        data: Iterable[Any],
-        *,
-        steps: int | None,
-        epochs: int | None,
-        global_batch_size: int | None,
-        remainder: Remainder | None,
-        callbacks: Sequence[Callback],
+        self, trainer: Any, begin: Callable[[], Batches], callbacks: Sequence[Callback], global_batch_size: int | None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         trainer.measures.begin()
         again = "trainer.restore() before training_steps(the data after the saved step)"
@@ -166,7 +162,7 @@ class TrainingLoop:
         with save.begun():
             if self.saves:
                 save.refuse_later_checkpoints()
-            source = self._source(data, remainder, global_batch_size, steps=steps, epochs=epochs)
+            source = begin()
             self.callbacks.begin(callbacks, resumed=False)
             records = self.run(
                 trainer, source, users=callbacks, stop=stop, save=save, global_batch_size=global_batch_size
@@ -228,10 +224,10 @@ class TrainingLoop:
                 self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
                 return {}
             steps -= trainer.step
-        source = self._source(
-            data, arguments.remainder, arguments.global_batch_size,
-            steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
+        source = self.data.batches(
+            data, steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
             ends_at_step=bool(arguments.resume),
+            remainder=RemainderRule.of(arguments.remainder, arguments.global_batch_size, self.display),
         )  # fmt: skip
         left = source.steps_left()
         log = LogMetrics(
@@ -306,12 +302,6 @@ class TrainingLoop:
                 "Give every process batches for the same steps, or pass `steps=`."
             )
         self.checkpoints.trained_on.end(step)
-
-    def _source(
-        self, data: Iterable[Any], remainder: Remainder | None, global_batch_size: int | None, **more: Any
-    ) -> Batches:
-        rule = RemainderRule.of(remainder, global_batch_size, self.display)
-        return self.data.batches(data, remainder=rule, **more)
 
 
 def _preemptible(records: Generator[StepRecord], stop: Stop, save: Save) -> Generator[StepRecord]:
