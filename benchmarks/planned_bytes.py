@@ -254,9 +254,9 @@ def in_terms(kinds: Mapping[str, float]) -> dict[str, float]:
 
 def planned_terms(trainer: Any, batch: Any, compiled: Any) -> list[dict[str, float]]:
     """Return the planner's bytes of each rank by our terms, as its walk has them at each rank's fullest moment."""
-    from jaxpp_flax.engine.pipeline import predicted_executables
     from jaxpp_flax.engine.summary import inside_of, walk_memory
     from jaxpp_flax.planning.compilers.memory import value_kinds
+    from jaxpp_flax.planning.predicted.placed_step import predicted_executables
 
     step = trainer.planning_step(batch)
     executables = predicted_executables(step.place(step.schedule, step.cuts, step.residuals))

@@ -48,8 +48,8 @@ from flax import nnx  # noqa: E402
 from memory import live_peaks  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
-from jaxpp_flax.engine.pipeline import predict_memory  # noqa: E402
 from jaxpp_flax.planning import StepProfile, even, plan  # noqa: E402
+from jaxpp_flax.planning.predicted.placed_step import predict_memory  # noqa: E402
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals  # noqa: E402
 from jaxpp_flax.trainers import Memory, MeshOptions  # noqa: E402
 

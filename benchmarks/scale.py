@@ -26,7 +26,7 @@ def main() -> None:
 
     from jaxpp_flax.api import Std1F1B, mark_stage_end, treduce
     from jaxpp_flax.engine import pipeline
-    from jaxpp_flax.engine.blocks import cut_at_every_mark
+    from jaxpp_flax.engine.traced import cut_at_every_mark
     from jaxpp_flax.engine.tracing.ir import from_jaxpr
 
     rows: list[dict[str, object]] = []

@@ -70,6 +70,15 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         ["engine/jit.py:1: the engine may use", "engine/jit.py:2: the engine may use"],
     ),
     (
+        imports.the_engine_predicts_only_what_a_task_writes,
+        {
+            "engine/summary.py": "from jaxpp_flax.engine.analyses.workspace import workspace",
+            "engine/pipeline.py": "from jaxpp_flax.engine.analyses.spec_flow import specs_after\ndef predict_memory(): ...",
+            "planning/model.py": "from jaxpp_flax.engine.analyses.spec_flow import specs_after\ndef predict(): ...",
+        },
+        ["engine/pipeline.py:1: only ['engine/analyses/workspace.py'] may", "engine/pipeline.py:2: predict_memory"],
+    ),
+    (
         imports.code_that_computes_knows_processes_by_a_narrow_face,
         {
             "processes/__init__.py": "from jaxpp_flax.processes.group import barrier",

@@ -21,7 +21,6 @@ from jaxpp_flax.engine.arrays.layouts import (
     with_memories,
 )
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.engine.passes.place import ResultRanks
@@ -32,7 +31,7 @@ from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics
-from jaxpp_flax.engine.traced import Traced, passes_context, prepare
+from jaxpp_flax.engine.traced import CutPolicy, Traced, cut_at_every_mark, passes_context, prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.analyses.workspace import workspace
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.blocks import residuals_of
 from jaxpp_flax.engine.passes.loop.loop import CutLoop, Partition
+from jaxpp_flax.engine.passes.loop.partition import residuals_of
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.program.specs import shard_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
@@ -13,7 +13,6 @@ from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PLACING, PREPARING, WRITING
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.passes.place import StepOnRanks
@@ -23,12 +22,74 @@ from jaxpp_flax.engine.program.program import HOST_MEMORY, Program
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
+from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["ScheduleOf", "Traced", "build", "passes_context", "prepare", "with_choices"]
+__all__ = [
+    "CutPolicy",
+    "Marks",
+    "ScheduleOf",
+    "Traced",
+    "build",
+    "cut_at_every_mark",
+    "passes_context",
+    "prepare",
+    "with_choices",
+]
 
 ScheduleOf = Callable[[Schedule], Schedule]
 Arguments = Mapping[Value, tuple[int, PartitionSpec]]  # the place of each argument, counted from the end, and its spec
+
+
+@dataclass(frozen=True, eq=False)
+class Marks(Sequence[Mark]):
+    """The marks of a loop's body in program order, with what is known of the loop before one of them cuts.
+
+    A policy may choose by these facts; the engine computes nothing with them.
+
+    Args:
+      loop: the loop, opened.
+      arguments: for each constant and carry leaf that is an argument of the step: its position from the end, and its
+        spec.
+      shards_of: the number of shards over an entry of a PartitionSpec.
+    """
+
+    loop: Loop
+    arguments: Arguments = field(default_factory=dict[Value, tuple[int, PartitionSpec]])
+    shards_of: ShardCounts = field(default_factory=lambda: ShardCounts({}))
+
+    @overload
+    def __getitem__(self, index: int) -> Mark: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mark]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self.loop.body.marks[index]
+
+    def __len__(self) -> int:
+        return len(self.loop.body.marks)
+
+
+CutPolicy = Callable[[Sequence[Mark], int], Sequence[int]]
+"""Takes the marks in program order and the number of stages; returns the marks that cut: one fewer than stages."""
+
+
+def cut_at_every_mark(marks: Sequence[Mark], num_stages: int) -> Sequence[int]:
+    """Cut at every mark; a final mark after the last stage adds no cut.
+
+    Raises:
+      ValueError: if there are fewer or more marks than the stages need.
+    """
+    if len(marks) in (num_stages - 1, num_stages):
+        return range(num_stages - 1)
+    # Only the line: with the surrounding functions, a few marks fill the screen.
+    listing = "; ".join(f"{m.name or 'unnamed'} at {m.where.partition(' (')[0]}" for m in marks[:5]) or "none"
+    more = f" and {len(marks) - 5} more" if len(marks) > 5 else ""
+    need = f"{num_stages - 1} mark{'' if num_stages == 2 else 's'} (or {num_stages} with a final one)"
+    remedy = "Add marks" if len(marks) < num_stages - 1 else "Choose which of them cut (`assignment=`/`cut_policy=`)"
+    raise ValueError(
+        f"a pipeline of {num_stages} stages needs {need}, but the loop's body holds {len(marks)}: {listing}{more}. "
+        f"{remedy}, or change the number of stages."
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,7 +162,7 @@ def with_choices(settings: Settings, step: Graph, policy: CutPolicy, residuals: 
     arguments = _arguments(step, settings.specs)
 
     def choose_cuts(loop: Loop) -> Sequence[int]:
-        return policy(Marks(_blocks(loop, arguments, settings.shards)), loop.schedule.num_stages)
+        return policy(_marks(loop, arguments, settings.shards), loop.schedule.num_stages)
 
     return Choices(**vars(settings), choose_cuts=choose_cuts, residuals=residuals)
 
@@ -122,10 +183,10 @@ def _arguments(graph: Graph, specs: Sequence[PartitionSpec]) -> Arguments:
     return found
 
 
-def _blocks(loop: Loop, arguments: Arguments, shards: ShardCounts) -> Blocks:
-    """Make a loop's blocks for a policy."""
+def _marks(loop: Loop, arguments: Arguments, shards: ShardCounts) -> Marks:
+    """Return a loop's marks for a policy."""
     outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
     outer.update({value: gather.parameter for value, gather in loop.gathered.items()})
     outer.update(zip(loop.body.carry, loop.carry_init, strict=True))
     known = {v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments}
-    return Blocks(loop, known, shards)
+    return Marks(loop, known, shards)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.planning.loads import flops_per_byte
+from jaxpp_flax.planning.predicted.blocks import Blocks, Work
 from jaxpp_flax.planning.profile import StepProfile
 from jaxpp_flax.planning.stages.policies import AssignmentError, segment_names
 
@@ -21,7 +21,7 @@ _SOURCES = ("estimated", "flops")
 _FORWARD_SHARE = 1 / 3  # of a given cost: a backward has two contractions for each one of the forward
 
 
-def block_costs(marks: Marks, costs: Costing, platform: str, examples: float) -> tuple[list[Work], str, str]:
+def block_costs(blocks: Blocks, costs: Costing, platform: str, examples: float) -> tuple[list[Work], str, str]:
     """Return the cost of each block and of the work after the last mark; then the source of the costs and their unit.
 
     `examples` are those of a microbatch, divided by the devices of a rank.
@@ -29,9 +29,9 @@ def block_costs(marks: Marks, costs: Costing, platform: str, examples: float) ->
     Raises:
       AssignmentError, TypeError: if `costs` is no source of costs, and not a number of at least 0 for each block.
     """
-    names = segment_names(marks)
+    names = segment_names(blocks.body.marks)
     if isinstance(costs, StepProfile):
-        return costs.work_of(names, marks.work(flops_per_byte(platform)), examples), "measured", "s"
+        return costs.work_of(names, blocks.work(flops_per_byte(platform)), examples), "measured", "s"
     if isinstance(costs, str):
         if costs not in _SOURCES:
             raise AssignmentError(
@@ -39,7 +39,7 @@ def block_costs(marks: Marks, costs: Costing, platform: str, examples: float) ->
                 "step measured by trainer.profile_step, a number for each block, or a mapping from names to numbers."
             )
         counted = costs == "flops"
-        work = marks.work(0.0 if counted else flops_per_byte(platform))
+        work = blocks.work(0.0 if counted else flops_per_byte(platform))
         return list(work), "operations counted" if counted else "operations and bytes estimated", "FLOP"
     return _given(costs, names), "given costs", ""
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxpp_flax.engine.blocks import Blocks, Holding, Work
 from jaxpp_flax.engine.passes import stream_updates
 from jaxpp_flax.planning.loads import Hardware, StageLoad
 from jaxpp_flax.planning.model import StepModel
+from jaxpp_flax.planning.predicted.blocks import Blocks, Holding, Work
 from jaxpp_flax.planning.stages.policies import AssignmentError
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
@@ -60,7 +60,6 @@ class BlockLoads:
     def of(
         cls,
         blocks: Blocks,
-        sent: Sequence[float],
         work: Sequence[Work],
         kept: Sequence[tuple[float, float]],
         hardware: Hardware,
@@ -69,7 +68,7 @@ class BlockLoads:
         """Make the loads from the blocks of a traced step.
 
         Args:
-          blocks: the blocks; sent: bytes that each mark's values have on all devices of a rank.
+          blocks: the blocks.
           work: the seconds of each block.
           kept: for each leaf of the step's arguments, the bytes of the optimizer on the devices, and on the host.
           hardware, fsdp: as in the class.
@@ -90,7 +89,7 @@ class BlockLoads:
         return cls(
             work=work,
             holdings=holdings,
-            sent=[0.0, *(nbytes / blocks.loop.batch_shards for nbytes in sent)],
+            sent=[0.0, *(nbytes / blocks.loop.batch_shards for nbytes in blocks.sent)],
             passing=[0.0, *blocks.passing],
             with_effects=blocks.with_effects,
             hardware=hardware,

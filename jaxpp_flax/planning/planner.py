@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
-from jaxpp_flax.engine.blocks import CutPolicy, Marks, Work
-from jaxpp_flax.engine.pipeline import PlacedPipeline, predict_memory
+from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.summary import MemoryAnalysis
+from jaxpp_flax.engine.traced import CutPolicy, Marks
 from jaxpp_flax.messages import listed
 from jaxpp_flax.planning.block_costs import Costing, block_costs
 from jaxpp_flax.planning.block_loads import BlockLoads
@@ -18,6 +18,8 @@ from jaxpp_flax.planning.choice import Choice, LimitError, mixture_within, nothi
 from jaxpp_flax.planning.loads import Hardware, hardware_of, limits_of
 from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.planning.plan import Plan
+from jaxpp_flax.planning.predicted.blocks import Blocks, Work
+from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from jaxpp_flax.planning.stages.balancing import Sizes, climb
 from jaxpp_flax.planning.stages.policies import AssignmentError, cuts_of, even, sizes_of
 from jaxpp_flax.planning.stages.step_time import StepTime
@@ -241,7 +243,7 @@ class _Planner:
 
     def __post_init__(self) -> None:
         def remember(marks: Any, num_stages: int) -> Sequence[int]:
-            if isinstance(marks, Marks) and marks.blocks.body.has_sums:  # the second pass of a `WholeBatchLoss`
+            if isinstance(marks, Marks) and marks.loop.body.has_sums:  # the second pass of a `WholeBatchLoss`
                 self.marks = marks
             return (self.step.cuts or even())(marks, num_stages)
 
@@ -270,19 +272,22 @@ class _Planner:
     # ------------------------------------------------------------ stages
 
     @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks.of(self.marks)
+
+    @cached_property
     def _costs(self) -> tuple[list[Work], str, str]:
-        return block_costs(self.marks, self.costing, self.step.platform, self.step.examples)
+        return block_costs(self._blocks, self.costing, self.step.platform, self.step.examples)
 
     @cached_property
     def _loads(self) -> BlockLoads:
         work, _, unit = self._costs
-        estimated, _, _ = block_costs(self.marks, "estimated", self.step.platform, self.step.examples)
+        estimated, _, _ = block_costs(self._blocks, "estimated", self.step.platform, self.step.examples)
         seconds = 1.0 if unit == "s" else 1.0 / (self.hardware.flops * self.step.devices_of_a_rank)
         if not unit:  # numbers without a unit share the estimated time
             seconds *= sum(w.total for w in estimated) / (sum(w.total for w in work) or 1.0)
         timed = [Work(w.forward * seconds, w.backward * seconds) for w in work]
-        blocks = self.marks.blocks
-        return BlockLoads.of(blocks, self.marks.sent, timed, self.step.kept, self.hardware, self.step.fsdp)
+        return BlockLoads.of(self._blocks, timed, self.step.kept, self.hardware, self.step.fsdp)
 
     @cached_property
     def _even(self) -> Sizes:
@@ -313,7 +318,7 @@ class _Planner:
         return climb(start, over, _MOVES)
 
     def _can_cut(self, sizes: Sizes) -> bool:
-        return self.marks.blocks.can_cut(cuts_of(sizes))
+        return self._blocks.can_cut(cuts_of(sizes))
 
     # ------------------------------------------------------------ residuals
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.summary import StageSummary
+from jaxpp_flax.planning.predicted.blocks import Work
 from jaxpp_flax.schedules import (
     Costs,
     Event,

@@ -71,6 +71,12 @@ TRAINER_PARTS = (
 )  # fmt: skip
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
 ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers", "memory"}
+# What `planning` predicts is not the engine's, but for one number: `memory_analysis` of a compiled step adds what each
+# task is expected to write. Who in the engine reads the two files of this estimate.
+READERS_OF_THE_ESTIMATE = {
+    "engine.analyses.workspace": {"engine/summary.py"},
+    "engine.analyses.spec_flow": {"engine/analyses/workspace.py"},
+}
 FORBIDDEN_LIBRARIES = {
     "schedules": {"jax", "jaxlib", "flax", "optax", "orbax"},
     "planning": {"flax", "optax", "orbax"},
@@ -172,6 +178,19 @@ def the_engine_knows_no_particular_schedule(sources: Sequence[Source]) -> Iterat
             if (module := module_of(name)) is not None and module not in ENGINE_MAY_USE_OF_SCHEDULES:
                 allowed = sorted(ENGINE_MAY_USE_OF_SCHEDULES)
                 yield f"{source.at(line)}: the engine may use {allowed} of schedules, not {name}"
+
+
+def the_engine_predicts_only_what_a_task_writes(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        if source.part != "engine":
+            continue
+        for name, line in source.imports:
+            for module, readers in READERS_OF_THE_ESTIMATE.items():
+                if matches(name, f"{NAME}.{module}") and source.name not in readers:
+                    yield f"{source.at(line)}: only {sorted(readers)} may import {name}: predict in `planning`"
+        for node in source.nodes:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and "predict" in node.name.lower():
+                yield f"{source.at(node.lineno)}: {node.name} predicts: that belongs in `planning`"
 
 
 def code_that_computes_knows_processes_by_a_narrow_face(sources: Sequence[Source]) -> Iterator[str]:

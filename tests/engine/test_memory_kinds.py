@@ -16,11 +16,11 @@ from jaxpp_flax.checkpoint import restore, save
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.pipeline import predict_memory
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.reshard import Wanted, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, slow, tree_allclose

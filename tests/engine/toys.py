@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
@@ -21,7 +20,7 @@ from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.passes.place import ResultRanks, StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices, Settings, observers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
-from jaxpp_flax.engine.traced import build, prepare, with_choices
+from jaxpp_flax.engine.traced import CutPolicy, build, cut_at_every_mark, prepare, with_choices
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.loop_body import LoopBody

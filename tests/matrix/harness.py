@@ -11,9 +11,9 @@ from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.pipeline import CompiledPipeline
+from jaxpp_flax.engine.traced import CutPolicy, cut_at_every_mark
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.helpers import tree_allclose
 

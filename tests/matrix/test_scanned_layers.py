@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import linen
-from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.traced import cut_at_every_mark
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.planning import AssignmentError, Plan, PlannedBlock
+from jaxpp_flax.planning.predicted.blocks import Work
 from jaxpp_flax.schedules import CustomSchedule, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.trainers.stages.assignment import resolve

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.planning.block_loads import BlockLoads
 from jaxpp_flax.planning.loads import Hardware
 from jaxpp_flax.planning.model import StepModel
+from jaxpp_flax.planning.predicted.blocks import Work
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import TaskFacts

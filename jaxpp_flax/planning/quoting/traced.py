@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-from jaxpp_flax.engine.blocks import Holding
 from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
+from jaxpp_flax.planning.predicted.blocks import Holding
 from jaxpp_flax.planning.quoting.facts import TaskFacts
 from jaxpp_flax.planning.quoting.tracing.lines import Pair, are_alike, between, is_on_line, mixed_work
 from jaxpp_flax.planning.quoting.tracing.one_size import Axes, Trace, examples_of, trace_step

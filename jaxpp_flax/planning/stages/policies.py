@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxpp_flax.engine.blocks import Marks
+from jaxpp_flax.engine.traced import Marks
 from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.globs import matches
 from jaxpp_flax.messages import listed, near_names
+from jaxpp_flax.planning.predicted.blocks import Blocks
 from jaxpp_flax.planning.stages.balancing import balance, even_sizes
 
 __all__ = [
@@ -86,7 +87,7 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
         if costs is not None:
             found = list(costs)
         elif isinstance(marks, Marks):
-            found = [work.total for work in marks.work()]
+            found = [work.total for work in Blocks.of(marks).work()]
         else:
             raise TypeError("balanced() without costs needs the engine's `Marks`, which have the costs of blocks.")
         if len(found) not in (len(marks), len(marks) + 1) or len(found) < num_stages:

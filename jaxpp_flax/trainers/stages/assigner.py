@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from jaxpp_flax.engine.blocks import Marks, Work
+from jaxpp_flax.engine.traced import Marks
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount
 from jaxpp_flax.planning import CutPolicy, Plan, even, segment_names
 from jaxpp_flax.planning.loads import flops_per_byte
+from jaxpp_flax.planning.predicted.blocks import Blocks, Work
 from jaxpp_flax.planning.stages.balancing import Sizes
 from jaxpp_flax.planning.stages.policies import cuts_of, sizes_of
 from jaxpp_flax.planning.stages.step_time import MARGIN, StepTime, is_clearly_less
@@ -118,20 +119,21 @@ class Assigner:
         For "auto" they are even ones, unless the others are clearly faster.
         """
         schedule, mesh = scheduling.pipeline("an assignment")
-        work = marks.work(flops_per_byte(mesh.rank_devices(0)[0].platform))
+        blocks = Blocks.of(marks)
+        work = blocks.work(flops_per_byte(mesh.rank_devices(0)[0].platform))
         step = StepTime(
             schedule=schedule,
             num_microbatches=scheduling.num_microbatches,
             forward=[w.forward for w in work],
             backward=[w.backward for w in work],
         )
-        sizes = step.balanced(even_sizes, [0.0, *marks.sent])
+        sizes = step.balanced(even_sizes, [0.0, *blocks.sent])
         if self._search == "balanced":
             return sizes, work, ()
         now, other = step(even_sizes), step(sizes)
         if not is_clearly_less(other, now):
             return even_sizes, work, (_told("even stages", now, other),)
-        if not marks.blocks.can_cut(cuts_of(sizes)):
+        if not blocks.can_cut(cuts_of(sizes)):
             return (
                 even_sizes,
                 work,

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.analyses.workspace import workspace
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.pipeline import predict_memory
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from tests.engine.toys import built, mesh_of, sgd_step

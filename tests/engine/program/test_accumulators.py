@@ -12,6 +12,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.planning.predicted.blocks import Blocks
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
 from tests.engine.toys import built, chain, gradients, mesh_of
 from tests.helpers import DIM, batch_of, tree_allclose
@@ -99,7 +100,7 @@ def test_the_estimate_before_the_cut_follows_the_same_rule():
     found: dict[tuple[int, ...], P] = {}
 
     def policy(marks: Any, num_stages: int) -> list[int]:
-        found.update({value.aval.shape: spec for value, spec in marks.blocks.state_specs().items()})
+        found.update({value.aval.shape: spec for value, spec in Blocks.of(marks).state_specs().items()})
         return [0]
 
     specs = [spec_of[leaf.ndim] for leaf in jax.tree.leaves((chain(2), batch_of(2)))]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.pipeline import predict_memory
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Instruction
 from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
+from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from jaxpp_flax.trainers.step.builder import ForwardOnly

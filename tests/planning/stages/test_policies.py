@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.engine.blocks import Blocks, Marks
+from jaxpp_flax.engine.traced import Marks
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
@@ -25,6 +25,7 @@ from jaxpp_flax.planning import (
     segment_names,
     sizes,
 )
+from jaxpp_flax.planning.predicted.blocks import Blocks
 from jaxpp_flax.trainers.stages.assignment import resolve
 from tests.engine.toys import opened, opened_loop
 
@@ -202,19 +203,20 @@ def marks_before(head_width: int) -> Marks:
     )
     body = inline(from_jaxpr(jaxpr)[0])
     operations = (Add,) * len(body.outputs)
-    return Marks(Blocks(opened_loop(opened(body, len(body.inputs) - 1, operations=operations, length=1))))
+    return Marks(opened_loop(opened(body, len(body.inputs) - 1, operations=operations, length=1)))
 
 
-def test_the_engine_counts_contractions_and_the_head() -> None:
+def test_the_estimate_counts_contractions_and_the_head() -> None:
     marks = marks_before(800)
-    *blocks, after = [work.total for work in marks.work()]
+    found = Blocks.of(marks)
+    *blocks, after = [work.total for work in found.work()]
     # Three contractions of the head (forward, and two backward) against two or three of each block.
     assert after > 3 * 2 * 4 * 8 * 800
     assert 2 * 2 * 4 * 8 * 8 < blocks[1] < 0.1 * after
-    assert marks.work()[1].forward < marks.work()[1].backward
+    assert found.work()[1].forward < found.work()[1].backward
     assert balanced()(marks, 2) == (2,)  # the head alone: the last mark cuts
     smaller = marks_before(60)
     assert balanced()(smaller, 2) == (2,)
-    assert marks.sent == (4 * 8 * 4,) * 3
+    assert found.sent == (4 * 8 * 4,) * 3
     # With bytes that count, the whole costs more, and of the blocks' elementwise work more than of their contractions.
-    assert all(slow.total > fast.total for slow, fast in zip(marks.work(8.0), marks.work(), strict=True))
+    assert all(slow.total > fast.total for slow, fast in zip(found.work(8.0), found.work(), strict=True))

@@ -48,9 +48,9 @@ from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op, state_ty
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
-from jaxpp_flax.schedules.task import MEANING, TaskKind
+from jaxpp_flax.schedules.task import MEANING, RUN_FORWARD, TaskKind
 
-__all__ = ["CarryError", "partition", "partition_loops"]
+__all__ = ["CarryError", "partition", "partition_loops", "residuals_of"]
 
 _UNNUMBERED = -1  # the task of an accumulator or a carry while the loop is cut: tasks get their numbers last
 
@@ -358,3 +358,23 @@ def _check_carry(labels: Labels, leaf: int, writer: TaskKey, readers: set[TaskKe
 
 def _describe(labels: Labels, key: TaskKey) -> str:
     return f"the {'forward' if key.phase < labels.num_stages else 'backward'} of stage {labels.stage_of(key.phase)}"
+
+
+def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, set[int]]]:
+    """Return what stages keep of each microbatch, each value with its stages.
+
+    First the activations: results of forwards that a stage's backward reads, kept from the forward to the backward (to
+    the input gradient, if the backward is split). Then the results of any task that a stage's weight gradient reads,
+    kept from the input gradient to the weight gradient.
+    """
+    outside = {a.result for a in part.accumulators} | {c.result for c in part.carries}
+    makers = {value: task.kind for task in part.tasks for value in values(task.graph.outputs) if value not in outside}
+    activations: dict[Value, set[int]] = {}
+    kept: dict[Value, set[int]] = {}
+    for task in part.tasks:
+        for value in task.graph.inputs:
+            if task.kind not in RUN_FORWARD and makers.get(value) in RUN_FORWARD:
+                activations.setdefault(value, set()).add(task.stage)
+            if task.kind is TaskKind.BACKWARD_WEIGHT and value in makers:
+                kept.setdefault(value, set()).add(task.stage)
+    return activations, kept

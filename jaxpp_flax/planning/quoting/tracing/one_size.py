@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.mesh import axes_in
-from jaxpp_flax.engine.blocks import Blocks, Holding, Marks
+from jaxpp_flax.engine.traced import Marks
 from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import error_location, known_names
 from jaxpp_flax.planning.block_loads import of_optimizer
 from jaxpp_flax.planning.planner import PlanningStep, TracedUpdate, check_made
+from jaxpp_flax.planning.predicted.blocks import Blocks, Holding
 from jaxpp_flax.planning.quoting.facts import TaskFacts, facts_of_task
 from jaxpp_flax.planning.quoting.tracing.lines import Pair
 from jaxpp_flax.planning.quoting.tracing.update import facts_of_update
@@ -136,7 +137,7 @@ class Trace:
 
     def sent(self, data: int = 1) -> list[float]:
         """Return the bytes that cross a cut before each block, on each of the devices that divide the examples."""
-        return [0.0, *(nbytes / data for nbytes in Marks(self.blocks).sent)]
+        return [0.0, *(nbytes / data for nbytes in self.blocks.sent)]
 
     def passing(self, data: int = 1) -> list[float]:
         """Return the bytes of them that the block before the cut does not keep."""
@@ -224,7 +225,7 @@ def trace_step(make: Callable[..., Any], options: Mapping[str, Any], batch: int,
     found = list[Marks]()
 
     def remember(marks: Any, num_stages: int) -> Sequence[int]:
-        if isinstance(marks, Marks) and marks.blocks.body.has_sums:
+        if isinstance(marks, Marks) and marks.loop.body.has_sums:
             found.append(marks)
         return ()
 
@@ -233,4 +234,4 @@ def trace_step(make: Callable[..., Any], options: Mapping[str, Any], batch: int,
         raise AssignmentError("the step has no loop that accumulates gradients, so there is nothing to quote.")
     if not len(found[0]):
         raise AssignmentError("the model has no marks, so no pipeline cuts it. Put its blocks into `PipelineStage`s.")
-    return Trace(microbatch, found[0].blocks, step, tuple(segment_names(found[0])))
+    return Trace(microbatch, Blocks.of(found[0]), step, tuple(segment_names(found[0])))

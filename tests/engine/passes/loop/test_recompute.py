@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpp_flax.engine.blocks import Marks, cut_at_every_mark
 from jaxpp_flax.engine.passes.loop.loop import Partition
 from jaxpp_flax.engine.program.program import LoopTask
+from jaxpp_flax.engine.traced import Marks, cut_at_every_mark
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.planning.predicted.blocks import Blocks
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import TaskKind
@@ -118,7 +119,7 @@ def test_planners_count_the_bytes_that_stages_keep(schedule: Schedule):
     for stage in range(3):
         read_by_weights = {v for t in loop.partition.tasks if t.stage == stage and t.kind is TaskKind.BACKWARD_INPUT
                            for v in t.graph.outputs}  # fmt: skip
-        planned = [h for h in seen[-1].blocks.holdings if h.kind == "activations" and stage in h.blocks]
+        planned = [h for h in Blocks.of(seen[-1]).holdings if h.kind == "activations" and stage in h.blocks]
         if not read_by_weights:
             assert sum(h.nbytes for h in planned) == sum(v.nbytes for v in kept(loop.partition, stage))
         assert sum(h.nbytes for h in planned) >= sum(v.nbytes for v in kept(loop.partition, stage))

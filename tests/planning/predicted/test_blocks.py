@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.blocks import Blocks, Marks, cut_at_every_mark
+from jaxpp_flax.engine.traced import Marks, cut_at_every_mark
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.planning.predicted.blocks import Blocks
 from jaxpp_flax.schedules import GPipe
 from tests.engine.toys import built, chain, chain_loss
 from tests.helpers import DIM, batch_of
@@ -28,7 +29,7 @@ def blocks_of(step: Any, specs: Any, *args: Any, cuts: Sequence[int] | None = No
         return cut_at_every_mark(marks, num_stages) if cuts is None else cuts
 
     built(step, 2, *args, policy=policy, specs=flat, axes=axes)
-    return seen[-1].blocks
+    return Blocks.of(seen[-1])
 
 
 def test_parameters_and_carries_are_counted_by_their_parts():

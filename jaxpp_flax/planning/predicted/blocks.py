@@ -1,15 +1,13 @@
-"""The marks and blocks of a loop body, for an assignment of stages; the default assignment cuts at every mark.
+"""The blocks of a loop's body: what each of them costs and holds, before it is known which marks cut.
 
-The marks divide the body into blocks; the work after the last mark is one more block. Costs are computed only on
-demand: an even assignment needs only the names.
+The marks divide the body into blocks; the work after the last mark is one more block. All is computed only on demand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, overload
 
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec
@@ -21,24 +19,16 @@ from jaxpp_flax.engine.analyses.work import work_of
 from jaxpp_flax.engine.analyses.workspace import stored, workspace
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
-from jaxpp_flax.engine.passes.loop.partition import CarryError, partition
+from jaxpp_flax.engine.passes.loop.partition import CarryError, partition, residuals_of
 from jaxpp_flax.engine.passes.loop.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
+from jaxpp_flax.engine.traced import Marks
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
-from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.schedules.task import RUN_FORWARD, TaskKind
+from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = [
-    "Blocks",
-    "CutPolicy",
-    "Holding",
-    "Marks",
-    "Work",
-    "cut_at_every_mark",
-    "residuals_of",
-]
+__all__ = ["Blocks", "Holding", "Work"]
 
 
 @dataclass(frozen=True)
@@ -79,18 +69,16 @@ class Holding:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A loop body divided at every mark, with the facts about the step that are known before the cut.
-
-    Args:
-      loop: the loop, opened.
-      arguments: for each constant and carry leaf that is an argument of the step: its position from the end, and its
-        spec.
-      shards_of: the number of shards over an entry of a PartitionSpec.
-    """
+    """A loop body divided at every mark; for the arguments, see `Marks`."""
 
     loop: Loop
     arguments: Mapping[Value, tuple[int, PartitionSpec]] = field(default_factory=dict[Value, tuple[int, PartitionSpec]])
     shards_of: ShardCounts = field(default_factory=lambda: ShardCounts({}))
+
+    @classmethod
+    def of(cls, marks: Marks) -> Blocks:
+        """Divide the body that the engine's marks are those of."""
+        return cls(marks.loop, marks.arguments, marks.shards_of)
 
     @property
     def body(self) -> LoopBody:
@@ -122,6 +110,11 @@ class Blocks:
             of_block, block = (forward, phase) if phase <= last else (backward, 2 * last + 1 - phase)
             of_block[block] += work_of(equation, flops_per_byte)
         return tuple(map(Work, forward, backward))
+
+    @property
+    def sent(self) -> tuple[float, ...]:
+        """Bytes of each mark's values: a cut at the mark sends them forward for each microbatch."""
+        return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.body.markers)
 
     def can_cut(self, cuts: Sequence[int]) -> bool:
         """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""
@@ -290,72 +283,3 @@ class Blocks:
     def _spec_read(self, value: Value) -> PartitionSpec:
         """Return the partition in which tasks read a constant or carry leaf: whole, where it is gathered."""
         return self.loop.gathered[value].spec if value in self.loop.gathered else self.spec_of(value)
-
-
-def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, set[int]]]:
-    """Return what stages keep of each microbatch, each value with its stages.
-
-    First the activations: results of forwards that a stage's backward reads, kept from the forward to the backward (to
-    the input gradient, if the backward is split). Then the results of any task that a stage's weight gradient reads,
-    kept from the input gradient to the weight gradient.
-    """
-    outside = {a.result for a in part.accumulators} | {c.result for c in part.carries}
-    makers = {value: task.kind for task in part.tasks for value in values(task.graph.outputs) if value not in outside}
-    activations: dict[Value, set[int]] = {}
-    kept: dict[Value, set[int]] = {}
-    for task in part.tasks:
-        for value in task.graph.inputs:
-            if task.kind not in RUN_FORWARD and makers.get(value) in RUN_FORWARD:
-                activations.setdefault(value, set()).add(task.stage)
-            if task.kind is TaskKind.BACKWARD_WEIGHT and value in makers:
-                kept.setdefault(value, set()).add(task.stage)
-    return activations, kept
-
-
-class Marks(Sequence[Mark]):
-    """The marks of a loop body in program order; an assignment can also ask for the costs of the blocks."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._marks, self.blocks = blocks.body.marks, blocks
-
-    @overload
-    def __getitem__(self, index: int) -> Mark: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mark]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._marks[index]
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
-        """Estimate the work of each block; there is one block more than marks. See `Blocks.work`."""
-        return self.blocks.work(flops_per_byte)
-
-    @property
-    def sent(self) -> tuple[float, ...]:
-        """Bytes of each mark's values: a cut at the mark sends them forward for each microbatch."""
-        return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.blocks.body.markers)
-
-
-CutPolicy = Callable[[Sequence[Mark], int], Sequence[int]]
-"""Takes the marks in program order and the number of stages; returns the marks that cut: one fewer than stages."""
-
-
-def cut_at_every_mark(marks: Sequence[Mark], num_stages: int) -> Sequence[int]:
-    """Cut at every mark; a final mark after the last stage adds no cut.
-
-    Raises:
-      ValueError: if there are fewer or more marks than the stages need.
-    """
-    if len(marks) in (num_stages - 1, num_stages):
-        return range(num_stages - 1)
-    # Only the line: with the surrounding functions, a few marks fill the screen.
-    listing = "; ".join(f"{m.name or 'unnamed'} at {m.where.partition(' (')[0]}" for m in marks[:5]) or "none"
-    more = f" and {len(marks) - 5} more" if len(marks) > 5 else ""
-    need = f"{num_stages - 1} mark{'' if num_stages == 2 else 's'} (or {num_stages} with a final one)"
-    remedy = "Add marks" if len(marks) < num_stages - 1 else "Choose which of them cut (`assignment=`/`cut_policy=`)"
-    raise ValueError(
-        f"a pipeline of {num_stages} stages needs {need}, but the loop's body holds {len(marks)}: {listing}{more}. "
-        f"{remedy}, or change the number of stages."
-    )

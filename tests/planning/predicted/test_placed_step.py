@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.pipeline import predict_memory
+from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from tests.fuzz.programs import STORED, arguments, draw, draw_storage, specs, step_of
 from tests.helpers import slow_but
 
