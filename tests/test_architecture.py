@@ -73,7 +73,7 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         imports.the_engine_predicts_only_what_a_task_writes,
         {
             "engine/summary.py": "from jaxpp_flax.engine.analyses.workspace import workspace",
-            "engine/pipeline.py": "from jaxpp_flax.engine.analyses.spec_flow import specs_after\ndef predict_memory(): ...",
+            "engine/pipeline.py": "from jaxpp_flax.engine.analyses import spec_flow\ndef predict_memory(): ...",
             "planning/model.py": "from jaxpp_flax.engine.analyses.spec_flow import specs_after\ndef predict(): ...",
         },
         ["engine/pipeline.py:1: only ['engine/analyses/workspace.py'] may", "engine/pipeline.py:2: predict_memory"],

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.jit import say_about_pgle
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.layouts import broadcast_layouts, broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.arrays.rank_shardings import broadcast_prefix, broadcast_shardings
 
 __all__ = ["mpmd_jit_rev"]
 
@@ -124,8 +124,8 @@ def _shardings(
     prefix: Any, tree: Any, what: str, mpmd_mesh: MpmdMesh, ranks: Sequence[frozenset[int]]
 ) -> list[MpmdSharding]:
     """Return the sharding of each leaf of a tree, on its ranks; a leaf without a request is replicated there."""
-    layouts = broadcast_layouts(prefix, tree, what, mpmd_mesh)
+    shardings = broadcast_shardings(prefix, tree, what, mpmd_mesh)
     return [
-        MpmdSharding(mpmd_mesh, ids, layout.spec or PartitionSpec(), layout.memory_kind)
-        for ids, layout in zip(ranks, layouts, strict=True)
+        MpmdSharding(mpmd_mesh, ids, sharding.spec or PartitionSpec(), sharding.memory_kind)
+        for ids, sharding in zip(ranks, shardings, strict=True)
     ]

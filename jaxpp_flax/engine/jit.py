@@ -12,15 +12,15 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages
-from jaxpp_flax.engine.arrays.layouts import (
-    Layout,
-    broadcast_layouts,
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.rank_shardings import (
+    RankSharding,
     broadcast_prefix,
+    broadcast_shardings,
     check_divides,
-    layout_of,
+    rank_sharding_of,
     with_memories,
 )
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.engine.passes.place import ResultRanks
@@ -165,7 +165,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         leaves, tree = self._statics.flatten(args, kwargs)
         types = self._types(leaves, tree)
         with context_mesh(None):
-            return self._trace(tree, types, self._layouts(tree, leaves))
+            return self._trace(tree, types, self._argument_places(tree, leaves))
 
     @property
     def in_shardings(self) -> Any:
@@ -174,29 +174,31 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             raise RuntimeError("nothing is compiled yet: call `.compile(*args)`, or the function itself, first.")
         return self._latest.in_shardings
 
-    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[Layout, ...]:
+    def _argument_places(self, tree: Any, leaves: Sequence[Any]) -> tuple[RankSharding, ...]:
         tree = without_statics(tree)
         paths = paths_of(tree)
-        own = [layout_of(leaf, self.mpmd_mesh, f"argument{path}") for leaf, path in zip(leaves, paths, strict=True)]
+        own = [
+            rank_sharding_of(leaf, self.mpmd_mesh, f"argument{path}") for leaf, path in zip(leaves, paths, strict=True)
+        ]
         if self._in_specs is None:
             return tuple(own)
         # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
         args, _ = jax.tree_util.tree_unflatten(tree, leaves)
         given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
-        wanted = broadcast_layouts(tuple(given), args, "in_specs", self.mpmd_mesh)
-        merged = [wish.over(layout) for wish, layout in zip(wanted, own[: len(wanted)], strict=True)]
+        wanted = broadcast_shardings(tuple(given), args, "in_specs", self.mpmd_mesh)
+        merged = [wish.over(place) for wish, place in zip(wanted, own[: len(wanted)], strict=True)]
         return (*merged, *own[len(wanted) :])
 
-    def _place(self, tree: Any, types: Types, layouts: tuple[Layout, ...]) -> PlacedPipeline:
-        return self._trace(tree, types, layouts).place(self._policy, self._residuals)
+    def _place(self, tree: Any, types: Types, places: tuple[RankSharding, ...]) -> PlacedPipeline:
+        return self._trace(tree, types, places).place(self._policy, self._residuals)
 
-    def _trace(self, tree: Any, types: Types, layouts: Sequence[Layout]) -> Traced:
+    def _trace(self, tree: Any, types: Types, places: Sequence[RankSharding]) -> Traced:
         refuse_disabled_jit("a pipelined step")
         mesh, paths = self.mpmd_mesh, [f"argument{path}" for path in paths_of(without_statics(tree))]
-        in_specs = [layout.spec or PartitionSpec() for layout in layouts]
+        in_specs = [place.spec or PartitionSpec() for place in places]
         structs, sizes = structs_of(types), dict(mesh.unstack[0].shape)
         check_divides(paths, structs, in_specs, sizes)
-        traced, donated = self._trace_for_stages(tree, structs, layouts)
+        traced, donated = self._trace_for_stages(tree, structs, places)
         graph, constants = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, mesh)
         everywhere = [bool(flag) for _, flag in broadcast_prefix(self._everywhere, traced.out_info, "everywhere")]
@@ -214,8 +216,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         observe = observers()
         with passes_context(mesh):
             step = prepare(graph, settings, observe)
-        wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", mesh)
-        out_specs = [layout.spec for layout in wanted]
+        wanted = broadcast_shardings(self._out_specs, traced.out_info, "out_specs", mesh)
+        out_specs = [place.spec for place in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
         return Traced(
@@ -230,18 +232,18 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         )
 
     def _trace_for_stages(
-        self, tree: Any, structs: Sequence[Any], layouts: Sequence[Layout]
+        self, tree: Any, structs: Sequence[Any], places: Sequence[RankSharding]
     ) -> tuple[Any, tuple[bool, ...]]:
         mesh = self.mpmd_mesh
 
-        def typed(struct: Any, layout: Layout, abstract: AbstractMesh) -> Any:
+        def typed(struct: Any, place: RankSharding, abstract: AbstractMesh) -> Any:
             """Add an argument's memory to its type; on an Explicit mesh, add its partition too."""
-            spec = layout.spec or PartitionSpec()
+            spec = place.spec or PartitionSpec()
             sharding = NamedSharding(abstract, spec) if mesh.is_explicit else None
-            return struct.update(sharding=in_memory(sharding, layout.memory_kind))
+            return struct.update(sharding=in_memory(sharding, place.memory_kind))
 
         def trace_on(abstract: AbstractMesh) -> tuple[Any, tuple[bool, ...]]:
-            leaves = [typed(struct, layout, abstract) for struct, layout in zip(structs, layouts, strict=True)]
+            leaves = [typed(struct, place, abstract) for struct, place in zip(structs, places, strict=True)]
             return trace(self._jitted, *arguments_of(tree, leaves))
 
         return trace_for_stages(trace_on, mesh)

@@ -81,7 +81,7 @@ Types: TypeAlias = tuple[tuple[tuple[int, ...], Any, bool], ...]  # of each leaf
 class FunctionOnRanks(ABC, Generic[P]):
     """Keeps what is placed and compiled: by the tree of a call, the types and shardings of its leaves, and settings.
 
-    A front says how arguments get their ranks (`_layouts`), and makes the program for them (`_place`).
+    A front says how arguments get their ranks (`_argument_places`), and makes the program for them (`_place`).
     """
 
     _instead_of_arrays: ClassVar[str] = "close over it"  # what a caller does with an argument that is no array
@@ -91,24 +91,24 @@ class FunctionOnRanks(ABC, Generic[P]):
         self._placed: dict[Hashable, P] = {}
 
     @abstractmethod
-    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    def _argument_places(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return where the leaves of a call shall lie: hashable, and one for each leaf."""
 
     @abstractmethod
-    def _place(self, tree: Any, types: Types, layouts: tuple[Any, ...]) -> P:
-        """Trace the function for arguments of these types and layouts, and place its work on ranks."""
+    def _place(self, tree: Any, types: Types, places: tuple[Any, ...]) -> P:
+        """Trace the function for arguments of these types and places, and place its work on ranks."""
 
     def _find(self, leaves: Sequence[Any], tree: Any) -> P:
-        """Return the program for such arguments. Calls whose arguments end up in the same layouts share one."""
+        """Return the program for such arguments. Calls whose arguments end up in the same places share one."""
         types, settings = self._types(leaves, tree), trace_settings()
         key = tree, types, tuple([getattr(leaf, "sharding", None) for leaf in leaves]), settings
         found = self._placed.get(key)
         if found is None:
-            layouts = self._layouts(tree, leaves)
-            asked = tree, types, layouts, settings
+            places = self._argument_places(tree, leaves)
+            asked = tree, types, places, settings
             if asked not in self._placed:
                 with context_mesh(None):  # no mesh around the call may change what is compiled
-                    self._placed[asked] = self._place(tree, types, layouts)
+                    self._placed[asked] = self._place(tree, types, places)
             found = self._placed[key] = self._placed[asked]
         return found
 

@@ -11,9 +11,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.layouts import moved
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
 from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
+from jaxpp_flax.engine.arrays.rank_shardings import moved
 from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
@@ -28,7 +28,7 @@ from jaxpp_flax.mpmd.shardings import Asked, asked_of, check_meshes, spec_of
 __all__ = ["MpmdTraced", "MpmdWrapped", "jit"]
 
 
-class _Layout(NamedTuple):
+class _AskedArgument(NamedTuple):
     """The mesh and the partition that are asked of an argument, its own partition, and its memory in JAX's types."""
 
     rank: int | None
@@ -51,7 +51,7 @@ class MpmdTraced:
     """
 
     _wrapped: MpmdWrapped
-    _layouts: Sequence[_Layout]
+    _asked: Sequence[_AskedArgument]
     _structs: list[jax.ShapeDtypeStruct]
     _traced: Any
     _donated: tuple[bool, ...]
@@ -78,7 +78,7 @@ class MpmdTraced:
         with context_mesh(None):  # no mesh around the call may change what is built
             graph, constants = from_jaxpr(traced.jaxpr)
             asked_out = wrapped.asked_of_results(traced.out_info)
-            in_ranks, out_ranks = [layout.rank for layout in self._layouts], [asked.rank for asked in asked_out]
+            in_ranks, out_ranks = [one.rank for one in self._asked], [asked.rank for asked in asked_out]
             built = build(
                 graph, len(constants), config, in_ranks, out_ranks, donated,
                 specs_on=self._specs_on, keep_unused=wrapped.keep_unused,
@@ -103,8 +103,8 @@ class MpmdTraced:
         """Return the partition of each argument on the mesh of its rank: as asked for, or its own."""
         homes = [self._wrapped.mpmd_config.meshes.unstack[rank].axis_names for rank in ranks]
         return [
-            layout.spec if layout.spec is not None else canonical(keep_axes(layout.own_spec, axes.__contains__))
-            for layout, axes in zip(self._layouts, homes, strict=True)
+            one.spec if one.spec is not None else canonical(keep_axes(one.own_spec, axes.__contains__))
+            for one, axes in zip(self._asked, homes, strict=True)
         ]
 
 
@@ -157,7 +157,7 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
           RuntimeError: under `jax.disable_jit`.
         """
         leaves, tree = jax.tree.flatten((args, {}))
-        return self._trace(tree, self._types(leaves, tree), self._layouts(tree, leaves))
+        return self._trace(tree, self._types(leaves, tree), self._argument_places(tree, leaves))
 
     def lower(self, *args: Any) -> MpmdLowered:
         """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -169,30 +169,30 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
         """
         return self.trace(*args).lower()
 
-    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[_Layout, ...]:
+    def _argument_places(self, tree: Any, leaves: Sequence[Any]) -> tuple[_AskedArgument, ...]:
         args, _ = jax.tree.unflatten(tree, leaves)
         config = self.mpmd_config
         check_meshes(args, config)
         asked = asked_of(args, self._in_shardings, config.input_mesh_assignment, config, "in")
-        found: list[_Layout] = []
+        found: list[_AskedArgument] = []
         for leaf, path, wish in zip(leaves, paths_of(tree), asked, strict=True):
             own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
             memory = in_memory(None, own if wish.memory is None else wish.memory)  # one value for the devices' own
-            found.append(_Layout(wish.rank, wish.spec, spec_of(leaf), memory))
+            found.append(_AskedArgument(wish.rank, wish.spec, spec_of(leaf), memory))
         return tuple(found)
 
-    def _place(self, tree: Any, types: Types, layouts: tuple[_Layout, ...]) -> MpmdLowered:
-        return self._trace(tree, types, layouts).lower()
+    def _place(self, tree: Any, types: Types, asked: tuple[_AskedArgument, ...]) -> MpmdLowered:
+        return self._trace(tree, types, asked).lower()
 
-    def _trace(self, tree: Any, types: Types, layouts: Sequence[_Layout]) -> MpmdTraced:
+    def _trace(self, tree: Any, types: Types, asked: Sequence[_AskedArgument]) -> MpmdTraced:
         refuse_disabled_jit("a function under mpmd.jit")
         with context_mesh(None):  # no mesh around the call may change what is built
-            places = zip(structs_of(types), layouts, strict=True)
-            structs = [struct.update(sharding=layout.memory) for struct, layout in places]
+            places = zip(structs_of(types), asked, strict=True)
+            structs = [struct.update(sharding=one.memory) for struct, one in places]
             args, _ = jax.tree.unflatten(tree, structs)
             with context_mesh(self.mpmd_config.sharding_mesh):
                 traced, donated = trace(self._jitted, args)
-        return MpmdTraced(self, layouts, structs, traced, donated)
+        return MpmdTraced(self, asked, structs, traced, donated)
 
 
 def jit(

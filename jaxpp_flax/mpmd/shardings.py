@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
 from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.arrays.rank_shardings import broadcast_prefix
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology, mesh_and_memory
 
 __all__ = [

@@ -11,8 +11,8 @@ import jax.core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.rank_shardings import broadcast_prefix, check_divides
 from jaxpp_flax.engine.jit import check_mesh
 from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
@@ -51,7 +51,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
         leaves, tree = self._flatten(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             self._types(leaves, tree)
-            results, _, out_tree = self._record(args, self._layouts(tree, leaves))
+            results, _, out_tree = self._record(args, self._argument_places(tree, leaves))
             return jax.tree_util.tree_unflatten(out_tree, results)
         return self._find(leaves, tree).compiled.run(leaves)
 
@@ -64,7 +64,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
         leaves, tree = self._flatten(args, kwargs)
         types = self._types(leaves, tree)
         with context_mesh(None):  # no mesh around the call may change what is built
-            return self._place(tree, types, self._layouts(tree, leaves))
+            return self._place(tree, types, self._argument_places(tree, leaves))
 
     def _flatten(self, args: Sequence[Any], kwargs: Any) -> tuple[list[Any], Any]:
         if kwargs:
@@ -74,15 +74,15 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
             )
         return jax.tree_util.tree_flatten((tuple(args), kwargs))
 
-    def _layouts(self, tree: Any, leaves: Sequence[Any]) -> tuple[Place, ...]:
+    def _argument_places(self, tree: Any, leaves: Sequence[Any]) -> tuple[Place, ...]:
         args, _ = jax.tree_util.tree_unflatten(tree, leaves)
         prefix = tuple(self.in_shardings) if isinstance(self.in_shardings, list) else self.in_shardings
         nodes = broadcast_prefix(prefix if prefix is not None else (), args, f"in_shardings of {self._name}")
         return tuple(on_rank(self.mpmd_mesh, node, where) for where, node in nodes)
 
-    def _place(self, tree: Any, types: Types, layouts: tuple[Place, ...]) -> LoweredMpmdFun:
+    def _place(self, tree: Any, types: Types, places: tuple[Place, ...]) -> LoweredMpmdFun:
         refuse_disabled_jit("a function under mpmd")
-        structs, in_shardings = structs_of(types), [sharding for _, sharding in layouts]
+        structs, in_shardings = structs_of(types), [sharding for _, sharding in places]
         specs = [sharding.spec for sharding in in_shardings]
         paths = [f"argument{path}" for path in paths_of(tree)]
         check_divides(paths, structs, specs, dict(self.mpmd_mesh.abstract_submesh.shape))
@@ -90,7 +90,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
 
         @functools.wraps(self._fun)
         def flat(*args: Any) -> list[Any]:
-            results, shardings, out_tree = self._record(args, layouts)
+            results, shardings, out_tree = self._record(args, places)
             recorded[:] = [shardings, out_tree]
             return results
 
@@ -100,7 +100,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
         program = program_of(
             graph,
             self.mpmd_mesh,
-            [None] * len(constants) + [rank for rank, _ in layouts],
+            [None] * len(constants) + [rank for rank, _ in places],
             [False] * len(constants) + list(donated),
             infer_donation=self.infer_donation,
             keep_received=len(self.mpmd_mesh.processes) > 1,

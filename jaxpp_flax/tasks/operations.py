@@ -10,8 +10,8 @@ import jax
 from jax.extend import core as jex_core
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import named_memory
+from jaxpp_flax.engine.arrays.rank_shardings import broadcast_prefix
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.tasks.ranks import on_rank
 from jaxpp_flax.tasks.recording import Recording, recording_of

@@ -11,8 +11,8 @@ import jax
 import jax.core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, named_memory
+from jaxpp_flax.engine.arrays.rank_shardings import broadcast_prefix
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr, memory_kind_of
 from jaxpp_flax.tasks.ranks import placed, rank_of
 from jaxpp_flax.tasks.recording import Recording, not_recording

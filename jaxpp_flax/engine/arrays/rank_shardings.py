@@ -1,4 +1,4 @@
-"""Layouts of passed arguments, and requested layouts of arguments and results: a spec in a submesh, and a memory.
+"""Shardings inside a rank, those of passed arguments and those asked of arguments and results: a spec and a memory.
 
 The memory of an array is part of its type, as in JAX: JAX carries it from an argument's type through the step.
 """
@@ -20,29 +20,29 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
 __all__ = [
-    "Layout",
-    "broadcast_layouts",
+    "RankSharding",
+    "broadcast_shardings",
     "broadcast_prefix",
     "check_divides",
-    "layout_of",
+    "rank_sharding_of",
     "moved",
     "with_memories",
 ]
 
 
-class Layout(NamedTuple):
-    """A spec over the submesh's axes, and a kind of memory; in a request, None leaves either one open."""
+class RankSharding(NamedTuple):
+    """A spec over the axes inside a rank, and a kind of memory; in a request, None leaves either one open."""
 
     spec: PartitionSpec | None
     memory_kind: str | None
 
-    def over(self, found: Layout) -> Layout:
-        """Return this request, with open parts taken from `found`."""
-        spec = found.spec if self.spec is None else self.spec
-        return Layout(spec, found.memory_kind if self.memory_kind is None else self.memory_kind)
+    def over(self, own: RankSharding) -> RankSharding:
+        """Return this request, with open parts taken from an argument's own sharding."""
+        spec = own.spec if self.spec is None else self.spec
+        return RankSharding(spec, own.memory_kind if self.memory_kind is None else self.memory_kind)
 
 
-def layout_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> Layout:
+def rank_sharding_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> RankSharding:
     """Return an argument's own partition, without the stage axis, and its memory.
 
     Raises:
@@ -50,13 +50,13 @@ def layout_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> Layout:
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
-        return Layout(PartitionSpec(), "device")
+        return RankSharding(PartitionSpec(), "device")
     memory = memory_wanted(sharding, where) or "device"
     if isinstance(leaf, MpmdArray):
-        return Layout(leaf.spec, memory)
+        return RankSharding(leaf.spec, memory)
     if not isinstance(sharding, NamedSharding):
-        return Layout(PartitionSpec(), memory)
-    return Layout(_within_submesh(sharding.spec, mesh, where), memory)
+        return RankSharding(PartitionSpec(), memory)
+    return RankSharding(_within_submesh(sharding.spec, mesh, where), memory)
 
 
 def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh, where: str) -> PartitionSpec:
@@ -70,14 +70,14 @@ def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh, where: str) -> Partitio
     return canonical(keep_axes(spec, names.__contains__))
 
 
-def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[Layout]:
+def broadcast_shardings(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[RankSharding]:
     """Return the request for each leaf of `tree`; a prefix may hold specs or shardings, and None for no request.
 
     Raises:
       ValueError: if `prefix` is not a prefix of `tree`, or names an unknown axis, sums or an unsupported memory.
     """
     names = set(mesh.jax_mesh.axis_names)
-    layouts: list[Layout] = []
+    shardings: list[RankSharding] = []
     for where, node in broadcast_prefix(prefix, tree, what):
         spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
         for name in axes_in(spec or ()):
@@ -86,8 +86,10 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
                     f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "
                     f"{sorted(names)}. Use one of these, or make a mesh that has it."
                 )
-        layouts.append(Layout(None if spec is None else _within_submesh(spec, mesh, where), memory_wanted(node, where)))
-    return layouts
+        shardings.append(
+            RankSharding(None if spec is None else _within_submesh(spec, mesh, where), memory_wanted(node, where))
+        )
+    return shardings
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[tuple[str, Any]]:
