@@ -1,4 +1,7 @@
-"""Stages that call back to the host, or partition an operation by a rule of their own: as under plain `jax.jit`."""
+"""Loops as they are opened: the schedule of a function without one, and operations of which JAX knows little.
+
+Stages call back to the host, or partition an operation by a rule of their own: as under plain `jax.jit`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
-from jaxpp_flax.schedules import Std1F1B
+from jaxpp_flax.schedules import ScheduleError, Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, slow_but, tree_allclose
 
@@ -76,3 +80,19 @@ def test_equal_to_plain(case: str):
     assert [stage for stage, _ in sorted(seen)] == [stage for stage, _ in told]
     # The sums cancel: their rounding is that of the 128 terms, of size 1 at most.
     np.testing.assert_allclose([value for _, value in sorted(seen)], [value for _, value in told], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("written", "live", "stages"),
+    [(3, 3, 4), (4, 4, 4), (4, 3, 4), (4, 2, 3), (3, 0, 1), (2, 1, 4), (9, 5, 4)],
+)
+def test_dead_stages_are_left_out_if_enough_marks_are_written(written: int, live: int, stages: int):
+    schedule = OnePass(4).without_dead_stages(written, live)
+    assert (schedule.num_stages, schedule.num_ranks) == (stages, 4)
+    assert [len(tasks) for tasks in schedule.tasks(1)] == [2] * stages + [0] * (4 - stages)
+
+
+def test_each_rank_runs_its_stages_forward_then_backward():
+    assert str(OnePass(4, 2).tasks(1)[1]) == "[fwd_1__0, fwd_3__0, bwd_3__0, bwd_1__0]"
+    with pytest.raises(ScheduleError, match="cannot be divided evenly"):
+        OnePass(5, 4)
