@@ -117,6 +117,11 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         {"checkpoint/reading.py": "import pickle\nnp.load(f, allow_pickle=True)\nnp.load(f, allow_pickle=False)"},
         ["reading.py:1: pickle", "reading.py:2: allow_pickle"],
     ),
+    (
+        form.names_say_what_they_hold,
+        {"engine/jit.py": "found = 1\ndef of(at): ...", "planning/model.py": "found = 1"},
+        ["engine/jit.py:1: found says", "engine/jit.py:2: at says"],
+    ),
     (form.no_bare_assert, {"engine/jit.py": "x = 1\nassert x"}, ["engine/jit.py:2: assert"]),
     (
         form.files_are_short,

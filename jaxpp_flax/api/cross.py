@@ -69,9 +69,9 @@ def _check_alike(function: str, arrays: Sequence[Any]) -> None:
     if not len(arrays):
         raise ValueError(f"{function} got no array. Pass one array for each rank.")
     types = [f"{jnp.result_type(a)}{list(jnp.shape(a))}" for a in arrays]
-    for position, found in enumerate(types):
-        if found != types[0]:
+    for position, array_type in enumerate(types):
+        if array_type != types[0]:
             raise TypeError(
-                f"{function}: array {position} is {found}, array 0 is {types[0]}. All of them need one dtype and one "
-                "shape: cast or reshape them first."
+                f"{function}: array {position} is {array_type}, array 0 is {types[0]}. All of them need one dtype and "
+                "one shape: cast or reshape them first."
             )

@@ -38,8 +38,8 @@ def treduce(
       12.0
     """
     shapes = {jnp.shape(leaf)[axis] for leaf in jax.tree.leaves(xs) if -jnp.ndim(leaf) <= axis < jnp.ndim(leaf)}
-    made = own_schedule(schedule, shapes.pop()) if len(shapes) == 1 else None  # else the engine refuses `xs`
-    return engine.treduce(fun, xs, made, axis, operation, **carry)
+    own = own_schedule(schedule, shapes.pop()) if len(shapes) == 1 else None  # else the engine refuses `xs`
+    return engine.treduce(fun, xs, own, axis, operation, **carry)
 
 
 def treduce_i(

@@ -27,7 +27,7 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-def explain(name: str, known: Sequence[str]) -> str:
+def explain(name: str, names: Sequence[str]) -> str:
     """Return the message for a missing `jaxpp_flax.api.<name>`.
 
     Example:
@@ -36,4 +36,4 @@ def explain(name: str, known: Sequence[str]) -> str:
       >>> explain("treduced", ["treduce", "Add"])
       "module 'jaxpp_flax.api' has no attribute 'treduced'. Did you mean 'treduce'?"
     """
-    return missing_name("jaxpp_flax.api", name, REMEDIES, known)
+    return missing_name("jaxpp_flax.api", name, REMEDIES, names)

@@ -102,9 +102,9 @@ def mpmd_jit_rev(
             mine = tuple(position for position, sharding in enumerate(wanted) if rank in sharding.ranks)
             if not mine:
                 continue
-            placed = [place(leaf, of.local_sharding(rank)) for leaf, of in zip(leaves, read, strict=True)]
-            made = compiled(mine, tuple(wanted[position].local_sharding(rank) for position in mine))
-            for position, array in zip(mine, made(*jax.tree.unflatten(jax.tree.structure(args), placed)), strict=True):
+            placed = [place(leaf, target.local_sharding(rank)) for leaf, target in zip(leaves, read, strict=True)]
+            make = compiled(mine, tuple(wanted[position].local_sharding(rank) for position in mine))
+            for position, array in zip(mine, make(*jax.tree.unflatten(jax.tree.structure(args), placed)), strict=True):
                 parts[position][rank] = array
         # Weak types stay weak: a step that was compiled for the function's shapes takes these arrays as they are.
         avals = [ShapedArray(type_.shape, type_.dtype, weak_type=type_.weak_type) for type_ in types]

@@ -243,14 +243,14 @@ def own_schedule(schedule: Any, num_microbatches: int) -> Any:
         return schedule.own()
     name, listed = type(schedule).__name__, schedule.tasks(num_microbatches)
     lists = [[part for item in tasks for part in _own_tasks(item, name, rank)] for rank, tasks in enumerate(listed)]
-    made = schedules.CustomSchedule(lists)
-    for stage in range(made.num_stages):
-        if made.rank_of(stage) != schedule.get_mpmd_idx(stage):
+    own = schedules.CustomSchedule(lists)
+    for stage in range(own.num_stages):
+        if own.rank_of(stage) != schedule.get_mpmd_idx(stage):
             raise ScheduleError(
-                f"{name}.tasks lists stage {stage} on rank {made.rank_of(stage)}, but {name}.get_mpmd_idx({stage}) is "
+                f"{name}.tasks lists stage {stage} on rank {own.rank_of(stage)}, but {name}.get_mpmd_idx({stage}) is "
                 f"{schedule.get_mpmd_idx(stage)}. Make the two agree"
             )
-    return made
+    return own
 
 
 def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.Task]:
@@ -271,24 +271,24 @@ def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.Task]:
 
 def _listed(tasks: list[own.Task], is_partial_bwd: bool) -> list[Task | FusedTask | None]:
     """Return one rank's tasks as JaxPP lists them: stage 0's backward, which stays whole here, is in two halves too."""
-    found: list[Task | FusedTask | None] = []
+    listed: list[Task | FusedTask | None] = []
     for task in own.flatten(tasks):
         split = is_partial_bwd and task.kind is own.TaskKind.BACKWARD
         types = (TaskType.BWD_I, TaskType.BWD_W) if split else (_TYPE[task.kind],)
-        found.extend(Task.make(task.stage, task.microbatch, type_) for type_ in types)
-    return found
+        listed.extend(Task.make(task.stage, task.microbatch, type_) for type_ in types)
+    return listed
 
 
 def _paired(tasks: list[Task | FusedTask | None], stages: range | tuple[int, ...]) -> list[Task | FusedTask | None]:
     """Fuse each forward of `stages` with the backward directly after it; only the steady state has such pairs."""
-    found: list[Task | FusedTask | None] = []
+    paired: list[Task | FusedTask | None] = []
     for task in tasks:
-        before = found[-1] if found else None
+        before = paired[-1] if paired else None
         if (
             isinstance(task, Task) and isinstance(before, Task) and before.stage_id in stages
             and (before.fwd_or_bwd, task.fwd_or_bwd) == (TaskType.FWD, TaskType.BWD)
         ):  # fmt: skip
-            found[-1] = FusedTask((before, task))
+            paired[-1] = FusedTask((before, task))
         else:
-            found.append(task)
-    return found
+            paired.append(task)
+    return paired

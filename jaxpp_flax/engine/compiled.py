@@ -190,11 +190,11 @@ class Compiled:
 
     def _in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
         """Return, by name, the arguments that every process passes itself and that several processes read."""
-        found: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
         for leaf, argument in zip(leaves, self._arguments, strict=True):
             if type(leaf) is not MpmdArray and len(argument.wanted.processes) > 1:
-                found[f"argument{argument.wanted.name}"] = leaf
-        return found
+                shared[f"argument{argument.wanted.name}"] = leaf
+        return shared
 
 
 def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
@@ -207,15 +207,15 @@ def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
 
 def _targets(wanted: Wanted, on_ranks: Mapping[int, int]) -> tuple[_Target, ...]:
     """Return this process's ranks that read an argument; no two of them share memory."""
-    found: list[_Target] = []
+    targets: list[_Target] = []
     taken: set[Any] = set()
     for rank, value in on_ranks.items():
         if rank in wanted.mesh.local_ranks:
             devices = wanted.mesh.rank_devices(rank)
             shared = not taken.isdisjoint(devices)
-            found.append(_Target(value, rank, wanted.on(rank), own_memory=shared))
+            targets.append(_Target(value, rank, wanted.on(rank), own_memory=shared))
             taken.update(devices)
-    return tuple(found)
+    return tuple(targets)
 
 
 def array_result(

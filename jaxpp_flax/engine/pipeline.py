@@ -151,11 +151,11 @@ class PlacedPipeline(Placed[CompiledPipeline]):
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; it has no ranks if nothing reads it."""
-        found = [
+        shardings = [
             MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(value.aval))
             for ranks, spec, value in zip(self.program.arguments, self.in_specs, self.inputs, strict=True)
         ]
-        return jax.tree_util.tree_unflatten(self.signature.tree, found[len(self.constants) :])
+        return jax.tree_util.tree_unflatten(self.signature.tree, shardings[len(self.constants) :])
 
     def _compile(self) -> CompiledPipeline:
         return self._compiled_type(self)

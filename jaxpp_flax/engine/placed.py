@@ -102,15 +102,15 @@ class FunctionOnRanks(ABC, Generic[P]):
         """Return the program for such arguments. Calls whose arguments end up in the same places share one."""
         types, settings = self._types(leaves, tree), trace_settings()
         key = tree, types, tuple([getattr(leaf, "sharding", None) for leaf in leaves]), settings
-        found = self._placed.get(key)
-        if found is None:
+        placed = self._placed.get(key)
+        if placed is None:
             places = self._argument_places(tree, leaves)
             asked = tree, types, places, settings
             if asked not in self._placed:
                 with context_mesh(None):  # no mesh around the call may change what is compiled
                     self._placed[asked] = self._place(tree, types, places)
-            found = self._placed[key] = self._placed[asked]
-        return found
+            placed = self._placed[key] = self._placed[asked]
+        return placed
 
     def _types(self, leaves: Sequence[Any], tree: Any) -> Types:
         try:

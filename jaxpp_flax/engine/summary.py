@@ -139,25 +139,25 @@ def costs_of(executable: Any) -> dict[str, float]:
 def sum_costs(executables: Executables) -> tuple[dict[str, float], ...]:
     """Return, for each rank, XLA's costs of all runs in one step, added up by name ("flops", "bytes accessed", ...)."""
     program = executables.program
-    found: list[dict[str, float]] = [{} for _ in range(program.num_ranks)]
+    sums: list[dict[str, float]] = [{} for _ in range(program.num_ranks)]
     costs = [costs_of(executable) for executable in executables.tasks]
     for number, run in enumerate(program.instructions):
         if isinstance(run, Run):
             own = costs_of(executables.variants[number]) if number in executables.variants else costs[run.task]
             for name, cost in own.items():
-                found[run.rank][name] = found[run.rank].get(name, 0.0) + cost
-    return tuple(found)
+                sums[run.rank][name] = sums[run.rank].get(name, 0.0) + cost
+    return tuple(sums)
 
 
 def _sent_bytes(loop: CutLoop, stage: int) -> int:
     part = loop.partition
     rank = loop.schedule.rank_of(stage)
-    made = {v for t in part.tasks if t.stage == stage and t.kind in RUN_FORWARD for v in t.graph.outputs}
+    outputs = {v for t in part.tasks if t.stage == stage and t.kind in RUN_FORWARD for v in t.graph.outputs}
     sent: set[tuple[Value, int]] = set()
     for task in part.tasks:
         target = loop.schedule.rank_of(task.stage)
         if task.stage > stage and target != rank:
-            sent.update((v, target) for v in task.graph.inputs if v in made)
+            sent.update((v, target) for v in task.graph.inputs if v in outputs)
     return sum(v.nbytes for v, _ in sent)
 
 
@@ -217,13 +217,13 @@ def walk_memory(
 
 def inside_of(executables: Executables) -> list[float]:
     """Return the workspace of each task, as it is estimated before it is compiled."""
-    program, mesh, found = executables.program, executables.mesh, dict[int, float]()
+    program, mesh, nbytes = executables.program, executables.mesh, dict[int, float]()
     platform = mesh.rank_devices(0)[0].platform
     for run in program.instructions:
-        if isinstance(run, Run) and run.task not in found:
+        if isinstance(run, Run) and run.task not in nbytes:
             read = [executables.held[value].spec for value in run.inputs]
-            found[run.task] = workspace(program.tasks[run.task].graph, read, mesh.unstack[run.rank].shape, platform)
-    return [found.get(task, 0.0) for task in range(len(program.tasks))]
+            nbytes[run.task] = workspace(program.tasks[run.task].graph, read, mesh.unstack[run.rank].shape, platform)
+    return [nbytes.get(task, 0.0) for task in range(len(program.tasks))]
 
 
 def _temp(executable: Any) -> int:

@@ -175,12 +175,12 @@ def build(step: Graph, settings: Choices, observe: Sequence[Observer]) -> tuple[
 
 def _arguments(graph: Graph, specs: Sequence[PartitionSpec]) -> Arguments:
     """Return the arguments of a step, and the values that are one of them in another dtype: those of a precision."""
-    found = {value: (i - len(specs), spec) for i, (value, spec) in enumerate(zip(graph.inputs, specs, strict=True))}
+    arguments = {value: (i - len(specs), spec) for i, (value, spec) in enumerate(zip(graph.inputs, specs, strict=True))}
     for equation in graph.equations:
         source = equation.inputs[0] if equation.name == "convert_element_type" else None
-        if isinstance(source, Value) and source in found:
-            found[equation.outputs[0]] = found[source]
-    return found
+        if isinstance(source, Value) and source in arguments:
+            arguments[equation.outputs[0]] = arguments[source]
+    return arguments
 
 
 def _marks(loop: Loop, arguments: Arguments, shards: ShardCounts) -> Marks:
@@ -188,5 +188,5 @@ def _marks(loop: Loop, arguments: Arguments, shards: ShardCounts) -> Marks:
     outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
     outer.update({value: gather.parameter for value, gather in loop.gathered.items()})
     outer.update(zip(loop.body.carry, loop.carry_init, strict=True))
-    known = {v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments}
-    return Marks(loop, known, shards)
+    facts = {v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments}
+    return Marks(loop, facts, shards)

@@ -242,7 +242,7 @@ def _check_mesh(mesh: Any, topology: Mapping[str, Mesh], what: str) -> None:
         if f"#{kind}" not in _MEMORY_KINDS:
             raise ValueError(
                 f"{what} is assigned to {mesh!r}, but {kind!r} is no kind of memory that arrays can be assigned to. "
-                f"Use {' or '.join(repr(plain + known) for known in _MEMORY_KINDS)}."
+                f"Use {' or '.join(repr(plain + ending) for ending in _MEMORY_KINDS)}."
             )
         return
     raise ValueError(f"{what} is assigned to the mesh {mesh!r}, which the topology lacks.{known_names(mesh, topology)}")

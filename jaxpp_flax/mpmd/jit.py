@@ -174,12 +174,12 @@ class MpmdWrapped(FunctionOnRanks[MpmdLowered]):
         config = self.mpmd_config
         check_meshes(args, config)
         asked = asked_of(args, self._in_shardings, config.input_mesh_assignment, config, "in")
-        found: list[_AskedArgument] = []
+        arguments: list[_AskedArgument] = []
         for leaf, path, wish in zip(leaves, paths_of(tree), asked, strict=True):
             own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
             memory = in_memory(None, own if wish.memory is None else wish.memory)  # one value for the devices' own
-            found.append(_AskedArgument(wish.rank, wish.spec, spec_of(leaf), memory))
-        return tuple(found)
+            arguments.append(_AskedArgument(wish.rank, wish.spec, spec_of(leaf), memory))
+        return tuple(arguments)
 
     def _place(self, tree: Any, types: Types, asked: tuple[_AskedArgument, ...]) -> MpmdLowered:
         return self._trace(tree, types, asked).lower()

@@ -174,8 +174,8 @@ class MpmdCompiled(Compiled):
     @property
     def peak_memory_bytes(self) -> int:
         """The most bytes that one device holds in a call: arguments, values and the largest workspace."""
-        found = self.memory_analysis().values()
-        return max(mesh.argument_bytes + mesh.peak_bytes + mesh.temp_bytes for mesh in found)
+        by_mesh = self.memory_analysis().values()
+        return max(mesh.argument_bytes + mesh.peak_bytes + mesh.temp_bytes for mesh in by_mesh)
 
     def as_text(self, dialect: str | None = None) -> str:
         """See `MpmdLowered.as_text`."""
@@ -196,6 +196,6 @@ class MpmdCompiled(Compiled):
           ValueError: if an array was placed on another mesh than its own.
         """
         lowered = self._lowered
-        for leaf, known, ranks in zip(leaves, lowered.signature.leaves, self._ranks, strict=True):
-            check_home(leaf, known.path, lowered.name, lowered.config.meshes, ranks)
+        for leaf, argument, ranks in zip(leaves, lowered.signature.leaves, self._ranks, strict=True):
+            check_home(leaf, argument.path, lowered.name, lowered.config.meshes, ranks)
         return super().run(leaves)

@@ -52,8 +52,8 @@ def names_in(stack: str, what: str) -> list[tuple[str, int, int]]:
 
     Each has the number of transpositions that JAX made of it, and the count that is written in its scope.
     """
-    found = re.finditer(rf"mpmd\.{what}\[([^\]]*);(\d+)\]", stack)
-    return [(unquote(match[1]), transpositions(stack[: match.start()]), int(match[2])) for match in found]
+    matches = re.finditer(rf"mpmd\.{what}\[([^\]]*);(\d+)\]", stack)
+    return [(unquote(match[1]), transpositions(stack[: match.start()]), int(match[2])) for match in matches]
 
 
 def calls_in(stack: str) -> list[int]:

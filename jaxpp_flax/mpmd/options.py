@@ -79,9 +79,9 @@ def schedule_name(name: str | None) -> str | None:
     """
     if name is None or name == "None":
         return None
-    for known, spelt in PIPELINE_SCHEDULES.items():
-        if name in (known, spelt):
-            return known
+    for upper, spelt in PIPELINE_SCHEDULES.items():
+        if name in (upper, spelt):
+            return upper
     raise ValueError(f"unknown schedule {name!r}.{known_names(str(name), PIPELINE_SCHEDULES)}")
 
 

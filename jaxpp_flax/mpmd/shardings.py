@@ -42,7 +42,7 @@ def asked_of(tree: Any, shardings: Any, assignment: Any, config: MpmdConfig, dir
         mesh of the topology has the shape of a sharding's mesh.
       TypeError: if a leaf of `shardings` is not a sharding.
     """
-    found: list[Asked] = []
+    asked: list[Asked] = []
     nodes = broadcast_prefix(shardings, tree, f"{direction}_shardings")
     names = broadcast_prefix(assignment or None, tree, f"{direction}put_mesh_assignment")
     meshes = list(config.meshes.unstack)
@@ -55,8 +55,8 @@ def asked_of(tree: Any, shardings: Any, assignment: Any, config: MpmdConfig, dir
         rank = config.meshes.rank(mesh) if mesh else None
         if config.read_input_output_mesh_from_shardings and (of_node := getattr(node, "mesh", None)) in meshes:
             rank = meshes.index(of_node)
-        found.append(Asked(rank, None if node is None else _spec(node, config, where), named or own))
-    return found
+        asked.append(Asked(rank, None if node is None else _spec(node, config, where), named or own))
+    return asked
 
 
 def check_meshes(arguments: Any, config: MpmdConfig) -> None:
@@ -123,9 +123,9 @@ def check_home(leaf: Any, path: str, function: str, topology: Topology, ranks: C
     devices = leaf.sharding.device_set
     if any(devices == topology.device_sets[rank] for rank in ranks):
         return
-    there = [rank for rank, of in enumerate(topology.device_sets) if devices == of]
-    lies, home = (" and ".join(repr(topology.names[rank]) for rank in of) for of in (there, ranks))
-    where = f"mesh {lies}" if there else f"devices {sorted(device.id for device in devices)}"
+    present = [rank for rank, on_ranks in enumerate(topology.device_sets) if devices == on_ranks]
+    lies, home = (" and ".join(repr(topology.names[rank]) for rank in on_ranks) for on_ranks in (present, ranks))
+    where = f"mesh {lies}" if present else f"devices {sorted(device.id for device in devices)}"
     raise ValueError(
         f"argument{path} of {function} is on {where}, but the program reads it on mesh {home}. Place the "
         "arguments first: `args = jax.device_put(args, lowered.function_named_shardings.input_specs)`. Arrays that "

@@ -90,9 +90,9 @@ def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options:
     Traceback (most recent call last):
     ValueError: unknown schedule '1f1'. Did you mean '1f1b'? Known: gpipe, 1f1b, ...
     """
-    known = {_plain(cls.__name__): key for key, (cls, _) in reversed(_NAMED.items())}
-    known |= {_plain(key): key for key in _NAMED} | {_plain(alias): key for alias, key in _ALIASES.items()}
-    key = known.get(_plain(str(name)))
+    key_of = {_plain(cls.__name__): key for key, (cls, _) in reversed(_NAMED.items())}
+    key_of |= {_plain(key): key for key in _NAMED} | {_plain(alias): key for alias, key in _ALIASES.items()}
+    key = key_of.get(_plain(str(name)))
     if key is None:
         raise ValueError(f"unknown schedule {name!r}.{known_names(str(name).lower(), _NAMED)}")
     if num_ranks in (None, num_stages) and not options:

@@ -67,7 +67,7 @@ def advance(
     """
     table = Costs().table(num_stages) if table is None else table
     rows = {kind: [_row(Task(kind, stage, 0), table, num_stages) for stage in range(num_stages)] for kind in TaskKind}
-    made: dict[int, tuple[float, int]] = {}  # when and on which rank
+    ends: dict[int, tuple[float, int]] = {}  # when and on which rank
     waiting: dict[int, list[int]] = {}  # the ranks that wait for a result
     ready: list[int] = []  # the ranks whose result is there
 
@@ -78,7 +78,7 @@ def advance(
             first = task.microbatch * num_stages * len(_NUMBER)
             start = now
             for number, need in reads:
-                while (result := made.get(first + number)) is None:
+                while (result := ends.get(first + number)) is None:
                     waiting.setdefault(first + number, []).append(rank)
                     yield Blocked(rank, position, task, replace(need, microbatch=task.microbatch))
                 arrived, source = result
@@ -90,7 +90,7 @@ def advance(
                 start = hold(rank, position, now, start)
             now = start + time
             for number in writes:
-                made[first + number] = now, rank
+                ends[first + number] = now, rank
                 if first + number in waiting:
                     ready.extend(waiting.pop(first + number))
             if emit is not None:

@@ -169,20 +169,20 @@ def host_copies(tasks: Sequence[Task], plan: ResidualPlan) -> list[HostCopy]:
       >>> host_copies(GPipe(2).tasks(4)[0], plan)[0]
       HostCopy(stage=0, microbatch=1, offload_after=1, gone_before=None, fetch_before=4, read_at=5)
     """
-    made: dict[tuple[int, int], int] = {}
-    found: list[HostCopy] = []
+    forwards: dict[tuple[int, int], int] = {}
+    copies: list[HostCopy] = []
     for position, task in enumerate(tasks):
         if task.kind is TaskKind.FUSED:
             continue
         key = task.stage, task.microbatch
         if task.kind is TaskKind.FORWARD:
             if plan.of(task.stage).offloads(task.microbatch):
-                made[key] = position
+                forwards[key] = position
             continue
         # A weight gradient reads first where a program lacks the input gradient: below the stage, nothing is trained.
-        after = made.pop(key, position)
+        after = forwards.pop(key, position)
         fetch = max(position - plan.fetch_ahead, after + 2)
         if fetch < position:
             gone = None if plan.offload_within is None else min(after + 1 + plan.offload_within, fetch)
-            found.append(HostCopy(*key, after, gone, fetch, position))
-    return sorted(found, key=lambda copy: copy.offload_after)
+            copies.append(HostCopy(*key, after, gone, fetch, position))
+    return sorted(copies, key=lambda copy: copy.offload_after)

@@ -44,10 +44,10 @@ def validate(
     JPF301: ...
     """
     check_count("num_microbatches", num_microbatches)
-    lists, found = task_lists(schedule, num_microbatches)
-    num_stages = found if num_stages is None or isinstance(schedule, Schedule) else num_stages
+    lists, listed_stages = task_lists(schedule, num_microbatches)
+    num_stages = listed_stages if num_stages is None or isinstance(schedule, Schedule) else num_stages
     # The rank of each stage; where no schedule says it, that of its first task.
-    home = {n: schedule.rank_of(n) for n in range(found)} if isinstance(schedule, Schedule) else {}
+    home = {n: schedule.rank_of(n) for n in range(listed_stages)} if isinstance(schedule, Schedule) else {}
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
     seen: _Seen = [[set() for _ in range(num_microbatches)] for _ in range(num_stages)]
@@ -111,10 +111,10 @@ def _check_complete(seen: _Seen) -> None:
 
 def deadlock_error(lists: TaskLists, blocked: Sequence[Blocked]) -> ScheduleError:
     """Return the error with a row for each rank, lined up at the blocked tasks (``>like this<``), with each reason."""
-    at = {b.rank: b for b in blocked}
+    blocked_on = {b.rank: b for b in blocked}
     rows: list[tuple[str, str, str, str]] = []
     for rank, tasks in enumerate(lists):
-        b = at.get(rank)
+        b = blocked_on.get(rank)
         position = len(tasks) if b is None else b.position
         before = [task.cell for task in tasks[max(0, position - _WINDOW) : position]]
         if position > _WINDOW:

@@ -118,22 +118,22 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
             result_shardings=list(map(self._result_sharding, graph.outputs, shardings)),
         )
 
-    def _result_sharding(self, atom: Any, known: NamedSharding | None) -> NamedSharding | None:
+    def _result_sharding(self, atom: Any, own: NamedSharding | None) -> NamedSharding | None:
         if isinstance(atom, Constant):
             return None
-        return known or NamedSharding(self.mpmd_mesh.unstack[0], PartitionSpec())  # a captured array
+        return own or NamedSharding(self.mpmd_mesh.unstack[0], PartitionSpec())  # a captured array
 
     def _record(
         self, args: Sequence[Any], places: Sequence[Place]
     ) -> tuple[list[Any], list[NamedSharding | None], Any]:
         """Run the function on traced arguments; return the results, their shardings, and their tree."""
-        with recording(self.mpmd_mesh) as found:
+        with recording(self.mpmd_mesh) as record:
             for leaf, (rank, sharding) in zip(jax.tree.leaves(args), places, strict=True):
-                found.know(leaf, rank, sharding)
+                record.know(leaf, rank, sharding)
             results, tree = jax.tree_util.tree_flatten(self._fun(*args))
-            _check_done(self._name, found)
-        known = [found.of(result) for result in results]
-        return results, [None if k is None else k.sharding for k in known], tree
+            _check_done(self._name, record)
+        homes = [record.of(result) for result in results]
+        return results, [None if k is None else k.sharding for k in homes], tree
 
 
 def _typed(struct: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -143,11 +143,12 @@ def _typed(struct: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDt
     return struct.update(sharding=in_memory(typed, sharding.memory_kind))
 
 
-def _check_done(name: str, found: Recording) -> None:
-    if found.waiting:
+def _check_done(name: str, record: Recording) -> None:
+    if record.waiting:
+        numbers = ", ".join(map(str, sorted(record.waiting)))
         raise ValueError(
-            f"{name} starts {found.transfers} transfers and never takes the values of transfer "
-            f"{', '.join(map(str, sorted(found.waiting)))} (counted from 0, in the order of the calls). Call `.done()` "
+            f"{name} starts {record.transfers} transfers and never takes the values of transfer "
+            f"{numbers} (counted from 0, in the order of the calls). Call `.done()` "
             "on its future before the first task that needs the values, or leave the transfer out."
         )
 

@@ -126,9 +126,9 @@ def task(
     @functools.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> Any:
         label = name or getattr(fun, "__name__", type(fun).__name__)
-        found = recording_of(f"task {label!r}")
-        trace = trace_task(found, fun, label, args, kwargs, in_shardings, out_shardings, mesh, brought)
-        return _bind(found, label, trace, _donated(label, args, numbers, len(trace.operands)))
+        record = recording_of(f"task {label!r}")
+        trace = trace_task(record, fun, label, args, kwargs, in_shardings, out_shardings, mesh, brought)
+        return _bind(record, label, trace, _donated(label, args, numbers, len(trace.operands)))
 
     return called
 
@@ -144,37 +144,35 @@ def _donated(name: str, args: Sequence[Any], numbers: Sequence[int], operands: i
     return frozenset(i for i, flag in enumerate(flags) if flag)
 
 
-def _bind(found: Recording, name: str, trace: TaskTrace, donated: frozenset[int]) -> Any:
+def _bind(record: Recording, name: str, trace: TaskTrace, donated: frozenset[int]) -> Any:
     captured = len(trace.operands) - trace.num_arguments
     specs = tuple(sharding.spec for sharding in trace.out_shardings)
     donate = frozenset(i + captured for i in donated)
-    made = ProgramTask(name, trace.rank, trace.graph, donate=donate, out_specs=specs)
-    results = task_p.bind(*trace.operands, task=made)
+    called = ProgramTask(name, trace.rank, trace.graph, donate=donate, out_specs=specs)
+    results = task_p.bind(*trace.operands, task=called)
     for result, sharding in zip(results, trace.out_shardings, strict=True):
-        found.know(result, trace.rank, sharding)
+        record.know(result, trace.rank, sharding)
     return jax.tree_util.tree_unflatten(trace.out_tree, results)
 
 
-def brought(found: Recording, value: Any, target: int) -> Any:
+def brought(record: Recording, value: Any, target: int) -> Any:
     """Return a value of another rank on rank `target`, by a transfer that the user has not written; once for each."""
-    known, key = found.of(value), (id(value), target)
-    if known is None or known.rank == target:
+    home, key = record.of(value), (id(value), target)
+    if home is None or home.rank == target:
         return value
-    if key not in found.copies:
-        sharding = NamedSharding(
-            found.mesh.unstack[target], known.sharding.spec, memory_kind=known.sharding.memory_kind
-        )
+    if key not in record.copies:
+        sharding = NamedSharding(record.mesh.unstack[target], home.sharding.spec, memory_kind=home.sharding.memory_kind)
         mesh = sharding.mesh.abstract_mesh
-        (copy,) = transfer_p.bind(value, source=known.rank, target=target, number=None, mesh=mesh)
-        found.copies[key] = found.know(copy, target, sharding)
-    return found.copies[key]
+        (copy,) = transfer_p.bind(value, source=home.rank, target=target, number=None, mesh=mesh)
+        record.copies[key] = record.know(copy, target, sharding)
+    return record.copies[key]
 
 
 class TransferFuture(Generic[T]):
     """A transfer that has started, while a function is traced; `done()` gives the values on the receiving rank."""
 
-    def __init__(self, found: Recording, number: int, values: T) -> None:
-        self._found, self._number, self._values = found, number, values
+    def __init__(self, record: Recording, number: int, values: T) -> None:
+        self._record, self._number, self._values = record, number, values
 
     def done(self) -> T:
         """Return the values on the receiving rank; a task that reads them waits for their arrival.
@@ -182,11 +180,11 @@ class TransferFuture(Generic[T]):
         Raises:
           RuntimeError: if it is called a second time.
         """
-        if self._number not in self._found.waiting:
+        if self._number not in self._record.waiting:
             raise RuntimeError(
                 f"`.done()` of transfer {self._number} was called twice. The first call returned its values: keep them."
             )
-        self._found.waiting.discard(self._number)
+        self._record.waiting.discard(self._number)
         return self._values
 
 
@@ -216,52 +214,52 @@ def transfer(arrays: T, *, out_shardings: Any) -> TransferFuture[T]:
       >>> send(np.ones(2)).devices() == {jax.devices()[1]}
       True
     """
-    found = recording_of("`transfer`")
+    record = recording_of("`transfer`")
     leaves, tree = jax.tree_util.tree_flatten(arrays)
     if not leaves:
         raise ValueError("`transfer` got no array: there is nothing to send. Leave the call out.")
     nodes = broadcast_prefix(out_shardings, arrays, "transfer out_shardings")
-    number = found.transfers
-    found.transfers += 1
+    number = record.transfers
+    record.transfers += 1
     routes: dict[tuple[int, int], list[int]] = {}
     targets: list[NamedSharding] = []
     for position, (leaf, (where, node)) in enumerate(zip(leaves, nodes, strict=True)):
-        source, target, sharding = _route(found, leaf, node, where)
+        source, target, sharding = _route(record, leaf, node, where)
         targets.append(sharding)
         routes.setdefault((source, target), []).append(position)
     moved: list[Any] = [None] * len(leaves)
     for (source, target), positions in routes.items():
-        mesh = found.mesh.unstack[target].abstract_mesh
+        mesh = record.mesh.unstack[target].abstract_mesh
         sent = [leaves[i] for i in positions]
         copies = transfer_p.bind(*sent, source=source, target=target, number=number, mesh=mesh)
         for position, copy in zip(positions, copies, strict=True):
-            moved[position] = found.know(copy, target, targets[position])
-    found.waiting.add(number)
-    return TransferFuture(found, number, jax.tree_util.tree_unflatten(tree, moved))
+            moved[position] = record.know(copy, target, targets[position])
+    record.waiting.add(number)
+    return TransferFuture(record, number, jax.tree_util.tree_unflatten(tree, moved))
 
 
-def _route(found: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int, NamedSharding]:
-    known = found.of(leaf)
-    if known is None:
+def _route(record: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int, NamedSharding]:
+    home = record.of(leaf)
+    if home is None:
         raise TypeError(
             f"`transfer` got {leaf!r} for {where}, which is neither an argument nor the result of a task: "
             "it has no rank. Make the value in a task."
         )
-    target, sharding = on_rank(found.mesh, node, where)
-    what = f"{jax.typeof(leaf).str_short()} on rank {known.rank}"
-    if target == known.rank:
+    target, sharding = on_rank(record.mesh, node, where)
+    what = f"{jax.typeof(leaf).str_short()} on rank {home.rank}"
+    if target == home.rank:
         raise ValueError(
             f"`transfer` of {what}: {where} is on rank {target} too. A transfer goes to another rank; "
             "for another partition or memory on the same rank, use `jax.reshard` or `jax.device_put` in a task."
         )
-    there = NamedSharding(sharding.mesh, known.sharding.spec, memory_kind=known.sharding.memory_kind)
-    if there != sharding and not _equivalent(there, sharding, leaf.ndim):
+    unchanged = NamedSharding(sharding.mesh, home.sharding.spec, memory_kind=home.sharding.memory_kind)
+    if unchanged != sharding and not _equivalent(unchanged, sharding, leaf.ndim):
         raise ValueError(
-            f"`transfer` of {what}: {where} is {_says(sharding)}, but the value has {_says(there)}. A transfer "
+            f"`transfer` of {what}: {where} is {_says(sharding)}, but the value has {_says(unchanged)}. A transfer "
             "does not repartition: do it in a task on the sending or on the receiving rank, and give the transfer "
             "the same spec and memory kind as the value has."
         )
-    return known.rank, target, sharding
+    return home.rank, target, sharding
 
 
 def _equivalent(one: NamedSharding, other: NamedSharding, ndim: int) -> bool:

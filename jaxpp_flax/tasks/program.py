@@ -70,9 +70,9 @@ def program_of(
 def _outside_of_tasks(equation: Equation) -> ValueError:
     label = equation.params.get("name")
     what = f"`{label}`" if isinstance(label, str) else f"`{equation.name}`"
-    made = ", ".join(v.aval.str_short(short_dtypes=True) for v in equation.outputs)
+    types = ", ".join(v.aval.str_short(short_dtypes=True) for v in equation.outputs)
     return ValueError(
-        f"{what} at {equation.where}, which gives {made}, stands outside of the tasks of an mpmd function, so no rank "
+        f"{what} at {equation.where}, which gives {types}, stands outside of the tasks of an mpmd function, so no rank "
         "would run it. Move it into a task; the function itself may only call tasks, send values, and rearrange "
         "containers."
     )
@@ -143,13 +143,13 @@ class _Donations:
 
     def check_task(self, equation: Equation) -> None:
         called: ProgramTask = equation.params["task"]
-        here = f"task {called.name!r} at {equation.where}"
-        self._check_reads(equation.inputs, here)
+        place = f"task {called.name!r} at {equation.where}"
+        self._check_reads(equation.inputs, place)
         for position in sorted(called.donate):
             value = equation.inputs[position]
             if not isinstance(value, Value):
                 continue
-            what = f"{here} donates its operand {position}, {value.aval.str_short(short_dtypes=True)},"
+            what = f"{place} donates its operand {position}, {value.aval.str_short(short_dtypes=True)},"
             if value in self.sent:
                 raise ValueError(
                     f"{what} which an earlier transfer sends: the copy may still be reading it. Donate another value, "
@@ -162,7 +162,7 @@ class _Donations:
                     f"{what} which is an argument of the mpmd function that the caller keeps. Name the argument in "
                     "`donate_argnums` of `mpmd`, or do not donate it in the task."
                 )
-            self.given[value] = here
+            self.given[value] = place
 
     def check_transfer(self, equation: Equation) -> None:
         self._check_reads(equation.inputs, f"the transfer at {equation.where}")

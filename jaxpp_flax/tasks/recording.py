@@ -42,21 +42,21 @@ class Recording:
     copies: dict[tuple[int, int], Any] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     transfers: int = 0
-    _known: dict[int, Known] = field(default_factory=dict)
+    _values: dict[int, Known] = field(default_factory=dict)
 
     def know(self, value: Any, rank: int, sharding: NamedSharding) -> Any:
         """Remember the place of a traced value, and return the value."""
-        self._known[id(value)] = Known(value, rank, sharding)
+        self._values[id(value)] = Known(value, rank, sharding)
         return value
 
     def is_of_other_trace(self, value: Any) -> bool:
         """Return whether a transformation inside of the mpmd function (`jax.grad`, `jax.vmap`) has made the value."""
-        kinds = {type(known.value) for known in self._known.values()}
-        return bool(kinds) and id(value) not in self._known and type(value) not in kinds
+        kinds = {type(known_value.value) for known_value in self._values.values()}
+        return bool(kinds) and id(value) not in self._values and type(value) not in kinds
 
     def of(self, value: Any) -> Known | None:
         """Return what is known of a value; None for a constant, or for a value made outside of tasks."""
-        return self._known.get(id(value))
+        return self._values.get(id(value))
 
 
 _current: ContextVar[Recording | None] = ContextVar("jaxpp_flax_tasks_recording", default=None)
@@ -65,9 +65,9 @@ _current: ContextVar[Recording | None] = ContextVar("jaxpp_flax_tasks_recording"
 @contextmanager
 def recording(mesh: MpmdMesh) -> Iterator[Recording]:
     """Record the tasks and transfers that are called inside."""
-    token = _current.set(found := Recording(mesh))
+    token = _current.set(record := Recording(mesh))
     try:
-        yield found
+        yield record
     finally:
         _current.reset(token)
 
@@ -78,13 +78,13 @@ def recording_of(what: str) -> Recording:
     Raises:
       RuntimeError: outside of an mpmd function.
     """
-    found = _current.get()
-    if found is None:
+    record = _current.get()
+    if record is None:
         raise RuntimeError(
             f"{what} was called outside of an mpmd function, where there are no ranks to run on. Call it inside a "
             "function decorated by `@mpmd(mpmd_mesh, in_shardings=...)`, not under `jax.jit`, and not inside a task."
         )
-    return found
+    return record
 
 
 @contextmanager

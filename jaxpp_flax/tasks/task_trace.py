@@ -35,7 +35,7 @@ class TaskTrace:
 
 
 def trace_task(
-    found: Recording,
+    record: Recording,
     fun: Callable[..., Any],
     name: str,
     args: Sequence[Any],
@@ -50,25 +50,25 @@ def trace_task(
     Raises: see `task`.
     """
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
-    _check_arrays(found, name, leaves)
+    _check_arrays(record, name, leaves)
     asked = _nodes_for_arguments(name, in_shardings, args, kwargs)
-    rank = _rank_of(found, name, leaves, mesh, asked, out_shardings)
-    leaves = [move(found, leaf, rank) for leaf in leaves]
-    _check_as_wanted(found, name, rank, leaves, asked)
+    rank = _rank_of(record, name, leaves, mesh, asked, out_shardings)
+    leaves = [move(record, leaf, rank) for leaf in leaves]
+    _check_as_wanted(record, name, rank, leaves, asked)
     cached = _key(fun, tree, leaves, rank, out_shardings)
-    if cached is not None and cached in found.traced:
-        _, graph, (shardings, out_tree) = found.traced[cached]
+    if cached is not None and cached in record.traced:
+        _, graph, (shardings, out_tree) = record.traced[cached]
         return TaskTrace(rank, graph, tuple(leaves), len(leaves), shardings, out_tree)
-    graph, captured, shardings, out_tree = _traced(found, fun, name, tree, leaves, rank, out_shardings)
+    graph, captured, shardings, out_tree = _traced(record, fun, name, tree, leaves, rank, out_shardings)
     if cached is not None and not captured:
-        found.traced[cached] = fun, graph, (shardings, out_tree)
-    captured = [move(found, value, rank) for value in captured]
+        record.traced[cached] = fun, graph, (shardings, out_tree)
+    captured = [move(record, value, rank) for value in captured]
     return TaskTrace(rank, graph, (*captured, *leaves), len(leaves), shardings, out_tree)
 
 
-def _check_arrays(found: Recording, name: str, leaves: Sequence[Any]) -> None:
+def _check_arrays(record: Recording, name: str, leaves: Sequence[Any]) -> None:
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.core.Tracer) and found.is_of_other_trace(leaf):
+        if isinstance(leaf, jax.core.Tracer) and record.is_of_other_trace(leaf):
             raise NotImplementedError(
                 f"task {name!r} got, as argument leaf {position}, a value inside of `jax.grad`, `jax.vmap` or another "
                 "transformation: a task cannot be transformed from outside. Call the transformation in the task."
@@ -94,22 +94,22 @@ def _nodes_for_arguments(name: str, in_shardings: Any, args: Sequence[Any], kwar
             f"task {name!r} has {len(in_shardings)} in_shardings for {len(args)} positional arguments. Give one tree "
             "for each argument."
         )
-    found = [node for _, node in broadcast_prefix(prefix, tuple(args), f"in_shardings of task {name!r}")]
-    return found + [None] * len(jax.tree.leaves(kwargs))
+    nodes = [node for _, node in broadcast_prefix(prefix, tuple(args), f"in_shardings of task {name!r}")]
+    return nodes + [None] * len(jax.tree.leaves(kwargs))
 
 
 def _rank_of(
-    found: Recording, name: str, leaves: Sequence[Any], mesh: Mesh | None, asked: Sequence[Any], out_shardings: Any
+    record: Recording, name: str, leaves: Sequence[Any], mesh: Mesh | None, asked: Sequence[Any], out_shardings: Any
 ) -> int:
     """Return the rank that the shardings of a task name; else the rank of its arguments."""
     ranks: dict[int, str] = {}
     if mesh is not None:
-        ranks[rank_of(found.mesh, mesh, f"`mesh` of task {name!r}")] = "mesh"
+        ranks[rank_of(record.mesh, mesh, f"`mesh` of task {name!r}")] = "mesh"
     nodes = jax.tree.leaves(out_shardings, is_leaf=lambda x: isinstance(x, (PartitionSpec, Sharding)))
     for what, shardings in (("in_shardings", asked), ("out_shardings", nodes)):
         for sharding in shardings:
             if isinstance(sharding, NamedSharding):
-                rank = rank_of(found.mesh, sharding.mesh, f"a sharding in {what} of task {name!r}")
+                rank = rank_of(record.mesh, sharding.mesh, f"a sharding in {what} of task {name!r}")
                 ranks.setdefault(rank, what)
     if len(ranks) > 1:
         listed = ", ".join(f"rank {rank} ({what})" for rank, what in sorted(ranks.items()))
@@ -118,7 +118,7 @@ def _rank_of(
             "submesh, and `transfer` its results."
         )
     if not ranks:
-        ranks = {known.rank: "arguments" for leaf in leaves if (known := found.of(leaf)) is not None}
+        ranks = {home.rank: "arguments" for leaf in leaves if (home := record.of(leaf)) is not None}
     if len(ranks) == 1:
         return next(iter(ranks))
     lie = f"its arguments are on the ranks {sorted(ranks)}" if ranks else "no argument has a rank"
@@ -128,18 +128,18 @@ def _rank_of(
     )
 
 
-def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[Any], asked: Sequence[Any]) -> None:
+def _check_as_wanted(record: Recording, name: str, rank: int, leaves: Sequence[Any], asked: Sequence[Any]) -> None:
     for position, (leaf, node) in enumerate(zip(leaves, asked, strict=True)):
-        known = found.of(leaf)
-        if node is None or known is None:
+        home = record.of(leaf)
+        if node is None or home is None:
             continue
         spec = canonical(node if isinstance(node, PartitionSpec) else node.spec)
-        wanted = placed(found.mesh, rank, spec, node, f"in_shardings of task {name!r}")
-        if wanted == known.sharding or wanted.is_equivalent_to(known.sharding, leaf.ndim):
+        wanted = placed(record.mesh, rank, spec, node, f"in_shardings of task {name!r}")
+        if wanted == home.sharding or wanted.is_equivalent_to(home.sharding, leaf.ndim):
             continue
         raise ValueError(
             f"argument leaf {position} of task {name!r}, {jax.typeof(leaf).str_short()}, has the "
-            f"partition {known.sharding.spec}, but in_shardings say {spec}. Leave in_shardings out and call "
+            f"partition {home.sharding.spec}, but in_shardings say {spec}. Leave in_shardings out and call "
             "`jax.reshard` (or `jax.lax.with_sharding_constraint`) in the task."
         )
 
@@ -168,7 +168,7 @@ def _identity(fun: Any) -> Hashable:
 
 
 def _traced(
-    found: Recording,
+    record: Recording,
     fun: Callable[..., Any],
     name: str,
     tree: Any,
@@ -176,7 +176,7 @@ def _traced(
     rank: int,
     out_shardings: Any,
 ) -> tuple[Graph, list[Any], tuple[NamedSharding, ...], Any]:
-    mesh = found.mesh.unstack[rank]
+    mesh = record.mesh.unstack[rank]
     shardings: list[NamedSharding] = []
     trees: list[Any] = []
 
@@ -184,10 +184,12 @@ def _traced(
         args, kwargs = jax.tree_util.tree_unflatten(tree, operands)
         results = fun(*args, **kwargs)
         nodes = broadcast_prefix(out_shardings, results, f"out_shardings of task {name!r}")
-        made, out_tree = jax.tree_util.tree_flatten(results)
+        values, out_tree = jax.tree_util.tree_flatten(results)
         trees.append(out_tree)
-        shardings[:] = [_asked(found, rank, made, where, node) for made, (where, node) in zip(made, nodes, strict=True)]
-        return [_as_asked(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
+        shardings[:] = [
+            _asked(record, rank, values, where, node) for values, (where, node) in zip(values, nodes, strict=True)
+        ]
+        return [_as_asked(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
 
     # `context_mesh` cannot be used here, inside the trace of the mpmd function; outside of it there is no mesh.
     with not_recording(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -196,9 +198,9 @@ def _traced(
     return graph, captured, tuple(shardings), trees[0]
 
 
-def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> NamedSharding:
+def _asked(record: Recording, rank: int, result: Any, where: str, node: Any) -> NamedSharding:
     """Return the sharding of a result on its rank."""
-    mesh = found.mesh.unstack[rank]
+    mesh = record.mesh.unstack[rank]
     if node is None:
         if AxisType.Explicit not in mesh.axis_types:
             raise ValueError(
@@ -206,7 +208,7 @@ def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> N
                 "partition. Give a PartitionSpec or a NamedSharding; P() keeps the result whole."
             )
         node = jax.typeof(result).sharding
-        return placed(found.mesh, rank, node.spec, _memory_of(result, mesh), where)
+        return placed(record.mesh, rank, node.spec, _memory_of(result, mesh), where)
     spec = node if isinstance(node, PartitionSpec) else node.spec
     for axis in (*axes_in(spec), *spec.unreduced, *spec.reduced):
         if axis not in mesh.axis_names:
@@ -215,7 +217,7 @@ def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> N
             )
     # A spec alone says nothing of memory: the result stays where the task has put it.
     memory = node if getattr(node, "memory_kind", None) is not None else _memory_of(result, mesh)
-    return placed(found.mesh, rank, spec, memory, where)
+    return placed(record.mesh, rank, spec, memory, where)
 
 
 def _memory_of(result: Any, mesh: Mesh) -> NamedSharding:

@@ -13,6 +13,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # of code: docstrings, comments and blank lines are not counted
 MAX_NESTING = 4
 MAX_FOLDER_FILES = 12
+NAMES_OF_NOTHING = {"found", "made", "known", "at", "of", "here", "there"}
+PARTS_WITH_SPELT_NAMES = {"engine", "schedules", "tasks", "mpmd", "api"}
 
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
 
@@ -55,6 +57,16 @@ def blocks_are_nested_little(sources: Sequence[Source], exceptions: Exceptions =
 def folders_are_small(sources: Sequence[Source], exceptions: Exceptions = EXCEPTIONS) -> Iterator[str]:
     files = Counter(source.folder for source in sources)
     return _above(files, MAX_FOLDER_FILES, exceptions.folders, "files: one folder, one chapter")
+
+
+def names_say_what_they_hold(sources: Sequence[Source]) -> Iterator[str]:
+    """A getter or a constructor may be called `of`."""
+    for source in sources:
+        for node in source.nodes if source.part in PARTS_WITH_SPELT_NAMES else ():
+            is_made = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_made else node.arg if isinstance(node, ast.arg) else ""
+            if name.strip("_") in NAMES_OF_NOTHING:
+                yield f"{source.at(node.lineno)}: {name} says only that there is something: name the thing"
 
 
 def no_bare_assert(sources: Sequence[Source]) -> Iterator[str]:

@@ -159,6 +159,6 @@ def _scatter(numbers: Any, shapes: Sequence[Shape], adds: bool) -> list[Way]:
     rows = [pairs.get(d, ~d if adds else None) for d in range(len(indices) - 1)]
     windows = [d for d in range(len(operand)) if d not in (*pairs.values(), *numbers.inserted_window_dims)]
     sizes = zip(windows, numbers.update_window_dims, strict=True)
-    into = {at: d if operand[d] == updates[at] else None for d, at in sizes}
+    into = {position: d if operand[d] == updates[position] else None for d, position in sizes}
     free = iter(rows)
     return [[None] * len(operand), [*rows, None], [into[d] if d in into else next(free) for d in range(len(updates))]]

@@ -40,10 +40,10 @@ State = BatchDim | Sum | None
 
 
 def propagate(
-    equations: Iterable[Equation], known: Mapping[Value, BatchDim], size: Callable[[Any], int]
+    equations: Iterable[Equation], batch_dims: Mapping[Value, BatchDim], size: Callable[[Any], int]
 ) -> dict[Value, BatchDim]:
     """Return the batch dimension of every value that has one; the arguments are those of `BatchFlow`."""
-    flow = BatchFlow(known, size)
+    flow = BatchFlow(batch_dims, size)
     flow.follow(equations)
     return {value: dim for value, dim in flow.states.items() if isinstance(dim, tuple)}
 
@@ -51,8 +51,8 @@ def propagate(
 def batch_of(graph: Graph, specs: Sequence[PartitionSpec], shards: ShardCounts) -> dict[Value, BatchDim]:
     """Return the batch dimension of every value of a step that has one; `specs` are the partitions of its inputs."""
     pairs = zip(graph.inputs, specs, strict=True)
-    known = {value: dim for value, spec in pairs if (dim := shards.batch_dim(spec)) is not None}
-    return propagate(graph.equations, known, shards) if known else {}
+    batch_dims = {value: dim for value, spec in pairs if (dim := shards.batch_dim(spec)) is not None}
+    return propagate(graph.equations, batch_dims, shards) if batch_dims else {}
 
 
 def batch_in(body: LoopBody, operands: Sequence[Atom], dims: Mapping[Value, BatchDim]) -> dict[Value, BatchDim]:
@@ -75,10 +75,10 @@ class BatchFlow:
     """
 
     def __init__(
-        self, known: Mapping[Value, BatchDim], size: Callable[[Any], int], later: Collection[str] = ()
+        self, batch_dims: Mapping[Value, BatchDim], size: Callable[[Any], int], later: Collection[str] = ()
     ) -> None:
         self.size, self.later = size, later
-        self.states: dict[Value, BatchDim | Sum] = dict(known)
+        self.states: dict[Value, BatchDim | Sum] = dict(batch_dims)
         self.whole: set[Value] = set()
         self.scans: dict[Equation, Scan] = {}
         self.mapped: dict[Equation, Graph] = {}  # bodies of shard_maps
@@ -97,9 +97,9 @@ class BatchFlow:
 
         `may_wait` returns whether an output, by position and value, may be returned in parts over given mesh axes.
         """
-        known = -1
-        while known < len(self.whole):
-            known = len(self.whole)
+        count = -1
+        while count < len(self.whole):
+            count = len(self.whole)
             self.follow(graph.equations)
             summed = [(k, v) for k, v in enumerate(graph.outputs) if isinstance(v, Value) and self.parts_over(v)]
             self._need(v for k, v in summed if not may_wait(k, v, self.parts_over(v)))
@@ -108,9 +108,9 @@ class BatchFlow:
     def follow(self, equations: Iterable[Equation]) -> None:
         """Find the states of the results of equations in executable order."""
         for equation in equations:
-            found = self._results(equation)
+            states = self._results(equation)
             for k, value in enumerate(equation.outputs):
-                self._set(value, found[k] if k < len(found) else None)
+                self._set(value, states[k] if k < len(states) else None)
 
     def _set(self, value: Value, state: State) -> None:
         if state is None or (isinstance(state, Sum) and value in self.whole):
@@ -118,7 +118,7 @@ class BatchFlow:
         else:
             self.states[value] = state
 
-    def _of(self, atom: Atom) -> State:
+    def _state_of(self, atom: Atom) -> State:
         if isinstance(atom, Value):
             return self.states.get(atom)
         number = atom.aval.ndim == 0 and jnp.issubdtype(atom.aval.dtype, jnp.number)
@@ -126,7 +126,7 @@ class BatchFlow:
 
     def _results(self, equation: Equation) -> Sequence[State]:
         facts = facts_of(equation.primitive)
-        states = [self._of(atom) for atom in equation.inputs]
+        states = [self._state_of(atom) for atom in equation.inputs]
         if facts.batch is Batch.SCAN:
             return self._scan(equation, states)
         if facts.batch is Batch.EACH:
@@ -140,9 +140,9 @@ class BatchFlow:
         (over,) = axes
         if facts.batch is Batch.SHARD_MAP:
             return self._shard_map(equation, tagged, over)
-        at = {(i, dim) for i, (dim, _) in tagged.items()}
+        dims = {(i, dim) for i, (dim, _) in tagged.items()}
         ways = ways_of(equation, over)
-        targets = {ways[i][dim] if i < len(ways) else None for i, dim in at}
+        targets = {ways[i][dim] if i < len(ways) else None for i, dim in dims}
         target = targets.pop() if len(targets) == 1 else None
         if target is None:
             return ()
@@ -150,7 +150,7 @@ class BatchFlow:
             return [self._held(value, target, over) for value in equation.outputs]
         together = {(i, dim) for i, way in enumerate(ways) for dim, to in enumerate(way) if to == target}
         others = [states[i] for i in facts.summed if i not in tagged]
-        return [Sum(over)] if together == at and all(map(_is_zero, others)) and sums_in_parts(equation) else []
+        return [Sum(over)] if together == dims and all(map(_is_zero, others)) and sums_in_parts(equation) else []
 
     def _held(self, value: Value, dim: int, axes: Any) -> BatchDim | None:
         """Return a batch dimension with its mesh axes: the first ones, if a reshape has left it only the major part."""
@@ -200,24 +200,24 @@ class BatchFlow:
         scan = self.scans[equation]
         first, second = scan.num_consts, scan.num_consts + scan.num_carry
         sliced = [(s[0] - 1, s[1]) if isinstance(s, tuple) and s[0] > 0 else None for s in states[second:]]
-        known: list[State] = [*map(_dim, states[:first]), *states[first:second], *sliced]
+        of_inputs: list[State] = [*map(_dim, states[:first]), *states[first:second], *sliced]
         lost: set[int] = set()
         while True:
-            for value, state in zip(scan.body.inputs, known, strict=True):
+            for value, state in zip(scan.body.inputs, of_inputs, strict=True):
                 self._set(value, state)
             self.follow(scan.body.equations)
-            after = [self._of(atom) for atom in scan.body.outputs]
+            after = [self._state_of(atom) for atom in scan.body.outputs]
             before = [self.states.get(value) for value in scan.carry_in]
             changed = [k for k, state in enumerate(before) if k not in lost and state != after[k]]
             if not changed:
                 break
             for k in changed:
                 grows = _is_zero(before[k]) or (before[k] is None and isinstance(after[k], tuple))
-                known[first + k] = after[k] if grows else None
-                lost.update([k] if known[first + k] is None else [])
+                of_inputs[first + k] = after[k] if grows else None
+                lost.update([k] if of_inputs[first + k] is None else [])
         stacked = [(s[0] + 1, s[1]) if isinstance(s, tuple) else s for s in after[scan.num_carry :]]
-        found = [*before, *stacked]
-        return list(map(_dim, found)) if equation.effects else found
+        of_results = [*before, *stacked]
+        return list(map(_dim, of_results)) if equation.effects else of_results
 
     def _shard_map(self, equation: Equation, tagged: Mapping[int, BatchDim], axes: Any) -> list[State]:
         """Return what a shard_map's specs say of its results for manual axes, and its body for others."""
@@ -228,17 +228,17 @@ class BatchFlow:
             for i, value in enumerate(body.inputs):
                 self._set(value, tagged.get(i))
             self.follow(body.equations)
-            return [_dim(self._of(atom)) for atom in body.outputs]
-        found: list[State] = []
+            return [_dim(self._state_of(atom)) for atom in body.outputs]
+        states: list[State] = []
         for k, (value, spec) in enumerate(zip(equation.outputs, params["out_specs"], strict=True)):
             entries = [[name for name in axes_in((entry,)) if self.size(name) > 1] for entry in spec.partitions]
             if names in entries:
-                found.append(self._held(value, entries.index(names), axes))
+                states.append(self._held(value, entries.index(names), axes))
             elif accumulates(value.aval.dtype) and ends_in_sum(equation, body, k, names):
-                found.append(Sum(axes))
+                states.append(Sum(axes))
             else:
-                found.append(None)
-        return found
+                states.append(None)
+        return states
 
     def _need(self, atoms: Iterable[Atom]) -> None:
         self.whole.update(v for v in values(atoms) if self.parts_over(v) is not None)
@@ -254,9 +254,9 @@ class BatchFlow:
 
     def _need_in_scan(self, equation: Equation) -> None:
         scan = self.scans[equation]
-        for k, (value, made) in enumerate(zip(equation.outputs, scan.body.outputs, strict=True)):
+        for k, (value, result) in enumerate(zip(equation.outputs, scan.body.outputs, strict=True)):
             if self.parts_over(value) is None:
-                self._need([made, *scan.carry_in[k : k + 1]])
+                self._need([result, *scan.carry_in[k : k + 1]])
         self._need_before(scan.body.equations)
         inner = zip(equation.inputs, scan.body.inputs, strict=True)
         self._need(atom for atom, value in inner if self.parts_over(value) is None)

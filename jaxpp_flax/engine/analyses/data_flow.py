@@ -42,8 +42,8 @@ class Groups:
 
     def join_results(self, equation: Equation) -> None:
         """Join the known operands of an equation with its results, if it has any."""
-        if known := [value for value in values(equation.inputs) if value in self]:
-            self.join([*known, *equation.outputs])
+        if operands := [value for value in values(equation.inputs) if value in self]:
+            self.join([*operands, *equation.outputs])
 
 
 def ancestors(atoms: Iterable[Atom], producer: Mapping[Value, Equation]) -> Iterator[Value]:
@@ -62,12 +62,12 @@ def makers_of(
 ) -> tuple[Equation, ...]:
     """Return those of some equations that compute the wanted values from the kept ones, in order."""
     needed = {v for v in wanted if v not in kept}
-    found: list[Equation] = []
+    makers: list[Equation] = []
     for equation in reversed(equations):
         if not needed.isdisjoint(equation.outputs):
-            found.append(equation)
+            makers.append(equation)
             needed.update(v for v in values(equation.inputs) if v not in kept)
-    return tuple(reversed(found))
+    return tuple(reversed(makers))
 
 
 def split_backward(
@@ -94,10 +94,10 @@ def delayed(times: dict[Equation, int], kept: Collection[Equation]) -> list[tupl
             late[equation] = min(uses)
         for value in values(equation.inputs):
             first_use[value] = min(late[equation], first_use.get(value, late[equation]))
-    found: dict[int, list[Equation]] = {}
+    by_time: dict[int, list[Equation]] = {}
     for equation, time in late.items():
-        found.setdefault(time, []).append(equation)
-    return sorted(found.items())
+        by_time.setdefault(time, []).append(equation)
+    return sorted(by_time.items())
 
 
 def source_of(atom: Any, makers: Mapping[Value, Equation]) -> Value | None:

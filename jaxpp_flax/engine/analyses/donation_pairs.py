@@ -65,10 +65,10 @@ def order_of_outputs(graph: Graph, pairs: Mapping[int, int]) -> list[int]:
 
 
 def _by_kind(graph: Graph) -> defaultdict[Any, list[int]]:
-    found: defaultdict[Any, list[int]] = defaultdict(list)
+    outputs: defaultdict[Any, list[int]] = defaultdict(list)
     for output, atom in enumerate(graph.outputs):
-        found[_kind(atom)].append(output)
-    return found
+        outputs[_kind(atom)].append(output)
+    return outputs
 
 
 def _outputs_reached(graph: Graph) -> list[int]:

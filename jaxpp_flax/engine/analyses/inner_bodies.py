@@ -53,10 +53,10 @@ def ends_in_sum(equation: Equation, body: Graph, position: int, names: Sequence[
     params, spec = equation.params, equation.params["out_specs"][position]
     if equation.effects or spec.unreduced or spec.reduced or not set(names) <= set(params["newly_manual_axes"]):
         return False
-    made = body.producer.get(body.outputs[position])  # type: ignore[arg-type]
-    if made is None or not facts_of(made.primitive).sums_over_devices or len(made.inputs) != 1:
+    maker = body.producer.get(body.outputs[position])  # type: ignore[arg-type]
+    if maker is None or not facts_of(maker.primitive).sums_over_devices or len(maker.inputs) != 1:
         return False
-    return made.params.get("axis_index_groups") is None and set(names) <= set(made.params["axes"])
+    return maker.params.get("axis_index_groups") is None and set(names) <= set(maker.params["axes"])
 
 
 def shard_map_without_sums(equation: Equation, body: Graph, sums: Mapping[int, Any]) -> Callable[..., Sequence[Any]]:

@@ -52,8 +52,8 @@ def ways(equation: Equation, shape: Sequence[int]) -> Sequence[Way]:
     if batch is Batch.CONVOLUTION:
         numbers = equation.params["dimension_numbers"]
         left, right = ([None] * len(shape) for _ in range(2))
-        for of, to in ((0, 0), *((d, d) for d in range(2, len(shape)))):
-            left[numbers.lhs_spec[of]] = numbers.out_spec[to]
+        for source, target in ((0, 0), *((d, d) for d in range(2, len(shape)))):
+            left[numbers.lhs_spec[source]] = numbers.out_spec[target]
         right[numbers.rhs_spec[0]] = numbers.out_spec[1]
         return [left, right]
     ways = ways_of(equation, ())
@@ -94,7 +94,7 @@ class _SpecFlow:
         self.follow(equations)
 
     def _back(self, equation: Equation, fixed: Collection[Value]) -> None:
-        wanted = self._of(equation.outputs[0]) if equation.outputs else None
+        wanted = self._axes_of(equation.outputs[0]) if equation.outputs else None
         if wanted is None:
             return
         for atom, way in zip(equation.inputs, ways(equation, equation.outputs[0].aval.shape), strict=False):
@@ -122,13 +122,13 @@ class _SpecFlow:
         taken = {name for names in one for name in names}
         return tuple(a or (b if taken.isdisjoint(b) else ()) for a, b in zip(one, other, strict=True))
 
-    def _of(self, atom: Atom) -> _Axes | None:
+    def _axes_of(self, atom: Atom) -> _Axes | None:
         return self.found.get(atom) if isinstance(atom, Value) else None
 
     def _results(self, equation: Equation) -> Sequence[_Axes | None]:
         facts = facts_of(equation.primitive)
         if facts.batch is Batch.EACH:
-            return list(map(self._of, equation.inputs))
+            return list(map(self._axes_of, equation.inputs))
         if facts.batch is Batch.SCAN:
             return self._scan(equation)
         if facts.batch is Batch.SHARD_MAP:
@@ -137,11 +137,11 @@ class _SpecFlow:
         if (body := facts.body_in(equation.params)) is not None:
             return self._call(body, equation.inputs)
         if equation.name == "cond":
-            found = [self._call(branch, equation.inputs[1:]) for branch in equation.params["branches"]]
-            return [reduce(self._joined, of) for of in zip(*found, strict=True)]
+            branches = [self._call(branch, equation.inputs[1:]) for branch in equation.params["branches"]]
+            return [reduce(self._joined, axes) for axes in zip(*branches, strict=True)]
         if facts.batch is Batch.PLACED:
             return [self._placed(equation, facts.placing_in(equation.params))]
-        if not equation.outputs or all(self._of(atom) is None for atom in equation.inputs):
+        if not equation.outputs or all(self._axes_of(atom) is None for atom in equation.inputs):
             return ()
         return [self._merged(equation)] * len(equation.outputs)
 
@@ -153,14 +153,14 @@ class _SpecFlow:
         if facts_of(equation.primitive).batch is Batch.ELEMENTWISE:  # a whole array goes before a row of it
             pairs.sort(key=lambda pair: -pair[0].aval.size)
         for atom, way in pairs:
-            for names, target in zip(self._of(atom) or (), way, strict=False):
+            for names, target in zip(self._axes_of(atom) or (), way, strict=False):
                 if names and target is not None and target >= 0 and not axes[target] and taken.isdisjoint(names):
                     axes[target] = self._dividing(names, shape[target])
                     taken.update(axes[target])
         return tuple(axes)
 
     def _placed(self, equation: Equation, sharding: Any) -> _Axes | None:
-        before, ndim = self._of(equation.inputs[0]), equation.outputs[0].aval.ndim
+        before, ndim = self._axes_of(equation.inputs[0]), equation.outputs[0].aval.ndim
         if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
             return before
         entries = [*sharding.spec.partitions, *[None] * (ndim - len(sharding.spec.partitions))]
@@ -173,21 +173,21 @@ class _SpecFlow:
         inputs = tuple(Value(v.aval) for v in opened(body).invars)
         graph = inline(Graph(inputs, (g := applied(body, inputs)).outputs, g.equations), flatten=True)
         for value, atom in zip(inputs, operands, strict=True):
-            self.set(value, self._of(atom))
+            self.set(value, self._axes_of(atom))
         self.settle(graph.equations, frozenset(inputs))
-        return list(map(self._of, graph.outputs))
+        return list(map(self._axes_of, graph.outputs))
 
     def _scan(self, equation: Equation) -> list[_Axes | None]:
         scan = open_scan(equation)
         first, second = scan.num_consts, scan.num_consts + scan.num_carry
-        known = [self._of(atom) for atom in equation.inputs]
-        known[second:] = [None if axes is None else axes[1:] for axes in known[second:]]
+        of_inputs = [self._axes_of(atom) for atom in equation.inputs]
+        of_inputs[second:] = [None if axes is None else axes[1:] for axes in of_inputs[second:]]
         fixed, after = frozenset(scan.body.inputs), list[Any]()
         for _ in range(2):  # a carry has one partition: what the first round finds of it, the second one starts from
-            for value, axes in zip(scan.body.inputs, known, strict=True):
+            for value, axes in zip(scan.body.inputs, of_inputs, strict=True):
                 self.set(value, axes)
             self.settle(scan.body.equations, fixed)
-            after = list(map(self._of, scan.body.outputs))
-            known[first:second] = map(self._joined, known[first:second], after)
-        after[: scan.num_carry] = known[first:second]
+            after = list(map(self._axes_of, scan.body.outputs))
+            of_inputs[first:second] = map(self._joined, of_inputs[first:second], after)
+        after[: scan.num_carry] = of_inputs[first:second]
         return [*after[: scan.num_carry], *[None if a is None else ((), *a) for a in after[scan.num_carry :]]]

@@ -28,10 +28,10 @@ def _moved_bytes(equation: Any) -> float:
     if cost is Cost.VIEW:
         return 0.0
     operands, results = avals_of(equation)
-    found = sum(map(_nbytes, results))
+    nbytes = sum(map(_nbytes, results))
     if cost in (Cost.READING, Cost.PRODUCT):
-        found += sum(map(_nbytes, operands))
-    return float(found)
+        nbytes += sum(map(_nbytes, operands))
+    return float(nbytes)
 
 
 def count_flops(equations: Iterable[Any]) -> float:
@@ -62,14 +62,14 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
     operands, results = avals_of(equation)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        found = 2.0 * _size(results[0]) * math.prod(operands[0].shape[d] for d in contracted)
+        flops = 2.0 * _size(results[0]) * math.prod(operands[0].shape[d] for d in contracted)
     elif name == "conv_general_dilated":
         kernel = operands[1].shape
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
-        found = 2.0 * _size(results[0]) * math.prod(kernel) / max(out_features, 1)
+        flops = 2.0 * _size(results[0]) * math.prod(kernel) / max(out_features, 1)
     else:
-        found = float(sum(map(_size, results)))
-    return max(found, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else found
+        flops = float(sum(map(_size, results)))
+    return max(flops, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else flops
 
 
 def products(equations: Iterable[Any], turns: int = 1) -> Iterator[tuple[Any, list[Any], float]]:

@@ -44,14 +44,14 @@ def workspace(
     """
     flat = inline(graph, flatten=True, remat=True)
     device = _Device(specs_after(flat, in_specs, axis_sizes), ShardCounts(axis_sizes), platform)
-    made, last = _written(flat, fuses_operands=platform == "tpu")
+    written, last = _written(flat, fuses_operands=platform == "tpu")
     copied = frozenset[Value]() if platform in _WITHOUT_COPIES else _turned(flat)
     ends: defaultdict[int, list[Value]] = defaultdict(list)
-    for value, at in last.items():
-        ends[at].append(value)
+    for value, place in last.items():
+        ends[place].append(value)
     memory = Memory()
-    for at, equation in enumerate(flat.equations):
-        new, gone = made.get(at, ()), ends[at]
+    for place, equation in enumerate(flat.equations):
+        new, gone = written.get(place, ()), ends[place]
         whole = sum(map(device.nbytes, gone))
         if new and _is_elementwise(equation):
             types = {(value.aval.shape, value.aval.dtype) for value in new}
@@ -69,17 +69,17 @@ def workspace(
 
 def _turned(flat: Graph) -> frozenset[Value]:
     """Return what is computed element by element in another order of dimensions than what it is computed from."""
-    found = dict[Value, tuple[bool, bool]]()  # whether something is computed, and whether dimensions change places
+    facts = dict[Value, tuple[bool, bool]]()  # whether something is computed, and whether dimensions change places
     for equation in flat.equations:
         if not _is_elementwise(equation):
             continue
         out = equation.outputs[0]
         # A smaller operand is broadcast: a mask, or the largest value of each row.
-        read = [found.get(v, (False, False)) for v in values(equation.inputs) if v.aval.size == out.aval.size]
+        read = [facts.get(v, (False, False)) for v in values(equation.inputs) if v.aval.size == out.aval.size]
         computes = facts_of(equation.primitive).cost is Cost.LIGHT and equation.name != "transpose"
         turns = equation.name == "transpose" and _moves(equation.params["permutation"], out.aval.shape)
-        found[out] = computes or any(of for of, _ in read), turns or any(of for _, of in read)
-    return frozenset(value for value, known in found.items() if all(known))
+        facts[out] = computes or any(fact for fact, _ in read), turns or any(fact for _, fact in read)
+    return frozenset(value for value, both in facts.items() if all(both))
 
 
 def _moves(permutation: Sequence[int], shape: Sequence[int]) -> bool:
@@ -117,17 +117,17 @@ def stored(flat: Graph) -> dict[Value, frozenset[Value]]:
 
 
 def _sources(
-    flat: Graph, written: Collection[Value], known: Mapping[Value, frozenset[Value]], *, narrows: bool = False
+    flat: Graph, written: Collection[Value], of_inputs: Mapping[Value, frozenset[Value]], *, narrows: bool = False
 ) -> dict[Value, frozenset[Value]]:
     """Return what is read in the place of each value: itself, or what its readers compute it from.
 
     Args:
       flat: the graph.
       written: values computed element by element that are written.
-      known: for inputs of the graph.
+      of_inputs: for inputs of the graph.
       narrows: also write a value that takes less than what it is computed from.
     """
-    sources = dict(known)
+    sources = dict(of_inputs)
     for equation in flat.equations:
         own = frozenset[Value]().union(*(sources.get(value, ()) for value in values(equation.inputs)))
         is_view = facts_of(equation.primitive).cost is Cost.VIEW
@@ -144,21 +144,21 @@ def _written(flat: Graph, *, fuses_operands: bool) -> tuple[dict[int, list[Value
     read = {v for e in flat.equations if facts_of(e.primitive).cost not in fusing for v in values(e.inputs)}
     returned = set(values(flat.outputs))
     sources = _sources(flat, read | returned, {})
-    places, made, last = dict[Value, int](), dict[int, list[Value]](), dict[Value, int]()
-    for at, equation in enumerate(flat.equations):
+    places, written, last = dict[Value, int](), dict[int, list[Value]](), dict[Value, int]()
+    for position, equation in enumerate(flat.equations):
         if any(value not in sources[value] for value in equation.outputs):
             continue
         own = frozenset[Value]().union(*(sources.get(value, ()) for value in values(equation.inputs)))
-        place = at
+        place = position
         if _is_elementwise(equation) and returned.issuperset(equation.outputs):
-            place = max((places[value] for value in own), default=at)
+            place = max((places[value] for value in own), default=position)
         for value in own:
             last[value] = max(place, last.get(value, place))
         places.update(dict.fromkeys(equation.outputs, place))
-        made[at] = list(equation.outputs)
+        written[position] = list(equation.outputs)
     results = {source for value in returned for source in sources.get(value, ())}
-    made = {at: [value for value in new if value not in results] for at, new in made.items()}
-    return made, {value: at for value, at in last.items() if value not in results}
+    written = {position: [value for value in new if value not in results] for position, new in written.items()}
+    return written, {value: position for value, position in last.items() if value not in results}
 
 
 class _Device:
@@ -197,16 +197,16 @@ class _Device:
         It gathers a matrix whose axis shards the examples too, and makes the whole gradient of such a matrix. Along a
         dimension of the result that both operands have, the first one is cut instead.
         """
-        out, found = equation.outputs[0], 0.0
+        out, nbytes = equation.outputs[0], 0.0
         first, *others = zip(equation.inputs, ways(equation, out.aval.shape), strict=False)
         taken = self._places(*first)
         for atom, way in (*others, (out, range(out.aval.ndim))):
             places = self._places(atom, way)
-            both = {at for at in first[1] if at is not None and at >= 0 and at in way and atom is not out}
-            shared = [name for name, at in places.items() if taken.get(name, at) != at and at not in both]
+            both = {dim for dim in first[1] if dim is not None and dim >= 0 and dim in way and atom is not out}
+            shared = [name for name, dim in places.items() if taken.get(name, dim) != dim and dim not in both]
             if shared and isinstance(atom, Value):
-                found += self.nbytes(atom) * self._shards(tuple(shared))
-        return found
+                nbytes += self.nbytes(atom) * self._shards(tuple(shared))
+        return nbytes
 
     def _places(self, atom: Atom, way: Sequence[int | None]) -> dict[str, int | None]:
         """Return for each axis of an array the dimension of a product's result that it shards, as in `Way`."""

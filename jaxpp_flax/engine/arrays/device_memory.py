@@ -40,8 +40,8 @@ def free_bytes(device: Any) -> int | None:
 def _free_host_bytes() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-        return int(found.split()[1]) << 10 if found else None
+            available = next((line for line in lines if line.startswith("MemAvailable:")), None)
+        return int(available.split()[1]) << 10 if available else None
     except OSError:  # not Linux
         names = getattr(os, "sysconf_names", {})
         if "SC_PHYS_PAGES" not in names:

@@ -278,11 +278,11 @@ class MpmdSharding(NamedSharding):
 
     def local_sharding(self, rank: int) -> NamedSharding:
         """Return the sharding of a replica on `rank`, over that rank's submesh; `rank` may be any rank of the mesh."""
-        found = self._local.get(rank)
-        if found is None:
+        sharding = self._local.get(rank)
+        if sharding is None:
             mesh = self.mpmd_mesh.unstack[self.mpmd_mesh.check_rank(rank)]
-            found = self._local[rank] = NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
-        return found
+            sharding = self._local[rank] = NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
+        return sharding
 
     def __eq__(self, other: object) -> bool:
         # With a device on several ranks, different ranks may span equal meshes.
@@ -367,8 +367,8 @@ def entry_of(names: Iterable[str]) -> Any:
       >>> entry_of(["data", "tensor"]), entry_of(["data"]), entry_of([])
       (('data', 'tensor'), 'data', None)
     """
-    found = tuple(names)
-    return found if len(found) > 1 else next(iter(found), None)
+    axes = tuple(names)
+    return axes if len(axes) > 1 else next(iter(axes), None)
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

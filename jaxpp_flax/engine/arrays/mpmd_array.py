@@ -172,9 +172,9 @@ class MpmdArray:
         """The first local replica; an error if there is none, or if it is deleted."""
         if self._parts:
             return self._alive(next(iter(self._parts)))
-        here, owners = jax.process_index(), sorted({device.process_index for device in self._sharding.device_set})
+        process, owners = jax.process_index(), sorted({device.process_index for device in self._sharding.device_set})
         raise RuntimeError(
-            f"MpmdArray {replicas.type_text(self)} has no values in process {here}: it lives on rank "
+            f"MpmdArray {replicas.type_text(self)} has no values in process {process}: it lives on rank "
             f"{replicas.ranks_text(self.mpmd_idxs)}, whose devices belong to process {replicas.ranks_text(owners)}. "
             "Read it there (check `x.is_partially_addressable`), or copy it here with `mpmd_to_spmd_reshard`."
         )

@@ -118,6 +118,6 @@ def _shards_to_memory(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 def key_impl(dtype: Any) -> Any:
     """Return the name of a key dtype's generator."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    names: list[Any] = []
+    jax.eval_shape(lambda key: names.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return names[0]

@@ -101,10 +101,10 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[tuple[str, Any]]
     if prefix is None:
         return [(what, None)] * len(jax.tree.leaves(tree))
     is_leaf = lambda x: x is None or isinstance(x, (PartitionSpec, Sharding))  # noqa: E731
-    found: list[tuple[str, Any]] = []
+    nodes: list[tuple[str, Any]] = []
 
     def add(path: Any, node: Any, sub: Any) -> None:
-        found.extend([(f"{what}{keystr(path)}", node)] * len(jax.tree.leaves(sub)))
+        nodes.extend([(f"{what}{keystr(path)}", node)] * len(jax.tree.leaves(sub)))
 
     try:
         jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=is_leaf)
@@ -112,7 +112,7 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[tuple[str, Any]]
         raise ValueError(
             f"{what} is not a prefix of the tree it describes: {prefix!r} against {jax.tree.structure(tree)}."
         ) from error
-    return found
+    return nodes
 
 
 def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
@@ -136,8 +136,8 @@ def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., 
 
 def moved(leaf: Any, kind: str | None) -> Any:
     """Return an array in the memory that is asked of it; None asks for none."""
-    there = (memory_kind_of(jax.typeof(leaf)) or "device") if isinstance(leaf, jax.Array) else "device"
-    return leaf if kind is None or kind == there else jax.device_put(leaf, SPACES[kind])
+    present = (memory_kind_of(jax.typeof(leaf)) or "device") if isinstance(leaf, jax.Array) else "device"
+    return leaf if kind is None or kind == present else jax.device_put(leaf, SPACES[kind])
 
 
 def check_divides(

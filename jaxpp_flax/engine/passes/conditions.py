@@ -42,11 +42,11 @@ def _is_guard(condition: Any) -> bool:
 
 def _working(branch: Any) -> Iterator[Any]:
     """Yield the equations of a branch that depend on its operands, or need a guard."""
-    known = set(branch.invars)
+    dependent = set(branch.invars)
     for equation in branch.eqns:
         read = (atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
-        if _needs_guard(equation) or not known.isdisjoint(read):
-            known.update(equation.outvars)
+        if _needs_guard(equation) or not dependent.isdisjoint(read):
+            dependent.update(equation.outvars)
             yield equation
 
 
@@ -68,22 +68,22 @@ def select_between_branches(equation: Equation, is_taken: Atom | None = None) ->
     `is_taken` says whether the branch around this condition is taken; None if there is none, or it needs no guards.
     """
     index, *operands = equation.inputs
-    found, cases = list[Equation](), list[Sequence[Atom]]()
+    equations, cases = list[Equation](), list[Sequence[Atom]]()
     for number, branch in enumerate(equation.params["branches"]):
         graph = inline(applied(branch, operands), flatten=True, remat=_needs_guard)
         cases.append(graph.outputs)
         if not any(map(_needs_guard, graph.equations)):
-            found += graph.equations
+            equations += graph.equations
             continue
-        made, (taken,) = _taken(equation, index, number, is_taken)
-        found += made
+        comparison, (taken,) = _taken(equation, index, number, is_taken)
+        equations += comparison
         for inner in graph.equations:
-            found += _guarded(inner, taken)
-    found += [
+            equations += _guarded(inner, taken)
+    equations += [
         Equation(jax.lax.select_n_p, {}, (index, *map(_typed, atoms)), (output,), source=equation.source)
         for output, *atoms in zip(equation.outputs, *cases, strict=True)
     ]
-    return found
+    return equations
 
 
 def _taken(

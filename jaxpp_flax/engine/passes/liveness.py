@@ -55,13 +55,13 @@ def check_ends(program: Program) -> None:
 
 
 def _never_donated(program: Program, keep_received: bool) -> set[int]:
-    found: set[int] = set()
+    moved: set[int] = set()
     for transfer in program.instructions:
         if isinstance(transfer, Transfer):
-            found.update(transfer.sent)
+            moved.update(transfer.sent)
             if keep_received and transfer.memory is None:
-                found.update(transfer.received)
-    return found
+                moved.update(transfer.received)
+    return moved
 
 
 def _donations(
@@ -75,8 +75,8 @@ def _donations(
         inputs = run.inputs
         # If an earlier run of the task could not donate an input, later runs need not check this input.
         first = range(len(inputs)) if donatable is None else donatable[run.task]
-        known = donate.get(run.task, first)
-        possible = {p for p in known if ends.get(inputs[p]) == number and inputs[p] not in never}
+        inputs_before = donate.get(run.task, first)
+        possible = {p for p in inputs_before if ends.get(inputs[p]) == number and inputs[p] not in never}
         if len(set(inputs)) < len(inputs):
             possible = {p for p in possible if inputs.count(inputs[p]) == 1}
         donate[run.task] = possible
@@ -89,7 +89,7 @@ def _donations(
 
 def _in_order(program: Program, pairs: Mapping[int, Mapping[int, int]]) -> Program:
     """Donate, with the outputs of each task in the order in which JAX makes the pairs of a donation."""
-    orders = {i: order_of_outputs(program.tasks[i].graph, of) for i, of in pairs.items() if of}
+    orders = {i: order_of_outputs(program.tasks[i].graph, of_task) for i, of_task in pairs.items() if of_task}
     orders = {i: order for i, order in orders.items() if order != sorted(order)}
 
     def task_of(number: int, task: ProgramTask) -> ProgramTask:

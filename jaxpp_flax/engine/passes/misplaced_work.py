@@ -33,12 +33,12 @@ def misplaced_work(loop: CutLoop) -> Iterator[str]:
         )
     labels = loop.labels
     if labels.has_second_order:
-        found = {e: len([*products([e])]) for e in labels.body.equations}
-        first = [e for e, count in found.items() if count and labels.phase.get(e) == 2 * labels.num_stages - 1]
+        counts = {e: len([*products([e])]) for e in labels.body.equations}
+        first = [e for e, count in counts.items() if count and labels.phase.get(e) == 2 * labels.num_stages - 1]
         where = f" at {_where(first[-1])}" if first else ""
         yield (
             f"a loop differentiates a gradient{where} (a gradient penalty, a force field): "
-            f"{sum(found[e] for e in first)} of the {sum(found.values())} matrix products of a microbatch run in "
+            f"{sum(counts[e] for e in first)} of the {sum(counts.values())} matrix products of a microbatch run in "
             "bwd_0, on the rank of stage 0, which reads the parameters of all stages for them, while other ranks wait. "
             "If that is slow, use fewer stages and a larger data axis"
         )
@@ -62,12 +62,12 @@ class _Readers:
 
     @classmethod
     def of(cls, loop: CutLoop) -> _Readers:
-        found = cls()
+        readers = cls()
         data = loop.partition.data
         large = {v for v in loop.partition.operands if v.nbytes > _LARGE_BYTES and v not in data}
         for task in loop.partition.tasks:
-            found._read(task, {v: frozenset({v}) for v in task.graph.inputs if v in large})
-        return found
+            readers._read(task, {v: frozenset({v}) for v in task.graph.inputs if v in large})
+        return readers
 
     def _read(self, task: LoopTask, behind: dict[Value, frozenset[Value]]) -> None:
         """Walk a task; `behind` has the parameters of which a value is made, if it is made of nothing else."""
@@ -94,12 +94,12 @@ class _Readers:
 
     def brought(self) -> Iterator[tuple[Equation, str, int]]:
         """Yield the first equations that read parameters of other stages, with the stages that get them, and bytes."""
-        found: dict[str, tuple[Equation, set[int], set[tuple[Value, int]]]] = {}
+        by_place: dict[str, tuple[Equation, set[int], set[tuple[Value, int]]]] = {}
         for equation, stage, parameters in self.mixed:
             others = {(v, stage) for v in parameters if self.used[v] and stage not in self.used[v]}
             if others:
-                _, stages, brought = found.setdefault(_where(equation), (equation, set(), set()))
+                _, stages, brought = by_place.setdefault(_where(equation), (equation, set(), set()))
                 stages.add(stage)
                 brought |= others
-        for equation, stages, brought in found.values():
+        for equation, stages, brought in by_place.values():
             yield equation, listed(sorted(stages)), sum(v.nbytes for v, _ in brought)

@@ -35,8 +35,8 @@ def normalise_results(graph: Graph) -> Graph:
     copies, outputs = list[Equation](), list[Atom]()
     for atom in graph.outputs:
         if isinstance(atom, Value) and atom in seen and atom not in graph.inputs and memory_kind_of(atom.aval) is None:
-            made, (atom,) = emit(jax.lax.copy_p.bind, [atom])
-            copies += made
+            copy, (atom,) = emit(jax.lax.copy_p.bind, [atom])
+            copies += copy
         seen.add(atom)
         outputs.append(atom)
     return prune(replace(graph, outputs=tuple(outputs), equations=(*graph.equations, *copies)), _narrowed)

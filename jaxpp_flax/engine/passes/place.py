@@ -130,9 +130,12 @@ class StepOnRanks(Graph):
             if isinstance(equation, LoweredLoop):
                 lines.append(equation.headline())
             elif ranks := sorted(self.native[equation]):
-                made = ", ".join(value.aval.str_short() for value in equation.outputs)
-                lines.append(f"ranks {ranks}: {equation.name} makes {made} at {equation.where}")
-            lines += [f"move {v.aval.str_short()} from rank {at} to rank {to}" for v, at, to in self.sent_by(equation)]
+                types = ", ".join(value.aval.str_short() for value in equation.outputs)
+                lines.append(f"ranks {ranks}: {equation.name} makes {types} at {equation.where}")
+            lines += [
+                f"move {v.aval.str_short()} from rank {source} to rank {target}"
+                for v, source, target in self.sent_by(equation)
+            ]
         return "\n".join(lines)
 
 
@@ -182,13 +185,13 @@ class _Placer:
     def locate(self) -> None:
         wanted = _wanted_by_loops(self.equations)
         self.location = {value: frozenset(wanted[value]) if wanted.get(value) else None for value in self.inputs}
-        self.idle = {value for value, at in self.location.items() if at is None}
-        pending, found = list(reversed(self.equations)), list[Equation]()
+        self.idle = {value for value, ranks in self.location.items() if ranks is None}
+        pending, located = list(reversed(self.equations)), list[Equation]()
         while pending:
             equation = pending.pop()
             if isinstance(equation, LoweredLoop):
                 self.location.update(equation.homes)
-                found.append(equation)
+                located.append(equation)
                 continue
             # A norm is computed where its array lies; a value that arrays are made of, on each rank that needs it.
             reduces = is_small_of_large(equation)
@@ -200,16 +203,16 @@ class _Placer:
             self.location.update(dict.fromkeys(equation.outputs, location))
             if location is None and not equation.effects and self.idle.issuperset(values(equation.inputs)):
                 self.idle.update(v for v in equation.outputs if not self._is_made_once(v))
-            found.append(as_copy(equation) if equation.primitive is place_with_p else equation)
-        self.equations = tuple(found)
+            located.append(as_copy(equation) if equation.primitive is place_with_p else equation)
+        self.equations = tuple(located)
         _warn(self.mixed)
 
     def _anchors(self, equation: Equation) -> list[tuple[Value, frozenset[int]]]:
-        return [(v, at) for v in values(equation.inputs) if (at := self.location[v]) is not None]
+        return [(v, ranks) for v in values(equation.inputs) if (ranks := self.location[v]) is not None]
 
     def _mixes(self, equation: Equation) -> bool:
         """Return whether an equation reads several arrays, and no single rank has them all."""
-        arrays = [at for v, at in self._anchors(equation) if v.aval.size > 1]
+        arrays = [ranks for v, ranks in self._anchors(equation) if v.aval.size > 1]
         return len(arrays) > 1 and not frozenset.intersection(*arrays)
 
     def _locate_equation(self, equation: Equation) -> frozenset[int] | None:
@@ -218,17 +221,19 @@ class _Placer:
             return None
         if equation.primitive is place_with_p:
             return anchored[-1][1]  # of what the value is placed with; of the value, if that lies nowhere
-        arrays = [(v, at) for v, at in anchored if v.aval.size > 1]
-        large = [(v, at) for v, at in arrays if v.nbytes > _SMALL_BYTES]
+        arrays = [(v, holders) for v, holders in anchored if v.aval.size > 1]
+        large = [(v, holders) for v, holders in arrays if v.nbytes > _SMALL_BYTES]
         # A gradient stays on its rank if a scalar of another rank scales it; small arrays move to large ones.
         for group in (anchored, arrays, large):
-            if group and (common := frozenset.intersection(*(at for _, at in group))):
+            if group and (common := frozenset.intersection(*(holders for _, holders in group))):
                 return common
         if not arrays and equation not in self.sums:
             return None
-        ranks = sorted(frozenset.union(*(at for _, at in large or arrays or anchored)))
-        moved = {r: sum(v.nbytes for v, at in anchored if r not in at) for r in ranks}
-        at_home = {r for v, at in arrays if v in self.arguments for r in at}  # an argument's new value belongs there
+        ranks = sorted(frozenset.union(*(holders for _, holders in large or arrays or anchored)))
+        moved = {r: sum(v.nbytes for v, holders in anchored if r not in holders) for r in ranks}
+        at_home = {
+            r for v, holders in arrays if v in self.arguments for r in holders
+        }  # an argument's new value belongs there
         best = min(ranks, key=lambda r: (moved[r], r not in at_home, r))
         if large and equation not in self.sums and not is_mixing_by_design(equation):
             what = f"`{equation.name}` at {equation.where} mixes ranks {ranks} on rank {best}"
@@ -250,7 +255,7 @@ class _Placer:
                 continue
             ranks = {rank for value in equation.outputs for rank in self._native_ranks(value)}
             if not ranks and equation.effects:
-                ranks = {min((rank for _, at in self._anchors(equation) for rank in at), default=0)}
+                ranks = {min((rank for _, holders in self._anchors(equation) for rank in holders), default=0)}
             self.native[equation] = frozenset(ranks)
             for value in values(equation.inputs):
                 self.need[value] |= ranks
@@ -299,8 +304,8 @@ _said: set[str] = set()
 
 def _warn_of_loops(loops: Sequence[LoweredLoop]) -> None:
     for loop in loops:
-        found = [] if loop.body in _told else list(misplaced_work(loop))
-        for what in found:
+        misplaced = [] if loop.body in _told else list(misplaced_work(loop))
+        for what in misplaced:
             _told.add(loop.body)
             if what not in _said:
                 _said.add(what)

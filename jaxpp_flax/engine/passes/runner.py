@@ -160,8 +160,8 @@ class Passes(Generic[First, Last, Given]):
     def run(self, structure: First, settings: Given, observe: Sequence[Observer] = ()) -> Last:
         """Return the structure after the last pass."""
         last: Any = structure
-        for _, made in self.steps(structure, settings, observe):
-            last = made
+        for _, structure_after in self.steps(structure, settings, observe):
+            last = structure_after
         return last
 
 
@@ -170,12 +170,12 @@ def observers() -> list[Observer]:
 
     A structure is written before it is checked, so that a broken one can be read.
     """
-    found: list[Observer] = []
+    observers_wanted: list[Observer] = []
     if folder := os.environ.get("JAXPP_FLAX_DUMP"):
-        found.append(_write_into(_new_folder(Path(folder))))
+        observers_wanted.append(_write_into(_new_folder(Path(folder))))
     if wants_verification():
-        found.append(lambda _number, each, structure: each.verify(structure))
-    return found
+        observers_wanted.append(lambda _number, each, structure: each.verify(structure))
+    return observers_wanted
 
 
 def wants_verification() -> bool:

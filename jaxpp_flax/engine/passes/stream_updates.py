@@ -26,10 +26,10 @@ def stream_updates(equations: Sequence[Equation]) -> list[list[Equation]]:
         return [list(equations)]
     window = _windows(equations, fetches)
     times: dict[Equation, int] = {}
-    made: dict[Value, int] = {}
+    time_of: dict[Value, int] = {}
     for equation in equations:
-        times[equation] = max([window.get(equation, 0), *(made.get(v, 0) for v in values(equation.inputs))])
-        made.update(dict.fromkeys(equation.outputs, times[equation]))
+        times[equation] = max([window.get(equation, 0), *(time_of.get(v, 0) for v in values(equation.inputs))])
+        time_of.update(dict.fromkeys(equation.outputs, times[equation]))
     return [program for _, program in delayed(times, fetches)]
 
 
@@ -56,11 +56,11 @@ def _windows(equations: Sequence[Equation], fetches: Mapping[Equation, int]) -> 
     members: dict[object, list[Equation]] = {}
     for equation in fetches:
         members.setdefault(groups.find(equation.outputs[0]), []).append(equation)
-    window, total, found = 0, 0, dict[Equation, int]()
+    window, total, window_of = 0, 0, dict[Equation, int]()
     for group in members.values():
         nbytes = sum(fetches[equation] for equation in group)
         if total and total + nbytes > WINDOW_BYTES:
             window, total = window + 1, 0
         total += nbytes
-        found.update(dict.fromkeys(group, window))
-    return found
+        window_of.update(dict.fromkeys(group, window))
+    return window_of

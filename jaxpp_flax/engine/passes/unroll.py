@@ -34,8 +34,8 @@ def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
     order: list[tuple[int, int]] = []
 
     def add(task: Task) -> None:
-        found = [by_kind[task.stage, k] for k in _STANDS_FOR[task.kind] if (task.stage, k) in by_kind]
-        for number in found if task.kind is _B else found[:1]:
+        numbers = [by_kind[task.stage, k] for k in _STANDS_FOR[task.kind] if (task.stage, k) in by_kind]
+        for number in numbers if task.kind is _B else numbers[:1]:
             order.append((number, task.microbatch))
 
     for rank, task in merge_order(loop.schedule.tasks(loop.body.length)):
@@ -97,10 +97,13 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
     edges = [values(task.graph.outputs) for task in tasks]
     left = [loop.body.length] * len(tasks)  # the runs of each task that are still to come
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
-    made = [first, *({part.index: index} for index in indices[: loop.body.length])]  # by a microbatch, counted from 1
+    instances = [
+        first,
+        *({part.index: index} for index in indices[: loop.body.length]),
+    ]  # by a microbatch, counted from 1
     for number, microbatch in _scheduled(loop):
         left[number] -= 1
-        before, own, carried, inputs = made[microbatch], made[microbatch + 1], carries[number], list[Atom]()
+        before, own, carried, inputs = instances[microbatch], instances[microbatch + 1], carries[number], list[Atom]()
         for edge in tasks[number].graph.inputs:
             if edge in whole:
                 inputs.append(whole[edge])
@@ -120,12 +123,12 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
 
 def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:
     """Return the next value of each leaf of the carry that a task reads: its own stage's copy, or the only one."""
-    found: dict[Value, Value] = {}
+    next_values: dict[Value, Value] = {}
     for carry in part.carries:
         own = part.tasks[carry.task].stage == task.stage
-        if carry.state in task.graph.inputs and (own or carry.state not in found):
-            found[carry.state] = carry.result
-    return found
+        if carry.state in task.graph.inputs and (own or carry.state not in next_values):
+            next_values[carry.state] = carry.result
+    return next_values
 
 
 def _initial_accumulators(
@@ -152,9 +155,9 @@ def _spec_of_sum(
     accumulator, like = loop.partition.accumulators[number], loop.like[number]
     outer = dict(zip(loop.partition.operands, loop.constants, strict=True))
     read = loop.partition.tasks[accumulator.task].graph.inputs
-    known = [(v.aval, spec_of[outer[v]]) for v in read if v in outer and outer[v] in spec_of]
+    alike = [(v.aval, spec_of[outer[v]]) for v in read if v in outer and outer[v] in spec_of]
     wish = None if like is None else spec_of[arguments[like]]
-    return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, known)
+    return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, alike)
 
 
 def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
@@ -174,11 +177,11 @@ def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) 
     rounds = _Rounds(placed)
     segments = rounds.segments()
     loops = outer = 0
-    for at in range(rounds.count):
-        for rank, graph in segments.get(at, ()):
+    for time in range(rounds.count):
+        for rank, graph in segments.get(time, ()):
             run(ProgramTask(f"outer_{outer}", rank, graph), graph.inputs, values(graph.outputs))
             outer += 1
-        if (loop := rounds.loops.get(at)) is not None:
+        if (loop := rounds.loops.get(time)) is not None:
             prefix = loop_prefix(loops)
             for task, states in _initial_accumulators(loop, prefix, placed.inputs, spec_of):
                 run(task, (), states)
@@ -188,7 +191,7 @@ def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) 
             tasks += [replace(task, name=prefix + task.name) for task in loop.partition.tasks]
             steps += with_transfers(runs, tasks)
             loops += 1
-        steps += [TransferStep(*ends, edges) for ends, edges in rounds.moves.get(at, {}).items()]
+        steps += [TransferStep(*ends, edges) for ends, edges in rounds.moves.get(time, {}).items()]
     arguments = {value: sorted(placed.need[value]) for value in placed.inputs}
     results = [(atom, placed.need[atom] if isinstance(atom, Value) else ()) for atom in placed.outputs]
     return numbered(num_ranks, tasks, steps, arguments, results, {index: m for m, index in enumerate(indices)})
@@ -196,13 +199,13 @@ def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) 
 
 def _known_specs(placed: StepOnRanks, specs: Sequence[PartitionSpec]) -> dict[Atom, PartitionSpec]:
     """Return the partitions of the step's inputs, of what follows them, and of gathered parameters."""
-    found: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
+    spec_of: dict[Atom, PartitionSpec] = dict(zip(placed.inputs, specs, strict=True))
     for equation in placed.equations:
         if isinstance(equation, LoweredLoop):
-            found.update({gather.made: gather.spec for gather in equation.gathered.values()})
-        elif (spec := followed_spec(equation, found)) is not None:
-            found[equation.outputs[0]] = spec
-    return found
+            spec_of.update({gather.result: gather.spec for gather in equation.gathered.values()})
+        elif (spec := followed_spec(equation, spec_of)) is not None:
+            spec_of[equation.outputs[0]] = spec
+    return spec_of
 
 
 class _Rounds:
@@ -222,11 +225,11 @@ class _Rounds:
             rounds, is_loop = dict[int, int](), isinstance(equation, LoweredLoop)
             if isinstance(equation, LoweredLoop):
                 reads = placed.read_by(equation)
-                at = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in reads)])
-                self.loops[at] = equation
+                time = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in reads)])
+                self.loops[time] = equation
                 for value, rank in reads:
                     self.read[rank].add(value)
-                rounds = dict.fromkeys(frozenset[int]().union(*equation.homes.values()), at)
+                rounds = dict.fromkeys(frozenset[int]().union(*equation.homes.values()), time)
             else:
                 for rank in placed.native[equation]:
                     rounds[rank] = max((ready.get((v, rank), 0) for v in values(equation.inputs)), default=0)
@@ -237,20 +240,20 @@ class _Rounds:
                 self.moves.setdefault(rounds[source], {}).setdefault((source, target), []).append(value)
                 self.read[source].add(value)
                 ready[value, target] = rounds[source] + 1
-            self.count = max([self.count, *(at + 1 for at in rounds.values())])
+            self.count = max([self.count, *(time + 1 for time in rounds.values())])
 
     def segments(self) -> dict[int, list[tuple[int, Graph]]]:
         """Return the programs of each round, in the order of ranks; what a program makes is what later ones read."""
-        found: dict[int, list[tuple[int, Graph]]] = {}
+        graphs_at: dict[int, list[tuple[int, Graph]]] = {}
         for rank, times in sorted(self.work.items()):
             read = self.read[rank]
             kept = {equation for equation in times if not read.isdisjoint(equation.outputs)}
-            programs = [(at, part) for at, equations in delayed(times, kept) for part in stream_updates(equations)]
+            programs = [(time, part) for time, equations in delayed(times, kept) for part in stream_updates(equations)]
             graphs: list[tuple[int, Graph]] = []
-            for at, equations in reversed(programs):
+            for time, equations in reversed(programs):
                 graph = graph_of(equations, read)
                 read.update(graph.inputs)
-                graphs.append((at, graph))
-            for at, graph in reversed(graphs):
-                found.setdefault(at, []).append((rank, graph))
-        return found
+                graphs.append((time, graph))
+            for time, graph in reversed(graphs):
+                graphs_at.setdefault(time, []).append((rank, graph))
+        return graphs_at

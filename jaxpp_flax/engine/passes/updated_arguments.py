@@ -40,19 +40,19 @@ def updated_arguments(
     arguments = _nearest(edges, [(0, k, value) for k, value in enumerate(step.inputs)])
     of_outputs: list[_Position] = []
     for atom in step.outputs:
-        found = arguments[atom].get(_type(atom)) if isinstance(atom, Value) and atom in arguments else None
-        of_outputs.append(None if found is None else found[1])
+        nearest_argument = arguments[atom].get(_type(atom)) if isinstance(atom, Value) and atom in arguments else None
+        of_outputs.append(None if nearest_argument is None else nearest_argument[1])
 
     def of_loop(loop: Loop) -> tuple[_Position, ...]:
         constants = values(loop.constants)
         read = {min(arguments[v].values())[1] for v in constants if arguments.get(v)}
-        results, found = _renewed(step, edges, of_outputs, read), list[_Position]()
+        results, positions = _renewed(step, edges, of_outputs, read), list[_Position]()
         for value, batch_dim in zip(loop.results, loop.batch_dims, strict=True):
             shape = list(value.aval.shape)
             if batch_dim is not None:
                 del shape[batch_dim[0]]
-            found.append(_of_shape(results.get(value, {}), tuple(shape)))
-        return tuple(found)
+            positions.append(_of_shape(results.get(value, {}), tuple(shape)))
+        return tuple(positions)
 
     return tuple(of_outputs), {loop: of_loop(loop) for loop in loops}
 
@@ -65,8 +65,8 @@ def arguments_of_sums(step: Graph, starts: Iterable[Value], read: Collection[Val
     of_outputs, _ = updated_arguments(step, (), ())
     first = {k for k, value in enumerate(step.inputs) if value in read}
     results = _renewed(step, list(_edges(step.equations, ())), of_outputs, first)
-    found = {value: _of_shape(results.get(value, {}), tuple(value.aval.shape)) for value in starts}
-    return {value: position for value, position in found.items() if position is not None}
+    positions = {value: _of_shape(results.get(value, {}), tuple(value.aval.shape)) for value in starts}
+    return {value: position for value, position in positions.items() if position is not None}
 
 
 def _renewed(
@@ -80,8 +80,8 @@ def _renewed(
 
 
 def _of_shape(near: Mapping[tuple[Any, Any], tuple[int, int]], shape: tuple[int, ...]) -> _Position:
-    found = [at for (other, _), at in near.items() if other == shape]
-    return min(found)[1] if found else None
+    candidates = [position for (other, _), position in near.items() if other == shape]
+    return min(candidates)[1] if candidates else None
 
 
 def _edges(equations: Iterable[Equation], sums: Collection[Equation]) -> Iterator[tuple[Value, Value]]:
@@ -109,11 +109,11 @@ def _nearest(
 
     `sources` have a distance to begin with, and a number.
     """
-    found: defaultdict[Value, dict[tuple[Any, Any], tuple[int, int]]] = defaultdict(dict)
+    nearest: defaultdict[Value, dict[tuple[Any, Any], tuple[int, int]]] = defaultdict(dict)
     for distance, number, value in sources:
-        found[value].setdefault(_type(value), (distance, number))
+        nearest[value].setdefault(_type(value), (distance, number))
     for start, end in edges:
-        for kind, (distance, number) in found.get(start, {}).items():
-            if kind not in found[end] or distance + 1 < found[end][kind][0]:
-                found[end][kind] = (distance + 1, number)
-    return found
+        for kind, (distance, number) in nearest.get(start, {}).items():
+            if kind not in nearest[end] or distance + 1 < nearest[end][kind][0]:
+                nearest[end][kind] = (distance + 1, number)
+    return nearest

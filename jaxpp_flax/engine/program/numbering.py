@@ -111,7 +111,7 @@ def numbered(
             instructions.append(Run(step.task, step.microbatch, rank, inputs, outputs))
             continue
         copies = dict(zip(step.sent if step.received is None else step.received, step.sent, strict=True))
-        if missing := {copy: value for copy, value in copies.items() if (copy, step.target) not in numbers.known}:
+        if missing := {copy: value for copy, value in copies.items() if (copy, step.target) not in numbers.number_of}:
             sent = tuple([numbers.of(value, step.source) for value in missing.values()])
             received = tuple([numbers.new(copy, step.target) for copy in missing])
             instructions.append(Transfer(step.source, step.target, sent, received))
@@ -139,23 +139,23 @@ class _Numbers:
 
     movable: Set[Value]
     microbatches: Mapping[Value, int]
-    known: dict[tuple[Atom, int], int] = field(default_factory=dict[tuple[Atom, int], int])
+    number_of: dict[tuple[Atom, int], int] = field(default_factory=dict[tuple[Atom, int], int])
     arguments: dict[Value, dict[int, int]] = field(default_factory=dict[Value, dict[int, int]])
     indices: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     count: int = 0
 
     def new(self, value: Atom, rank: int) -> int:
         """Number a value that is made on a rank."""
-        number = self.known[value, rank] = self.count
+        number = self.number_of[value, rank] = self.count
         self.count += 1
         return number
 
     def of(self, value: Atom, rank: int) -> int:
         """Return the number of a value that a rank has, or gets as an argument or as an index when it reads it."""
-        if (value, rank) in self.known or not isinstance(value, Value):
-            return self.known[value, rank]
+        if (value, rank) in self.number_of or not isinstance(value, Value):
+            return self.number_of[value, rank]
         if (microbatch := self.microbatches.get(value)) is not None:
             self.indices[rank, microbatch] = self.new(value, rank)
         elif value in self.movable:
             self.arguments[value][rank] = self.new(value, rank)
-        return self.known[value, rank]
+        return self.number_of[value, rank]

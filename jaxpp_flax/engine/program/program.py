@@ -163,9 +163,9 @@ class Program:
     @cached_property
     def preset(self) -> dict[int, int]:
         """The values that are there before the first instruction (arguments and indices), with their ranks."""
-        found = {value: rank for ranks in self.arguments for rank, value in ranks.items()}
-        found.update({value: rank for (rank, _), value in self.indices.items()})
-        return found
+        rank_of = {value: rank for ranks in self.arguments for rank, value in ranks.items()}
+        rank_of.update({value: rank for (rank, _), value in self.indices.items()})
+        return rank_of
 
     @cached_property
     def returned(self) -> frozenset[int]:
@@ -180,20 +180,20 @@ class Program:
     @cached_property
     def readers(self) -> dict[int, list[int]]:
         """For each value that is read: the numbers of the instructions that read it, ascending."""
-        found: dict[int, list[int]] = {}
+        numbers: dict[int, list[int]] = {}
         for number, instruction in enumerate(self.instructions):
             for value in dict.fromkeys(instruction.reads()):
-                found.setdefault(value, []).append(number)
-        return found
+                numbers.setdefault(value, []).append(number)
+        return numbers
 
     @cached_property
     def ranks(self) -> dict[int, int]:
         """The rank of each value."""
-        found = dict(self.preset)
+        rank_of = dict(self.preset)
         for instruction in self.instructions:
             rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
-            found.update(dict.fromkeys(instruction.writes(), rank))
-        return found
+            rank_of.update(dict.fromkeys(instruction.writes(), rank))
+        return rank_of
 
     def maker(self, value: int) -> tuple[Run | Transfer | None, int]:
         """Return the instruction that makes a value, and its position there; no instruction for a preset value."""
@@ -226,18 +226,18 @@ class Program:
             task.graph.verify()
         self._check_microbatches()
         self.check_waits([frozenset({rank}) for rank in range(self.num_ranks)])
-        there, made = dict(self.preset), set(self.preset)
+        present, all_so_far = dict(self.preset), set(self.preset)
         for number, instruction in enumerate(self.instructions):
-            if (fault := self._fault(instruction, there, made)) is not None:
+            if (fault := self._fault(instruction, present, all_so_far)) is not None:
                 raise VerificationError(f"instruction {number} ({self._line(instruction)}) {fault}")
             for value in self._ended(instruction):
-                del there[value]
-            made.update(instruction.writes())
+                del present[value]
+            all_so_far.update(instruction.writes())
             rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
-            there.update(dict.fromkeys(instruction.writes(), rank))
+            present.update(dict.fromkeys(instruction.writes(), rank))
         for position, result in enumerate(self.results):
             for rank, value in result.items() if isinstance(result, dict) else ():
-                if there.get(value) != rank:
+                if present.get(value) != rank:
                     raise VerificationError(f"result {position} is missing on rank {rank}")
 
     def check_waits(
@@ -268,8 +268,8 @@ class Program:
             raise VerificationError(f"{one} and {other} wait for one another: {'; '.join(steps)}")
 
     def _action(self, instruction: Instruction) -> Action:
-        made = (self.makers.get(value) for value in instruction.reads())
-        reads = tuple({maker[0] for maker in made if maker is not None})
+        makers = (self.makers.get(value) for value in instruction.reads())
+        reads = tuple({maker[0] for maker in makers if maker is not None})
         if isinstance(instruction, Transfer):
             return Action(instruction.source, instruction.target, reads)
         rank = instruction.rank
@@ -289,9 +289,9 @@ class Program:
                     continue  # the first carry
                 distance = run.microbatch - source.microbatch
                 # The first microbatch may be made by a task of its own, with other outputs.
-                for key, found in ((), distance), ((source.task,), output):
-                    wanted, reader, maker = first.setdefault((run.task, position, *key), (found, run, source))
-                    if found != wanted:
+                for key, place in ((), distance), ((source.task,), output):
+                    wanted, reader, maker = first.setdefault((run.task, position, *key), (place, run, source))
+                    if place != wanted:
                         this, made_by, other, maker = map(self.task_text, (run, source, reader, maker))
                         raise VerificationError(f"{this} receives what {made_by} makes, but {other} what {maker} makes")
 
@@ -313,20 +313,20 @@ class Program:
         part += f", microbatch {run.microbatch}" if run.microbatch >= 0 else ""
         return f"task {task.name} (rank {run.rank}{part})"
 
-    def _fault(self, instruction: Instruction, there: Mapping[int, int], made: Set[int]) -> str | None:
+    def _fault(self, instruction: Instruction, present: Mapping[int, int], all_so_far: Set[int]) -> str | None:
         """Return what is wrong with an instruction, if anything is.
 
-        `there` has the ranks of the values that are there before it, and `made` are those that have been there.
+        `present` has the ranks of the values that are there before it; `all_so_far` are those that have been there.
         """
         rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
         for value in (*instruction.reads(), *self._ended(instruction)):
-            if there.get(value) != rank:
+            if present.get(value) != rank:
                 return f"reads value {value}, which rank {rank} does not hold"
         if isinstance(instruction, Transfer) and len(instruction.sent) != len(instruction.received):
             return f"sends {len(instruction.sent)} values and receives {len(instruction.received)}"
         if isinstance(instruction, Run) and (other := self.tasks[instruction.task].rank) != rank:
             return f"runs a task of rank {other} on rank {rank}"
-        again = next((value for value in instruction.writes() if value in made), None)
+        again = next((value for value in instruction.writes() if value in all_so_far), None)
         return None if again is None else f"makes value {again} again"
 
     def taken_over(self, run: Run) -> tuple[int, ...]:
@@ -349,16 +349,16 @@ class Program:
             if instruction.memory is not None:
                 return f"rank {instruction.target}: {instruction.verb} {sent} to {instruction.memory} as {received}"
             return f"rank {instruction.source} -> rank {instruction.target}: send {sent} receive {received}"
-        here = f"rank {instruction.rank}:"
+        prefix = f"rank {instruction.rank}:"
         if isinstance(instruction, Wait):
-            return f"{here} wait for {_names(instruction.copies)}"
+            return f"{prefix} wait for {_names(instruction.copies)}"
         if isinstance(instruction, Free):
-            return f"{here} free {_names(instruction.values)}"
+            return f"{prefix} free {_names(instruction.values)}"
         donated = self.taken_over(instruction)
         note = f" donating {_names(donated)}" if donated else ""
         inputs, outputs = _names(instruction.inputs), _names(instruction.outputs)
         microbatch = f"__{instruction.microbatch}" if instruction.microbatch >= 0 else ""
-        return f"{here} {outputs} = {self.tasks[instruction.task].name}{microbatch}({inputs}){note}"
+        return f"{prefix} {outputs} = {self.tasks[instruction.task].name}{microbatch}({inputs}){note}"
 
 
 def _names(values: Iterable[int]) -> str:

@@ -93,17 +93,17 @@ def specs_wanted(
     program: Program, result_specs: Sequence[PartitionSpec | None], alike: Callable[[Transfer], bool]
 ) -> dict[int, PartitionSpec]:
     """Return the specs that results must have: of each returned value, and of the values that it is a copy of."""
-    found: dict[int, PartitionSpec] = {}
+    specs: dict[int, PartitionSpec] = {}
     for result, spec in zip(program.results, result_specs, strict=True):
         if spec is None or not isinstance(result, dict):
             continue
         for value in result.values():
-            found[value] = spec
+            specs[value] = spec
             maker, position = program.maker(value)
             while isinstance(maker, Transfer) and alike(maker):
-                found[maker.sent[position]] = spec
+                specs[maker.sent[position]] = spec
                 maker, position = program.maker(maker.sent[position])
-    return found
+    return specs
 
 
 def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequence[tuple[int, int]]) -> Program:
@@ -117,7 +117,7 @@ def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequenc
     results: list[Any] = [dict(result) if isinstance(result, dict) else result for result in program.results]
     count = program.num_values
     for rank in sorted({rank for _, rank in wanted}):
-        positions = [position for position, of in wanted if of == rank]
+        positions = [position for position, at_rank in wanted if at_rank == rank]
         old = [results[position][rank] for position in positions]
         edges = {value: Value(avals[value]) for value in old}
         new = tuple(range(count, count + len(old)))

@@ -130,8 +130,8 @@ class _Events:
         thread = list[_Need]()
         for number in walk:
             action, begin, waits = self._actions[number], self._begins[process, number], False
-            made = [(self._begins[process, n], None) for n in action.reads if (process, n) in self._begins]
-            self.needs[begin] += [*thread, *made]
+            makers = [(self._begins[process, n], None) for n in action.reads if (process, n) in self._begins]
+            self.needs[begin] += [*thread, *makers]
             senders, receivers = self._processes[action.source], self._processes[action.target]
             if action.source == action.target:  # each process of a rank does its part
                 senders = receivers = frozenset({process})

@@ -100,7 +100,7 @@ class _Watch:
             step(environment)
             if self.first or not isinstance(instruction, Run):
                 return
-            kind = next(filter(None, (self._found(environment[value]) for value in instruction.outputs)), "")
+            kind = next(filter(None, (self._kind_in(environment[value]) for value in instruction.outputs)), "")
         if kind:
             self.first = f"invalid value ({kind}) encountered in {self.program.task_text(instruction)}"
 
@@ -108,12 +108,12 @@ class _Watch:
         """Refuse results that hold a special value."""
         results = (environment[value] for value in self.program.returned - self.program.preset.keys())
         with looking_away():
-            if self.first and any(map(self._found, results)):
+            if self.first and any(map(self._kind_in, results)):
                 raise FloatingPointError(
                     f"{self.first}. To find the operation, run the same step under `jax.jit`, with the same switch."
                 )
 
-    def _found(self, array: Any) -> str:
+    def _kind_in(self, array: Any) -> str:
         """Return the first of the kinds that an array holds in this process, or "" if there is none."""
         if array is None or not jnp.issubdtype(array.dtype, np.inexact):
             return ""

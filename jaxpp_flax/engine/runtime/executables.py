@@ -32,19 +32,19 @@ __all__ = ["Executables", "compile_program"]
 class Held:
     """What is known of a value; one object stands for the values of all microbatches.
 
-    `found` is the spec, or a function that returns it: another process may still compile the task that makes the value.
-    `rank` is that task's rank, None for an argument of the step. `chosen` waits for the layout that the task's compiler
-    chooses; None if the value has JAX's default layout.
+    `spec_source` is the spec, or a function that returns it: another process may still compile the task that makes the
+    value. `rank` is that task's rank, None for an argument of the step. `chosen` waits for the layout that the task's
+    compiler chooses; None if the value has JAX's default layout.
     """
 
-    found: PartitionSpec | Callable[[], PartitionSpec]
+    spec_source: PartitionSpec | Callable[[], PartitionSpec]
     aval: Any = None
     rank: int | None = None
     chosen: Callable[[], MaybeLayout] | None = None
 
     @cached_property
     def spec(self) -> PartitionSpec:
-        return self.found if isinstance(self.found, PartitionSpec) else self.found()
+        return self.spec_source if isinstance(self.spec_source, PartitionSpec) else self.spec_source()
 
     @cached_property
     def partition(self) -> PartitionSpec:
@@ -139,9 +139,13 @@ class _Walk:
     result_specs: Sequence[PartitionSpec | None]
     argument_avals: Sequence[Any]
     distributed: DistributedProgram | None
-    made: dict[int, AllHeld] = field(default_factory=dict)  # the outputs of each task, as its first run makes them
+    outputs_of: dict[int, AllHeld] = field(
+        default_factory=dict
+    )  # the outputs of each task, as its first run makes them
     compiled: dict[int, Callable[[], Any] | None] = field(default_factory=dict)  # for each task's first run
-    known: dict[Hashable, Callable[[], Any] | None] = field(default_factory=dict)  # by task and its inputs' partitions
+    executable_of: dict[Hashable, Callable[[], Any] | None] = field(
+        default_factory=dict
+    )  # by task and its inputs' partitions
     variants: dict[int, Callable[[], Any] | None] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
@@ -165,18 +169,18 @@ class _Walk:
         elsewhere = None if self.program.tasks[task].rank in self.mesh.local_ranks else shared
         # Within a loop all runs of a task are alike; other programs may read values that were made elsewhere.
         key = task, None if elsewhere is not None else tuple([self.held[value].partition for value in run.inputs])
-        if key not in self.known:
+        if key not in self.executable_of:
             if elsewhere is not None:
-                self.known[key], self.made[task] = None, self._made_elsewhere(task, elsewhere)
-            elif task in self.made:
-                self.known[key], _ = self._compile(run, self.made[task])
+                self.executable_of[key], self.outputs_of[task] = None, self._made_elsewhere(task, elsewhere)
+            elif task in self.outputs_of:
+                self.executable_of[key], _ = self._compile(run, self.outputs_of[task])
             else:
-                self.known[key], self.made[task] = self._compile(run)
+                self.executable_of[key], self.outputs_of[task] = self._compile(run)
                 if shared is not None and not self.program.tasks[task].out_specs:
-                    shared.publish(self.program, task, [held.spec for held in self.made[task]])
-        if self.known[key] is not self.compiled.setdefault(task, self.known[key]):
-            self.variants[number] = self.known[key]
-        self.held.update(zip(run.outputs, self.made[task], strict=True))
+                    shared.publish(self.program, task, [held.spec for held in self.outputs_of[task]])
+        if self.executable_of[key] is not self.compiled.setdefault(task, self.executable_of[key]):
+            self.variants[number] = self.executable_of[key]
+        self.held.update(zip(run.outputs, self.outputs_of[task], strict=True))
 
     def _made_elsewhere(self, number: int, shared: SharedSpecs) -> AllHeld:
         """Return what a task on another process's rank makes; that process tells it when it has compiled."""
@@ -234,10 +238,10 @@ class _Walk:
             chosen = layouts.chosen_from(formats())
             return chosen, self.compiler.start(task, in_specs, out_specs, chosen)
 
-        made = _held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
+        outputs = _held_after(task, [canonical(spec) for spec in out_specs if spec is not None])
         return lambda: started()[1](), tuple(
             replace(held, chosen=partial(_layout_of, started, output)) if wish is Layout.AUTO else held
-            for output, (held, wish) in enumerate(zip(made, layouts.outputs, strict=True))
+            for output, (held, wish) in enumerate(zip(outputs, layouts.outputs, strict=True))
         )
 
     def _layouts(self, run: Run, fixed: AllHeld) -> TaskLayouts:
@@ -252,10 +256,10 @@ class _Walk:
             held = self.held[value]
             if not self._alike(transfer):
                 # Found only when it is read: another process may still compile the task that makes the value.
-                found = partial(_carried_over, held, self.mesh.unstack[transfer.target])
-                held = replace(held, found=found, rank=None if held.rank is None else transfer.target)
+                carried = partial(_carried_over, held, self.mesh.unstack[transfer.target])
+                held = replace(held, spec_source=carried, rank=None if held.rank is None else transfer.target)
             if wanted := self.wanted.get(received):  # P() is no wish: the sender may keep it partitioned
-                held = replace(held, found=wanted)
+                held = replace(held, spec_source=wanted)
             self.held[received] = held
 
     def _alike(self, transfer: Transfer) -> bool:
@@ -314,9 +318,9 @@ def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int
     return shared.of(program, task)[output]
 
 
-def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> AllHeld:
+def _held_after(task: ProgramTask, specs: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> AllHeld:
     """Return what is known of a task's outputs."""
-    return tuple(Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
+    return tuple(Held(spec, atom.aval, task.rank) for spec, atom in zip(specs, task.graph.outputs, strict=True))
 
 
 def _layout_of(started: Callable[[], tuple[TaskLayouts, Any]], output: int) -> MaybeLayout:

@@ -102,8 +102,8 @@ class Runtime:
         types = [self._executables.held[value].aval for value in instruction.sent]
         memories = tuple(map(memory_kind_of, types))
         shardings = self._shardings_of(target, self._specs(instruction.received), memories)
-        here = {instruction.source, instruction.target} <= local
-        if self._distributed is None or (here and not (source.is_multi_process or target.is_multi_process)):
+        is_local = {instruction.source, instruction.target} <= local
+        if self._distributed is None or (is_local and not (source.is_multi_process or target.is_multi_process)):
             return partial(_copy, copy_arrays, instruction.sent, instruction.received, shardings)
         distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))

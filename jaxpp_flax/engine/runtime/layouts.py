@@ -107,9 +107,9 @@ def left_to_compilers(program: Program) -> dict[int, frozenset[int]]:
             readers = (instructions[number] for number in program.readers.get(value, ()))
             if value in program.returned or not all(isinstance(reader, Run) for reader in readers):
                 leaving.add((run.task, output))
-    shared = {source for found in sources.values() if len(found) > 1 for source in found}
+    shared = {source for together in sources.values() if len(together) > 1 for source in together}
     left = defaultdict[int, set[int]](set)
-    for source in {source for found in sources.values() for source in found} - shared - leaving:
+    for source in {source for together in sources.values() for source in together} - shared - leaving:
         if source is not None and _may_choose(program.tasks[source[0]].graph.outputs[source[1]].aval):
             left[source[0]].add(source[1])
     return {task: frozenset(outputs) for task, outputs in left.items()}

@@ -78,13 +78,13 @@ def gathered(times: Times, group: ProcessGroup) -> Times:
     waits for the sender's earlier work does not receive yet. The clocks of several hosts are compared as they are; an
     error of them changes the times of the transfers between these hosts, and no task's.
     """
-    mine = [[number, *of] for number, of in times.items()]
-    found: Times = {}
+    mine = [[number, *span] for number, span in times.items()]
+    spans: Times = {}
     for answer in exchange_values(group, "the times of a measured step", mine):
         for number, begin, end in answer:
-            others = found.get(number, (begin, end))
-            found[number] = max(begin, others[0]), max(end, others[1])
-    return found
+            others = spans.get(number, (begin, end))
+            spans[number] = max(begin, others[0]), max(end, others[1])
+    return spans
 
 
 def timeline(program: Program, times: Mapping[int, tuple[float, float]]) -> list[TaskTiming]:
@@ -105,7 +105,7 @@ def arranged(program: Program, seconds: Mapping[int, float]) -> Times:
     """
     free = [0.0] * program.num_ranks
     ready: dict[int, float] = {}
-    found: Times = {}
+    spans: Times = {}
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Wait):
             copied = max(ready.get(value, 0.0) for value in instruction.copies)
@@ -119,8 +119,8 @@ def arranged(program: Program, seconds: Mapping[int, float]) -> Times:
         ready.update(dict.fromkeys(instruction.writes(), ended))
         if isinstance(instruction, Run):
             free[instruction.rank] = ended
-        found[number] = started, ended
-    return found
+        spans[number] = started, ended
+    return spans
 
 
 TaskTimes = dict[str, list[float]]

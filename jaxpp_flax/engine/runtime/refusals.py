@@ -43,19 +43,19 @@ def refusals_named(task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionSp
     try:
         yield
     except RuntimeError as error:
-        found = read_refusal(str(error))
-        if found is None:
+        refusal = read_refusal(str(error))
+        if refusal is None:
             raise
-        largest = found.largest[:_SHOWN] or _largest_inputs(task, mesh, in_specs)
-        over = None if found.needed is None or found.available is None else found.needed - found.available
-        message = _message(task, mesh.devices.flat[0].device_kind, found, over, largest)
+        largest = refusal.largest[:_SHOWN] or _largest_inputs(task, mesh, in_specs)
+        over = None if refusal.needed is None or refusal.available is None else refusal.needed - refusal.available
+        message = _message(task, mesh.devices.flat[0].device_kind, refusal, over, largest)
         raise TaskMemoryError(message, task.rank, task.name, over) from error
 
 
 def _message(
-    task: ProgramTask, device: str, found: TooLarge, over: float | None, largest: Sequence[tuple[float, str]]
+    task: ProgramTask, device: str, refusal: TooLarge, over: float | None, largest: Sequence[tuple[float, str]]
 ) -> str:
-    needed, available, missing = (amount(nbytes, "B") for nbytes in (found.needed, found.available, over))
+    needed, available, missing = (amount(nbytes, "B") for nbytes in (refusal.needed, refusal.available, over))
     size = "" if over is None else f": it needs {needed} of {available}, {missing} too much"
     listed = "; ".join(f"{amount(nbytes, 'B')} {what}".rstrip() for nbytes, what in largest) or "not known"
     return (
@@ -67,9 +67,9 @@ def _message(
 
 def _largest_inputs(task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionSpec]) -> list[tuple[float, str]]:
     """Return the largest values that a task reads on a device, for a compiler that does not tell."""
-    found = list[tuple[float, str]]()
+    inputs = list[tuple[float, str]]()
     for value, spec in zip(task.graph.inputs, in_specs, strict=True):
         sharding = NamedSharding(mesh, spec)
         shape = sharding.shard_shape(tuple(value.aval.shape))
-        found.append((shard_bytes(value.aval, sharding), f"{value.aval.dtype}{list(shape)}, an input"))
-    return sorted(found, key=lambda pair: -pair[0])[:_SHOWN]
+        inputs.append((shard_bytes(value.aval, sharding), f"{value.aval.dtype}{list(shape)}, an input"))
+    return sorted(inputs, key=lambda pair: -pair[0])[:_SHOWN]

@@ -79,8 +79,8 @@ def spmd_to_mpmd_reshard(mpmd_mesh: MpmdMesh, spmd_arrays: Any, mpmd_shardings: 
     places = [[target.local_sharding(rank) for rank in target.ranks] for target in targets]
     moved_leaves = _run("spmd_to_mpmd_reshard", mpmd_mesh, paths, leaves, places, donate=donate)
     arrays: list[MpmdArray] = []
-    for leaf, target, found in zip(leaves, targets, moved_leaves, strict=True):
-        parts = {rank: part for rank, part in zip(target.ranks, found, strict=True) if part is not None}
+    for leaf, target, moved in zip(leaves, targets, moved_leaves, strict=True):
+        parts = {rank: part for rank, part in zip(target.ranks, moved, strict=True) if part is not None}
         arrays.append(MpmdArray(parts, target, shape=np.shape(leaf), dtype=_dtype(leaf)))
     return treedef.unflatten(arrays)
 
@@ -280,7 +280,7 @@ def bring(
 
     No two calls of the step may have the same number `call`; `argument` is the position of the argument.
     """
-    found: dict[int, jax.Array] = {}
+    replicas: dict[int, jax.Array] = {}
     for rank in sorted(set(wanted.ranks)):
         target = wanted.on(rank)
         own = next((own for own in leaf.mpmd_idxs if _is_there(leaf, own, target)), None)
@@ -291,8 +291,8 @@ def bring(
         else:
             part = leaf._partially_addressable_arrays.get(own)  # pyright: ignore[reportPrivateUsage]
         if part is not None and rank in wanted.mesh.local_ranks:
-            found[rank] = part
-    return found
+            replicas[rank] = part
+    return replicas
 
 
 def _moved(array: jax.Array, target: Sharding, connection: Connection, tag: Tag) -> jax.Array | None:

@@ -91,7 +91,7 @@ class SharedSpecs:
 
     distributed: DistributedProgram
     mesh: RankMeshes
-    _known: dict[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
+    _specs_of: dict[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
 
     def publish(self, program: Program, task: int, specs: Sequence[PartitionSpec]) -> None:
         """Tell the other processes, if this process speaks for the task's rank."""
@@ -101,19 +101,19 @@ class SharedSpecs:
 
     def of(self, program: Program, task: int) -> tuple[PartitionSpec, ...]:
         """Return the result specs of a task that another process compiles; wait for its compilation."""
-        found = self._known.get(task)
-        if found is None:
+        specs = self._specs_of.get(task)
+        if specs is None:
             described = program.tasks[task]
             if not self._matter:
-                found = (PartitionSpec(),) * len(described.graph.outputs)
+                specs = (PartitionSpec(),) * len(described.graph.outputs)
             else:
                 what = f"how XLA partitioned the results of task {described.name}"
                 connection, speaker = self.distributed.connection, self._speaker(described.rank)
                 timeout_s = connection.settings.start_timeout
                 text = connection.group.values.fetch(self._key(task), what, speaker, timeout_s).decode()
-                found = tuple(PartitionSpec(*entries) for entries in ast.literal_eval(text))
-            self._known[task] = found
-        return found
+                specs = tuple(PartitionSpec(*entries) for entries in ast.literal_eval(text))
+            self._specs_of[task] = specs
+        return specs
 
     @cached_property
     def _matter(self) -> bool:

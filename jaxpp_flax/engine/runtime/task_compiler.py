@@ -124,10 +124,10 @@ class TaskCompiler(Generic[MeshT]):
             self._choices[key] = self._compile_for(lowered, task, in_specs)
 
         def formats() -> Sequence[Format]:
-            found = self._choices[key]
-            if callable(found):  # keep no executable
-                found = self._choices[key] = tuple(found().compiled.output_formats)
-            return found
+            choice = self._choices[key]
+            if callable(choice):  # keep no executable
+                choice = self._choices[key] = tuple(choice().compiled.output_formats)
+            return choice
 
         return formats
 
@@ -150,7 +150,7 @@ class TaskCompiler(Generic[MeshT]):
     def original_of(self, executable: Any) -> Original | None:
         """Return what XLA compiled, of which an executable may be a copy; None for one that is not this compiler's."""
         for distinct in self._distinct.values():
-            if any(found() is executable for found in distinct.executables.values()):
+            if any(executable_of() is executable for executable_of in distinct.executables.values()):
                 return distinct.original()
         return None
 
@@ -170,7 +170,7 @@ class TaskCompiler(Generic[MeshT]):
         self.compilations += 1
         devices, options = self.mesh.rank_devices(task.rank), self.rank_options.get(task.rank, self.options)
 
-        def here() -> Original:
+        def compile_now() -> Original:
             began = time.perf_counter()
             with context_mesh(None), refusals_named(task, self.mesh.unstack[task.rank], in_specs):
                 original = compile_original(lowered, devices, options)
@@ -178,8 +178,8 @@ class TaskCompiler(Generic[MeshT]):
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         settings = compile_settings()
-        future = self._compiling.submit(lambda: here() if compile_settings() == settings else None)
-        return cache(lambda: future.result() or here())
+        future = self._compiling.submit(lambda: compile_now() if compile_settings() == settings else None)
+        return cache(lambda: future.result() or compile_now())
 
     @cached_property
     def _compiling(self) -> ThreadPoolExecutor:

@@ -40,7 +40,7 @@ class GraphText(ABC):
         """Return the parameters that change an equation's results as text."""
         unread = facts_of(equation.primitive).unread
         telling = [item for item in sorted(equation.params.items()) if item[0] not in unread]
-        return ", ".join([f"{name}={self.value(of)}" for name, of in telling if not isinstance(of, DebugInfo)])
+        return ", ".join([f"{name}={self.value(value)}" for name, value in telling if not isinstance(value, DebugInfo)])
 
     def lines(self, graph: Graph) -> Iterator[str]:
         """Yield the inputs, each equation, and the outputs as one line each."""
@@ -49,13 +49,13 @@ class GraphText(ABC):
         def read(atoms: Sequence[Atom]) -> str:
             return ", ".join([self._constant(a) if isinstance(a, Constant) else f"%{numbers[a]}" for a in atoms])
 
-        def made(values: Sequence[Value]) -> str:
+        def defined(values: Sequence[Value]) -> str:
             return ", ".join([f"%{numbers.setdefault(v, len(numbers))}:{self.type(v.aval)}" for v in values])
 
-        yield f"inputs {made(graph.inputs)}"
+        yield f"inputs {defined(graph.inputs)}"
         for equation in graph.equations:
             operands = read(equation.inputs)
-            yield f"{made(equation.outputs)} = {self.operation(equation)}({operands})"
+            yield f"{defined(equation.outputs)} = {self.operation(equation)}({operands})"
         yield f"outputs {read(graph.outputs)}"
 
     def _constant(self, constant: Constant) -> str:
@@ -69,7 +69,7 @@ class GraphText(ABC):
             return f"{self._kind(value)}({', '.join(map(self.value, value))})"
         if isinstance(value, Mapping):
             items = sorted(value.items(), key=lambda item: str(item[0]))
-            return f"{self._kind(value)}{{{', '.join(f'{self.value(k)}: {self.value(of)}' for k, of in items)}}}"
+            return f"{self._kind(value)}{{{', '.join(f'{self.value(k)}: {self.value(entry)}' for k, entry in items)}}}"
         if isinstance(value, (set, frozenset)):
             return f"{self._kind(value)}{{{', '.join(sorted(map(self.value, value)))}}}"
         return self.leaf(value)

@@ -118,7 +118,7 @@ class _Inliner:
         self.equations: list[Equation] = []
         self.substitution: dict[Value, Atom] = {}
         self.backward: set[Value] = set()
-        self.made: set[Value] = set()
+        self.computed: set[Value] = set()
         self.memo: dict[int, bool] = {}
         # Of regions that JAX has opened: their barriers, the region of a value, and the originals of a region.
         self.barriers: dict[Value, Equation] = {}
@@ -178,7 +178,7 @@ class _Inliner:
             self.backward.update(out for atom, out in pairs if atom in self.backward)
         elif equation.transposed:
             self.backward.update(equation.outputs)
-        self.made.update(equation.outputs)
+        self.computed.update(equation.outputs)
         self.equations.append(equation)
 
     def _marker(self, equation: Equation, scope: _Originals, again: _Recomputation | None) -> None:
@@ -235,7 +235,7 @@ class _Inliner:
         called = [_region_of(e).saves for e in run if facts_of(e.primitive).recomputes]
         # JAX 0.10 leaves what a policy saves beside its barrier.
         beside = [
-            v for v in inputs if v not in self.barriers and v not in self.region_of and self.resolve(v) in self.made
+            v for v in inputs if v not in self.barriers and v not in self.region_of and self.resolve(v) in self.computed
         ]
         region = Region(saves=any(called) or bool(barriers and beside), prevents_cse=bool(barriers))
         for barrier in barriers:
@@ -243,8 +243,12 @@ class _Inliner:
             pairs = zip(barrier.outputs, barrier.inputs, strict=True)
             self.substitution.update((out, self.resolve(atom)) for out, atom in pairs)
         counts = Counter(_forward_markers(run))
-        scopes = [*(self.scopes[of] for of in outer), scope, *reversed(self.scopes.values())]
-        enough = [of for of in scopes if all(len(of.get(name, ())) >= count for name, count in counts.items())]
+        scopes = [*(self.scopes[scope_of] for scope_of in outer), scope, *reversed(self.scopes.values())]
+        enough = [
+            scope_of
+            for scope_of in scopes
+            if all(len(scope_of.get(name, ())) >= count for name, count in counts.items())
+        ]
         claimed = _claim((enough or scopes)[0], counts, run[0].where)
         self._region(run, self.scopes.setdefault(region, {}), _Recomputation(region, claimed))
 

@@ -208,12 +208,12 @@ def verify_order(
       VerificationError: naming the step at fault.
     """
     defined = set(inputs)
-    for name, reads, made in steps:
+    for name, reads, makes in steps:
         if not defined.issuperset(reads):
             raise VerificationError(f"{name} reads what no earlier step makes")
-        if not defined.isdisjoint(made):
+        if not defined.isdisjoint(makes):
             raise VerificationError(f"{name} defines a value again")
-        defined.update(made)
+        defined.update(makes)
     if not defined.issuperset(values(outputs)):
         raise VerificationError("an output is undefined")
 
@@ -379,11 +379,11 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:
     """Return the graph's equations, changed so that they define `outputs`; unchanged inputs are copied."""
-    made = {v for e in graph.equations for v in e.outputs}
+    computed = {v for e in graph.equations for v in e.outputs}
     renamed: dict[Atom, Value] = {}
     copies: list[Equation] = []
     for atom, output in zip(graph.outputs, outputs, strict=True):
-        if atom in made and atom not in renamed:
+        if atom in computed and atom not in renamed:
             renamed[atom] = output
             continue
         copies += emit(jax.lax.copy_p.bind, [renamed.get(atom, atom)], [output])[0]

@@ -95,13 +95,13 @@ def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:
     An input of the loop that is sliced is data; the other inputs are parameters.
     """
     moving: set[Value] = {index}
-    found: set[Value] = set()
+    sliced: set[Value] = set()
     for equation in equations:
         operands = values(equation.inputs)
         if moving.isdisjoint(operands):
             continue
         if equation.name in ("dynamic_slice", "gather"):
-            found.update(v for v in operands if v not in moving)
+            sliced.update(v for v in operands if v not in moving)
         elif all(v.aval.ndim == 0 for v in operands):
             moving.update(equation.outputs)
-    return found
+    return sliced

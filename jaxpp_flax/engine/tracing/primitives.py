@@ -155,8 +155,8 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     """Yield the rows: the names of primitives with equal facts stand in one line."""
 
     def rows(names: str, cost: Cost, batch: Batch = Batch.LOST, **facts: Any) -> Iterator[tuple[str, Facts]]:
-        made = Facts(cost=cost, batch=batch, **facts)
-        return ((name, made) for name in names.split())
+        row = Facts(cost=cost, batch=batch, **facts)
+        return ((name, row) for name in names.split())
 
     view, light, kernel, reading, product, loop = Cost
     elementwise = Batch.ELEMENTWISE
@@ -224,7 +224,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
 
 _BY_NAME = dict(_rows())
 # JAX's own primitives by the name of their equations, as far as they are public.
-_PUBLIC = {of.name: of for key, of in vars(primitives).items() if key.endswith("_p")}
+_PUBLIC = {primitive.name: primitive for key, primitive in vars(primitives).items() if key.endswith("_p")}
 
 
 @cache

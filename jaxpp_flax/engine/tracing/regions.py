@@ -64,9 +64,9 @@ def shielded(graph: Graph, *, always: bool = False) -> Graph:
 
 def _with_barrier(graph: Graph, region: Region) -> Graph:
     recomputed = {e for e in graph.equations if e.late and e.region is region}
-    made = {v for e in recomputed for v in e.outputs}
-    after, given = _computed_from(graph, made), _computed_from(graph, set(graph.inputs))
-    readers = {e for e in graph.equations if not e.late and not made.isdisjoint(e.inputs)}
+    outputs = {v for e in recomputed for v in e.outputs}
+    after, given = _computed_from(graph, outputs), _computed_from(graph, set(graph.inputs))
+    readers = {e for e in graph.equations if not e.late and not outputs.isdisjoint(e.inputs)}
     changed = [e for e in graph.equations if e in recomputed or e in readers]
     entering = [v for v in dict.fromkeys(v for e in changed for v in values(e.inputs)) if v in given - after]
     if not entering:
@@ -83,10 +83,10 @@ def _with_barrier(graph: Graph, region: Region) -> Graph:
     return Graph(graph.inputs, graph.outputs, (*ahead, barrier, *behind))
 
 
-def _computed_from(graph: Graph, made: set[Value]) -> set[Value]:
+def _computed_from(graph: Graph, start: set[Value]) -> set[Value]:
     """Return some values, and all that are computed from them."""
-    found = set(made)
+    computed = set(start)
     for equation in graph.equations:
-        if not found.isdisjoint(equation.inputs):
-            found.update(equation.outputs)
-    return found
+        if not computed.isdisjoint(equation.inputs):
+            computed.update(equation.outputs)
+    return computed

@@ -298,12 +298,12 @@ def treduce(
     length = _common_size(xs, axis)
     xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
 
-    def at(index: Any) -> Any:
+    def microbatch(index: Any) -> Any:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), xs)
 
     if init is _NO_CARRY:
-        return treduce_i(lambda i: fun(at(i)), length, schedule, operation)
-    return treduce_i(lambda carry, i: fun(carry, at(i)), length, schedule, operation, init=init)
+        return treduce_i(lambda i: fun(microbatch(i)), length, schedule, operation)
+    return treduce_i(lambda carry, i: fun(carry, microbatch(i)), length, schedule, operation, init=init)
 
 
 def _common_size(xs: Any, axis: int) -> int:

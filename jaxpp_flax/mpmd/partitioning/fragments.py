@@ -88,15 +88,15 @@ class _Walk:
             sorter.prepare()
         except CycleError as error:
             raise self._stuck(error.args[1]) from None
-        found: list[Node] = []
+        ordered: list[Node] = []
         ready: list[tuple[bool, int, Node]] = []
         while sorter.is_active():
             for node in sorter.get_ready():
                 is_last = bool(node.inputs) or node.call is not None or all(n.call is None for n in self.readers[node])
                 heapq.heappush(ready, (is_last, self.place[node], node))
-            found.append(heapq.heappop(ready)[-1])
-            sorter.done(found[-1])
-        return found
+            ordered.append(heapq.heappop(ready)[-1])
+            sorter.done(ordered[-1])
+        return ordered
 
     def _turns(self) -> Iterator[tuple[list[Node], Node]]:
         """Yield each node of a task with the nodes of the task before it on its mesh."""
@@ -114,26 +114,26 @@ class _Walk:
         key, work = self._key(node), _work(node)
         for each in self._missing(node):
             self._join(each, key if _work(each) == work else Key(each.rank, call=each.call))
-        made = [node] if node.computation is not None and node.call is not None else []
-        while made:
-            for reader in self.readers[made.pop()]:
+        done = [node] if node.computation is not None and node.call is not None else []
+        while done:
+            for reader in self.readers[done.pop()]:
                 missing = [] if reader in self._of else self._missing(reader)
                 if missing and all(each.computation is None and _work(each) == work for each in missing):
                     for each in missing:
                         self._join(each, key)
-                    made.append(reader)
+                    done.append(reader)
 
     def _missing(self, node: Node) -> list[Node]:
         """Return a node and the unnamed work that it waits for, in program order; none if it waits for named work."""
-        found, left = {node}, [node]
+        missing, left = {node}, [node]
         while left:
             for maker in self.reads[left.pop()]:
-                if maker not in self._of and maker not in found:
+                if maker not in self._of and maker not in missing:
                     if maker.computation is not None:
                         return []
-                    found.add(maker)
+                    missing.add(maker)
                     left.append(maker)
-        return sorted(found, key=self.place.__getitem__)
+        return sorted(missing, key=self.place.__getitem__)
 
     def _join(self, node: Node, key: Key) -> None:
         """Let a node join the fragment of its key if all that it reads was begun before that fragment; else begin one.

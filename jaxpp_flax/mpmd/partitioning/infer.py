@@ -53,8 +53,8 @@ def infer(
     """
     copied = _copied(step, fixed)
     wanted = [(a, r) for a, r in zip(step.outputs, result_ranks, strict=True) if isinstance(a, Value) and r is not None]
-    there = _there_anyway(fixed, [*argument_ranks.items(), *wanted])
-    costs = _operand_costs(step, fixed, constants | {v for node in copied for v in node.outputs}, there)
+    holders = _there_anyway(fixed, [*argument_ranks.items(), *wanted])
+    costs = _operand_costs(step, fixed, constants | {v for node in copied for v in node.outputs}, holders)
     need: defaultdict[Value, set[int]] = defaultdict(set)
     for value, rank in wanted:
         need[value].add(rank)
@@ -80,14 +80,14 @@ def infer(
         **homes,
         **{value: ranks[node] for node in step.nodes for value in node.outputs},
     }
-    nodes, at = _on_ranks(step.nodes, ranks)
+    nodes, on_rank = _on_ranks(step.nodes, ranks)
     results = [
         (native.get(atom) or (0,))[0] if rank is None else rank
         for atom, rank in zip(step.outputs, result_ranks, strict=True)
     ]
     return PlacedNodes(
         step.inputs,
-        tuple(at.get((atom, rank), atom) for atom, rank in zip(step.outputs, results, strict=True)),
+        tuple(on_rank.get((atom, rank), atom) for atom, rank in zip(step.outputs, results, strict=True)),
         nodes,
         tuple(homes[value] for value in step.inputs),
         tuple(results),
@@ -97,54 +97,54 @@ def infer(
 
 def _copied(step: Step, fixed: Mapping[Node, int]) -> set[Node]:
     """Find the nodes that run on every rank that reads them: no operands, or small ones that read arguments only."""
-    known: set[Value] = set(step.inputs)
-    found: set[Node] = set()
+    everywhere: set[Value] = set(step.inputs)
+    copied: set[Node] = set()
     for node in step.nodes:
         if node in fixed or any(e.effects for e in node.equations):
             continue
         small = all(v.nbytes <= _SCALAR_BYTES for v in (*node.inputs, *node.outputs))
-        if not node.inputs or (small and known.issuperset(node.inputs)):
-            found.add(node)
-            known.update(v for v in node.outputs if v.nbytes <= _SCALAR_BYTES)
-    return found
+        if not node.inputs or (small and everywhere.issuperset(node.inputs)):
+            copied.add(node)
+            everywhere.update(v for v in node.outputs if v.nbytes <= _SCALAR_BYTES)
+    return copied
 
 
 def _there_anyway(fixed: Mapping[Node, int], given: Iterable[tuple[Value, int]]) -> defaultdict[Value, set[int]]:
     """Return the ranks that have a value wherever unnamed work runs: named work makes or reads it, or the user says."""
-    found: defaultdict[Value, set[int]] = defaultdict(set)
+    ranks: defaultdict[Value, set[int]] = defaultdict(set)
     for value, rank in given:
-        found[value].add(rank)
+        ranks[value].add(rank)
     for node, rank in fixed.items():
         for value in (*node.inputs, *node.outputs):
-            found[value].add(rank)
-    return found
+            ranks[value].add(rank)
+    return ranks
 
 
 def _operand_costs(
-    step: Step, fixed: Mapping[Node, int], everywhere: Set[Value], there: Mapping[Value, set[int]]
+    step: Step, fixed: Mapping[Node, int], everywhere: Set[Value], holders: Mapping[Value, set[int]]
 ) -> dict[Node, tuple[dict[int, int], int]]:
     """Return what each free node's operands cost: on each rank where some of them are cheap, and on any other rank."""
 
-    def known(value: Value) -> tuple[dict[int, int], int]:
-        return dict.fromkeys(there[value], 0), _size(value)
+    def price(value: Value) -> tuple[dict[int, int], int]:
+        return dict.fromkeys(holders[value], 0), _size(value)
 
     # What each value costs, if it lies somewhere: on ranks where it is cheap, and on any other rank.
-    prices = {value: known(value) for value in step.inputs if value in there and value not in everywhere}
-    found: dict[Node, tuple[dict[int, int], int]] = {}
+    prices = {value: price(value) for value in step.inputs if value in holders and value not in everywhere}
+    cost_of: dict[Node, tuple[dict[int, int], int]] = {}
     for node in step.nodes:
         if node in fixed:
-            prices.update({value: known(value) for value in node.outputs})
+            prices.update({value: price(value) for value in node.outputs})
             continue
         read = [prices[value] for value in node.inputs if value in prices]
         ranks = {rank for near, _ in read for rank in near}
         costs = {rank: sum(near.get(rank, far) for near, far in read) for rank in ranks}
-        found[node] = costs, sum(far for _, far in read)
+        cost_of[node] = costs, sum(far for _, far in read)
         for value in set(node.outputs) - everywhere if costs else ():
             least = min(costs.values())
-            far = min(found[node][1] - least, _size(value))
+            far = min(cost_of[node][1] - least, _size(value))
             near = {rank: cost - least for rank, cost in costs.items() if cost - least < far}
-            prices[value] = near | dict.fromkeys(there.get(value, ()), 0), far
-    return found
+            prices[value] = near | dict.fromkeys(holders.get(value, ()), 0), far
+    return cost_of
 
 
 def _cheapest(node: Node, costs: Mapping[int, int], elsewhere: int, need: Mapping[Value, set[int]]) -> int:
@@ -166,13 +166,13 @@ def _on_ranks(
     nodes: Sequence[Node], ranks: Mapping[Node, tuple[int, ...]]
 ) -> tuple[tuple[Node, ...], dict[tuple[Atom, int], Value]]:
     """Return a node for each rank of each node, and the values that these make in place of a node's own, by rank."""
-    at: dict[tuple[Atom, int], Value] = {}
-    found: list[Node] = []
+    on_rank: dict[tuple[Atom, int], Value] = {}
+    placed: list[Node] = []
     for node in nodes:
         for turn, rank in enumerate(ranks[node]):
-            equations = [e.reading(tuple(at.get((atom, rank), atom) for atom in e.inputs)) for e in node.equations]
+            equations = [e.reading(tuple(on_rank.get((atom, rank), atom) for atom in e.inputs)) for e in node.equations]
             if turn:
-                at.update({(value, rank): Value(value.aval) for value in node.outputs})
-                equations = [replace(e, outputs=tuple(at[value, rank] for value in e.outputs)) for e in equations]
-            found.append(replace(node, equations=tuple(equations), rank=rank))
-    return tuple(found), at
+                on_rank.update({(value, rank): Value(value.aval) for value in node.outputs})
+                equations = [replace(e, outputs=tuple(on_rank[value, rank] for value in e.outputs)) for e in equations]
+            placed.append(replace(node, equations=tuple(equations), rank=rank))
+    return tuple(placed), on_rank

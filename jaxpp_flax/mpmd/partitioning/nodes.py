@@ -102,19 +102,19 @@ def _scopes(stack: Any, recomputed: bool) -> _Scopes:
     return _Scopes(origin, not computations, calls[-1] if calls else None, frozenset(name for name, _, _ in names))
 
 
-def _names_inside(params: Mapping[str, Any], known: dict[int, frozenset[str]]) -> frozenset[str]:
-    """Return the names in the jaxprs in an equation's parameters; `known` holds those of the jaxprs that were seen."""
-    found: frozenset[str] = frozenset()
+def _names_inside(params: Mapping[str, Any], names_of: dict[int, frozenset[str]]) -> frozenset[str]:
+    """Return the names in the jaxprs in an equation's parameters; `names_of` has those of jaxprs seen before."""
+    names: frozenset[str] = frozenset()
     for body in bodies(params):
-        if id(body) not in known:
+        if id(body) not in names_of:
             stacks = {eqn.source_info.name_stack for eqn in body.eqns}
-            inner = [_names_inside(eqn.params, known) for eqn in body.eqns]
-            known[id(body)] = frozenset[str]().union(*(_scopes(stack, False).names for stack in stacks), *inner)
-        found |= known[id(body)]
-    return found
+            inner = [_names_inside(eqn.params, names_of) for eqn in body.eqns]
+            names_of[id(body)] = frozenset[str]().union(*(_scopes(stack, False).names for stack in stacks), *inner)
+        names |= names_of[id(body)]
+    return names
 
 
-def _node(equation: Equation, known: dict[int, frozenset[str]]) -> Node:
+def _node(equation: Equation, names_of: dict[int, frozenset[str]]) -> Node:
     """Make a node of one equation."""
     origin, is_tensor, call, names = _scopes(getattr(equation.source, "name_stack", ""), equation.late)
     transposed = equation.transposed if origin is None or is_tensor else origin.transpose_count > 0
@@ -122,7 +122,7 @@ def _node(equation: Equation, known: dict[int, frozenset[str]]) -> Node:
     kind = TaskKind.BACKWARD if backward else TaskKind.FORWARD
     # `call` makes the index of a microbatch so. Inside the microbatch's work, it would make that work's program unique.
     is_index = equation.primitive is jax.lax.copy_p and not values(equation.inputs)
-    names |= _names_inside(equation.params, known)
+    names |= _names_inside(equation.params, names_of)
     return Node((equation,), origin, is_tensor, None if is_index else call, kind, names)
 
 
@@ -131,9 +131,9 @@ def nodes_of(graph: Graph) -> Step:
 
     The program's call counters are numbered as microbatches from 0 on.
     """
-    known: dict[int, frozenset[str]] = {}
-    graph = inline(graph, flatten=True, remat=lambda equation: bool(_names_inside(equation.params, known)))
-    single = [_node(equation, known) for equation in graph.equations]
+    names_of: dict[int, frozenset[str]] = {}
+    graph = inline(graph, flatten=True, remat=lambda equation: bool(_names_inside(equation.params, names_of)))
+    single = [_node(equation, names_of) for equation in graph.equations]
     calls = sorted({node.call for node in single if node.call is not None})
     number = {call: k for k, call in enumerate(calls)}
     nodes: list[Node] = []

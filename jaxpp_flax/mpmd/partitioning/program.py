@@ -37,20 +37,22 @@ def program_of_fragments(
     readers = _readers(placed, fragments)
     updated = _updated(placed)
     fingerprints = Fingerprinter()
-    known: dict[Hashable, int] = {}
+    number_of: dict[Hashable, int] = {}
     tasks, runs = list[ProgramTask](), list[TaskStep]()
     for fragment in fragments:
         rank = fragment.key.rank
-        made = [v for node in fragment.nodes for v in node.outputs if readers.get(v, set()) - {fragment}]
-        whole = shielded(graph_of([e for node in fragment.nodes for e in node.equations], set(made)), always=True)
+        outputs_read = [v for node in fragment.nodes for v in node.outputs if readers.get(v, set()) - {fragment}]
+        whole = shielded(
+            graph_of([e for node in fragment.nodes for e in node.equations], set(outputs_read)), always=True
+        )
         graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
         outputs = values(whole.outputs)
         key = rank, fragment.label, fingerprints.graph(graph)
-        if key not in known:
-            known[key] = len(tasks)
+        if key not in number_of:
+            number_of[key] = len(tasks)
             tasks.append(_task(fragment, graph, [updated.get(v) for v in outputs], specs))
         call = -1 if fragment.key.call is None else fragment.key.call
-        runs.append(TaskStep(known[key], whole.inputs, outputs, call))
+        runs.append(TaskStep(number_of[key], whole.inputs, outputs, call))
     runs_of: dict[int, list[TaskStep]] = {}
     for run in runs:
         runs_of.setdefault(run.task, []).append(run)
@@ -100,7 +102,7 @@ def _pins(runs: Sequence[TaskStep]) -> tuple[tuple[int, int], ...]:
         return ()
     return tuple(
         (output, source)
-        for output, made in enumerate(runs[0].outputs)
+        for output, value in enumerate(runs[0].outputs)
         for source, read in enumerate(runs[1].inputs)
-        if read == made and all(a.outputs[output] == b.inputs[source] for a, b in itertools.pairwise(runs))
+        if read == value and all(a.outputs[output] == b.inputs[source] for a, b in itertools.pairwise(runs))
     )

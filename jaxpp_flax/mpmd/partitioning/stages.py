@@ -87,26 +87,28 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int) ->
     Raises:
       ScheduleError: if the stages do not fit the schedule, or the schedule deadlocks.
     """
-    made = by_stages(schedule, len(stages.ranks), len(stages.used_ranks)) if isinstance(schedule, str) else schedule
-    name = schedule if isinstance(schedule, str) else type(made).__name__
+    of_stages = (
+        by_stages(schedule, len(stages.ranks), len(stages.used_ranks)) if isinstance(schedule, str) else schedule
+    )
+    name = schedule if isinstance(schedule, str) else type(of_stages).__name__
     used = stages.used_ranks
-    if (made.num_stages, made.num_ranks) != (len(stages.ranks), len(used)):
+    if (of_stages.num_stages, of_stages.num_ranks) != (len(stages.ranks), len(used)):
         raise ScheduleError(
-            f"{name} is for {made.num_stages} stages on {made.num_ranks} meshes, but the program has "
+            f"{name} is for {of_stages.num_stages} stages on {of_stages.num_ranks} meshes, but the program has "
             f"{len(stages.ranks)} stages on {len(used)}: {'; '.join(map(stages.describe, range(len(stages.ranks))))}. "
             "Assign neighbouring computations to one mesh, give them one number in name_to_stage_assignment, or use a "
             "schedule for these numbers, such as CIRCULAR or GPIPE."
         )
     for stage, rank in enumerate(stages.ranks):
-        wanted = used[made.rank_of(stage)]
+        wanted = used[of_stages.rank_of(stage)]
         if rank != wanted:
             raise ScheduleError(
                 f"the assignment does not fit {name}: it wants stage {stage} on mesh {stages.meshes[wanted]!r}, but "
                 f"{stages.describe(stage)}. Assign its computations there, or join them with a neighbour in "
                 "name_to_stage_assignment."
             )
-    made.check(num_microbatches)
-    listed = made.tasks(num_microbatches)
+    of_stages.check(num_microbatches)
+    listed = of_stages.tasks(num_microbatches)
     merge_order(listed)  # refuses a schedule that deadlocks by itself
     pairs = [task for tasks in listed for task in tasks if task.kind is TaskKind.FUSED]
     return Order(
@@ -119,16 +121,16 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int) ->
 def split_nodes(nodes: Sequence[Node], stages: Stages, order: Order) -> tuple[Node, ...]:
     """Split the backward computations for which the order has two halves."""
     leads = _leads_to_backward(nodes)
-    found: list[Node] = []
+    halved: list[Node] = []
     for node in nodes:
         split = node.computation is not None and stages.of_name.get(node.computation) in order.split_stages
         if not (split and node.backward and node.call is not None):
-            found.append(node)
+            halved.append(node)
             continue
         halves = split_backward(node.equations, [v for v in node.outputs if (v, node.call) in leads])
         kinds = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
-        found += [replace(node, equations=half, kind=kind) for half, kind in zip(halves, kinds, strict=True) if half]
-    return tuple(found)
+        halved += [replace(node, equations=half, kind=kind) for half, kind in zip(halves, kinds, strict=True) if half]
+    return tuple(halved)
 
 
 def _leads_to_backward(nodes: Sequence[Node]) -> set[tuple[Value, int | None]]:

@@ -80,7 +80,9 @@ def with_gathers_inside(table: CostTable, gathers: Gathers | None) -> CostTable:
 
     # A backward gathers parameters and reduces gradients. A fused task is one program, which gathers once.
     twice = TaskKind.BACKWARD, TaskKind.FUSED
-    return replace(table, times={kind: longer(of, 2 if kind in twice else 1) for kind, of in table.times.items()})
+    return replace(
+        table, times={kind: longer(durations, 2 if kind in twice else 1) for kind, durations in table.times.items()}
+    )
 
 
 class BetweenTasks:

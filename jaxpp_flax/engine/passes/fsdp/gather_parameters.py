@@ -52,15 +52,15 @@ def gather_parameters(step: Graph, specs: Sequence[PartitionSpec], shards: Shard
             gathers[operand, spec] = _gather(operand, spec, shards, rule)
         return gathers[operand, spec]
 
-    found = each_loop(step, Loop, lambda loop: _gather_in_loop(loop, spec_of, behind, dims, gather, rule))
+    changed = each_loop(step, Loop, lambda loop: _gather_in_loop(loop, spec_of, behind, dims, gather, rule))
     if not gathers:
         raise ValueError(_nothing_to_gather(step, spec_of, rule))
     equations: dict[Equation, None] = {}
-    for equation in found.equations:
+    for equation in changed.equations:
         if isinstance(equation, Loop):  # each gather stands in front of the first loop that reads it
             equations.update(dict.fromkeys(gather.equation for gather in equation.gathered.values()))
         equations[equation] = None
-    return replace(found, equations=tuple(equations))
+    return replace(changed, equations=tuple(equations))
 
 
 def _follow(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -> dict[Value, tuple[Value, ...]]:
@@ -76,10 +76,10 @@ def _follow(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) 
         facts = facts_of(equation.primitive)
         if (spec := followed_spec(equation, spec_of)) is not None:
             spec_of[equation.outputs[0]] = spec
-        found = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
-        if found and not isinstance(equation, Loop) and not facts.is_reduction and not facts.placing:
-            behind.update((v, found) for v in equation.outputs if v.aval.size > 1)
-    return {value: found for value, found in behind.items() if value not in spec_of}
+        step_inputs = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
+        if step_inputs and not isinstance(equation, Loop) and not facts.is_reduction and not facts.placing:
+            behind.update((v, step_inputs) for v in equation.outputs if v.aval.size > 1)
+    return {value: step_inputs for value, step_inputs in behind.items() if value not in spec_of}
 
 
 def _warn_of_derived(operand: Value, parameter: Value, rule: FsdpRule) -> None:
@@ -114,15 +114,17 @@ def _gather_in_loop(
             _warn_of_derived(operand, derived[0], rule)
         if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
-        found = gather(operand, keep_axes(spec_of[operand], lambda name: name not in axes))
-        twins[value] = value if struct_of(value.aval).sharding is None else Value(found.made.aval)
-        gathered[twins[value]] = found
+        gathering = gather(operand, keep_axes(spec_of[operand], lambda name: name not in axes))
+        twins[value] = value if struct_of(value.aval).sharding is None else Value(gathering.result.aval)
+        gathered[twins[value]] = gathering
     if not gathered:
         return loop
-    made = [gathered[twins[v]].made if v in twins else a for v, a in zip(body.constants, loop.constants, strict=True)]
+    constants = [
+        gathered[twins[v]].result if v in twins else a for v, a in zip(body.constants, loop.constants, strict=True)
+    ]
     body = _reading(body, twins, axes)
     _warn_of_shards(body, twins, operands, rule)
-    return replace(loop, inputs=(*made, *loop.carry_init), body=body, gathered=gathered)
+    return replace(loop, inputs=(*constants, *loop.carry_init), body=body, gathered=gathered)
 
 
 def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: FsdpRule) -> Gather:
@@ -158,8 +160,8 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
         elif facts.placing:
             equations.append(equation.reading((twin,)))
         else:
-            made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
-            equations += [*made, equation]
+            copies, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
+            equations += [*copies, equation]
     graph = prune(Graph((*constants, body.index, *body.carry), body.outputs, tuple(equations)))
     return body.rewritten(graph)
 
@@ -191,10 +193,10 @@ def _placed_without(equation: Equation, axes: set[str]) -> Equation:
 
 def _nothing_to_gather(step: Graph, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
     read = [a for loop in loops_of(step, Loop) for a in loop.constants if isinstance(a, Value)]
-    found = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
+    specs = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
     return (
         f"fsdp='step' gathers parameters that are sharded over an axis that also shards the examples of a "
         f"microbatch, but the step has none. The sharded arguments of its loops have the partitions "
-        f"{', '.join(found) or '(none)'} inside a rank, whose mesh is {dict(rule.mesh.shape)}. Shard a parameter and "
+        f"{', '.join(specs) or '(none)'} inside a rank, whose mesh is {dict(rule.mesh.shape)}. Shard a parameter and "
         "the examples over one axis (in_specs, or the annotations of the model), or leave fsdp= out."
     )

@@ -51,10 +51,10 @@ def _keep_in_loop(loop: Loop, dims: Mapping[Value, BatchDim], shards: ShardCount
     for equation in body.equations:
         if (scan := flow.scans.get(equation)) is not None:
             inputs = list(equation.inputs)
-            for at, value in enumerate(scan.carry_in, scan.num_consts):
+            for position, value in enumerate(scan.carry_in, scan.num_consts):
                 if (dim := flow.dim_of(value)) is not None:
-                    made, inputs[at] = _constrained(inputs[at], dim, submesh, equation)
-                    equations.append(made)
+                    constraint, inputs[position] = _constrained(inputs[position], dim, submesh, equation)
+                    equations.append(constraint)
             equation = equation.reading(tuple(inputs))
         equations.append(equation)
     if len(equations) == len(body.equations):
@@ -67,5 +67,5 @@ def _constrained(atom: Atom, batch_dim: BatchDim, submesh: AbstractMesh, reader:
     spec = [PartitionSpec.UNCONSTRAINED] * atom.aval.ndim
     spec[dim] = axes
     sharding = NamedSharding(submesh, PartitionSpec(*spec))
-    (made,), (value,) = emit(lambda x: jax.lax.with_sharding_constraint(x, sharding), [atom], like=reader)
-    return made, value
+    (constraint,), (value,) = emit(lambda x: jax.lax.with_sharding_constraint(x, sharding), [atom], like=reader)
+    return constraint, value

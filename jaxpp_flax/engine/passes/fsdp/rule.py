@@ -52,6 +52,6 @@ class Gather:
     nbytes: int
 
     @property
-    def made(self) -> Value:
+    def result(self) -> Value:
         """The gathered parameter."""
         return self.equation.outputs[0]

@@ -48,9 +48,9 @@ def scatter_gradients(step: LoweredStep, specs: Sequence[PartitionSpec], rule: F
                 continue
             before = accumulator_spec(value.aval, batch_dim, specs[like], ())
             last = _placing_of(total.outputs[0], step, readers) or total
-            if made := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, step.inputs[like]):
-                replaced |= {last: [], total: made}
-    equations = tuple(made for equation in step.equations for made in replaced.get(equation, [equation]))
+            if scatters := scatter_sum(total, last.outputs[0], (before, specs[like]), rule, step.inputs[like]):
+                replaced |= {last: [], total: scatters}
+    equations = tuple(kept for equation in step.equations for kept in replaced.get(equation, [equation]))
     sums = step.sums.difference(replaced).union(*replaced.values())
     return replace(step, equations=equations, sums=sums)
 
@@ -109,8 +109,8 @@ def scatter_sum(
         function = lambda x: jax.lax.with_sharding_constraint(jax.lax.reduce_sum(x, (0,)), sharding)  # noqa: E731
     else:
         function = jax.shard_map(_reduce_scatter(axes, scattered), mesh=rule.mesh, in_specs=before, out_specs=after)
-    made, _ = emit(function, equation.inputs, [target])
-    return [replace(e, source=equation.source) for e in made]
+    scatters, _ = emit(function, equation.inputs, [target])
+    return [replace(e, source=equation.source) for e in scatters]
 
 
 def _warn_of_order(entry: Sequence[str], axes: Sequence[str], parameter: Value, rule: FsdpRule) -> None:

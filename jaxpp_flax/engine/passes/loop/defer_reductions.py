@@ -103,7 +103,7 @@ class Deferred(NamedTuple):
 
 def defer_reductions(
     body: LoopBody,
-    known: Mapping[Value, BatchDim],
+    batch_dims: Mapping[Value, BatchDim],
     size: Callable[[Any], int],
     may_defer: Callable[[Value, Any], bool] = lambda value, axes: True,
     later: Collection[str] = (),
@@ -112,13 +112,13 @@ def defer_reductions(
 
     Args:
       body: a body with plain calls inlined.
-      known: the batch dimensions of the body's inputs.
+      batch_dims: the batch dimensions of the body's inputs.
       size: returns the number of shards over given mesh axes.
       may_defer: returns whether a gradient may be kept as one partial sum per shard; not if the parameter itself is
         sharded over the same axes (FSDP): the partial sums would undo the sharding.
       later: the mesh axes over which gradients are placed after the loop.
     """
-    flow = BatchFlow(known, size, later)
+    flow = BatchFlow(batch_dims, size, later)
 
     def may_wait(position: int, value: Value, axes: Any) -> bool:
         k = position - len(body.carry)
@@ -172,8 +172,8 @@ class _InParts:
             def applied(*xs: Any, equation: Equation = equation, inputs: list[Value] = inputs) -> Sequence[Any]:
                 return self._apply(equation, dict(zip(inputs, xs, strict=True)))
 
-            made, results = emit(applied, [parts.get(v, v) for v in inputs], kept, like=equation)
-            equations += made
+            applications, results = emit(applied, [parts.get(v, v) for v in inputs], kept, like=equation)
+            equations += applications
             parts.update(zip(equation.outputs, results, strict=True))
         numbers = frozenset(values(new for old, new in parts.items() if old.aval.size == 1 and new is not old))
         return Graph(graph.inputs, tuple(parts.get(a, a) for a in graph.outputs), tuple(equations)), numbers
@@ -223,8 +223,8 @@ class _InParts:
             step, tuple(operands[first:second]), tuple(operands[second:]), equation.params["length"],
             reverse=equation.params["reverse"], unroll=equation.params["unroll"],
         )  # fmt: skip
-        found = zip(equation.outputs[scan.num_carry :], stacked, strict=True)
-        return [*carry, *(x if self.flow.parts_over(v) is None else jax.numpy.moveaxis(x, 1, 0) for v, x in found)]
+        pairs = zip(equation.outputs[scan.num_carry :], stacked, strict=True)
+        return [*carry, *(x if self.flow.parts_over(v) is None else jax.numpy.moveaxis(x, 1, 0) for v, x in pairs)]
 
 
 def _placed_in_parts(equation: Equation, x: Any, axes: Any) -> Any:

@@ -93,7 +93,7 @@ def _moved(body: LoopBody, specs: Mapping[Value, PartitionSpec], kept: Collectio
 
     `specs` are those of the body's constants; what is computed of the `kept` values stays with them.
     """
-    constant, of_large, found = set(body.constants), set(body.constants), set[Value]()
+    constant, of_large, results = set(body.constants), set(body.constants), set[Value]()
     # What is a constant but for its form, and can be placed like it.
     views = dict(specs)
     for equation in body.equations:
@@ -105,15 +105,15 @@ def _moved(body: LoopBody, specs: Mapping[Value, PartitionSpec], kept: Collectio
         constant.update(equation.outputs)
         if of_large.isdisjoint(operands):
             continue
-        is_scalar_work = any(v in found and v.aval.size <= 1 for v in operands) and all(
+        is_scalar_work = any(v in results and v.aval.size <= 1 for v in operands) and all(
             v.aval.size == 1 for v in equation.outputs
         )
         if is_small_of_large(equation) or is_scalar_work or _narrows(equation, views):
-            found.update(equation.outputs)
+            results.update(equation.outputs)
         elif (spec := _spec_of_view(equation, views)) is not None:
             views[equation.outputs[0]] = spec
         of_large.update(equation.outputs)
-    return found
+    return results
 
 
 def _narrows(equation: Equation, views: Mapping[Value, PartitionSpec]) -> bool:
@@ -144,18 +144,18 @@ def _copied(equations: Sequence[Equation], outer: dict[Value, Atom]) -> list[Equ
 
     Of two that compute the same, one is left.
     """
-    found, known = list[Equation](), dict[Hashable, Equation]()
+    copies, copy_of = list[Equation](), dict[Hashable, Equation]()
     for equation in equations:
         inputs = tuple(outer[a] if isinstance(a, Value) else a for a in equation.inputs)
         key = _key(equation, inputs)
-        if (made := known.get(key)) is None:
+        if (copied := copy_of.get(key)) is None:
             outputs = tuple(Value(v.aval) for v in equation.outputs)
-            made = replace(equation, inputs=inputs, outputs=outputs, late=False, transposed=False)
-            found.append(made)
+            copied = replace(equation, inputs=inputs, outputs=outputs, late=False, transposed=False)
+            copies.append(copied)
             if key is not None:
-                known[key] = made
-        outer.update(zip(equation.outputs, made.outputs, strict=True))
-    return found
+                copy_of[key] = copied
+        outer.update(zip(equation.outputs, copied.outputs, strict=True))
+    return copies
 
 
 def _key(equation: Equation, inputs: tuple[Atom, ...]) -> Hashable:
@@ -174,8 +174,8 @@ def _with_open_calls(body: LoopBody, specs: Mapping[Value, PartitionSpec]) -> Lo
     Those are calls of several constants alone, calls that give a number with what its gradient reads (the number is
     moved, the rest stays), and calls with a cast that narrows a constant; `specs` are those of the constants.
     """
-    while found := {*_mixing_calls(body), *_casting_calls(body, specs)}:
-        opens = lambda equation, found=found: not found.isdisjoint(equation.outputs)  # noqa: E731
+    while calls := {*_mixing_calls(body), *_casting_calls(body, specs)}:
+        opens = lambda equation, calls=calls: not calls.isdisjoint(equation.outputs)  # noqa: E731
         body = body.rewritten(inline(body, flatten=opens, remat=opens))
     return _with_numbers_apart(body)
 
@@ -249,7 +249,7 @@ def _call_for(numbers: Sequence[Value], equation: Equation) -> list[Equation]:
     @jax.jit
     def only_numbers(*xs: Any) -> list[Any]:
         held: dict[Atom, Any] = dict(zip(inputs, xs, strict=True))
-        made = equation.bind(*(a.value if isinstance(a, Constant) else held[a] for a in equation.inputs))
-        return [made[place] for place in places]
+        results = equation.bind(*(a.value if isinstance(a, Constant) else held[a] for a in equation.inputs))
+        return [results[place] for place in places]
 
     return emit(only_numbers, inputs, numbers, like=equation)[0]

@@ -168,11 +168,11 @@ class _Labeller:
     def follow_operands(self) -> None:
         """Let the other equations follow their operands, in program order."""
         stages, phase = self.stages, self.phase
-        at: dict[Value, int] = {}
+        phases: dict[Value, int] = {}
         scaled: set[Value] = set()  # arrays made of parameters and of scalars
         for equation in self.body.equations:
             operands = values(equation.inputs)
-            base = max((at.get(v, _UNANCHORED) for v in operands), default=_UNANCHORED)
+            base = max((phases.get(v, _UNANCHORED) for v in operands), default=_UNANCHORED)
             if equation.primitive is marker_p:
                 if equation in self.cut_of:
                     base = max(base, self.cut_of[equation] + 1)
@@ -188,25 +188,25 @@ class _Labeller:
             else:
                 if equation.transposed and base != _UNANCHORED:
                     if all(
-                        v in scaled or self._is_number(v) or at.get(v, _UNANCHORED) == _UNANCHORED for v in operands
+                        v in scaled or self._is_number(v) or phases.get(v, _UNANCHORED) == _UNANCHORED for v in operands
                     ):
                         scaled.update(equation.outputs)
                         self.movable.add(equation)
-                    base = self._backward_phase(equation, at, base)
+                    base = self._backward_phase(equation, phases, base)
                 phase[equation] = base
-            at.update(dict.fromkeys(equation.outputs, base))
+            phases.update(dict.fromkeys(equation.outputs, base))
 
     def _is_number(self, value: Value) -> bool:
         """Return whether a value is a single number, which travels at no cost; it may be held in parts."""
         return value.aval.size == 1 or value in self.body.numbers
 
-    def _backward_phase(self, equation: Equation, at: dict[Value, int], base: int) -> int:
+    def _backward_phase(self, equation: Equation, phases: dict[Value, int], base: int) -> int:
         """Return the backward phase of a transposed equation whose operands are known from phase `base` on."""
         stages, operands = self.stages, values(equation.inputs)
         if base < stages:  # it reads only residuals: the seed of the loss, or of an auxiliary loss of a middle stage
             return 2 * stages - 1 - base
-        residuals = [at[v] for v in operands if 0 <= at.get(v, _UNANCHORED) < stages and not self._is_number(v)]
-        cotangents = [v for v in operands if at.get(v, _UNANCHORED) >= stages]
+        residuals = [phases[v] for v in operands if 0 <= phases.get(v, _UNANCHORED) < stages and not self._is_number(v)]
+        cotangents = [v for v in operands if phases.get(v, _UNANCHORED) >= stages]
         if residuals and all(map(self._is_number, cotangents)):
             return max(base, 2 * stages - 1 - max(residuals))
         return base

@@ -100,14 +100,14 @@ def loops_of(graph: Graph, state: type[L]) -> tuple[L, ...]:
     Raises:
       VerificationError: if a loop is not yet in this state.
     """
-    found: list[L] = []
+    loops: list[L] = []
     for equation in graph.equations:
         if isinstance(equation, Loop):
             if not isinstance(equation, state):
                 kind = type(equation).__name__
                 raise VerificationError(f"the loop at {equation.where} is a {kind}, not yet a {state.__name__}")
-            found.append(equation)
-    return tuple(found)
+            loops.append(equation)
+    return tuple(loops)
 
 
 def each_loop(graph: Graph, state: type[L], change: Callable[[L], Loop]) -> Graph:
@@ -156,17 +156,17 @@ class Labels:
 
     def verify(self) -> None:
         """Check that no equation runs in an earlier phase than its operands."""
-        made: dict[Value, int] = {}
+        phases: dict[Value, int] = {}
         for equation in self.body.equations:
             operands = values(equation.inputs)
             phase = self.phase.get(equation)
             if phase is None:
-                if not made.keys().isdisjoint(operands):
+                if not phases.keys().isdisjoint(operands):
                     raise VerificationError(f"{equation.name} at {equation.where} has no label")
                 continue
-            if any(made.get(value, 0) > phase for value in operands):
+            if any(phases.get(value, 0) > phase for value in operands):
                 raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
-            made.update(dict.fromkeys(equation.outputs, phase))
+            phases.update(dict.fromkeys(equation.outputs, phase))
 
     def as_text(self) -> str:
         """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
@@ -318,7 +318,7 @@ class LoweredLoop(CutLoop):
 
     def headline(self) -> str:
         """Return the schedule, the marks, and what the accumulators update, as one line."""
-        like = ", ".join("nothing" if at is None else f"argument {at}" for at in self.like)
+        like = ", ".join("nothing" if argument is None else f"argument {argument}" for argument in self.like)
         return f"{super().headline()}; its accumulators update {like}" if self.like else super().headline()
 
     def reads(self) -> Iterator[tuple[Value, set[int]]]:

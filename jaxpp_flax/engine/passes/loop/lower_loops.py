@@ -56,15 +56,15 @@ def _lowered(loop: CutLoop) -> tuple[list[Equation], CutLoop, list[Equation]]:
             before += copies
         operands.append(atom)
     accumulators, after = loop.partition.accumulators, list[Equation]()
-    made = [Value(accumulator.result.aval) for accumulator in accumulators]
+    results = [Value(accumulator.result.aval) for accumulator in accumulators]
     for number, (axes, target) in enumerate(zip(loop.data_axes, loop.results, strict=True)):
         parts = [k for k, accumulator in enumerate(accumulators) if accumulator.part_of == number]
         if axes is None and len(parts) == 1:
-            made[parts[0]] = target
+            results[parts[0]] = target
         else:
-            after += _sum([made[k] for k in parts], axes, target, loop)
+            after += _sum([results[k] for k in parts], axes, target, loop)
     batch_dims = tuple(loop.batch_dims[accumulator.part_of] for accumulator in accumulators)
-    outputs = (*loop.carry_results, *made)
+    outputs = (*loop.carry_results, *results)
     return before, replace(loop, inputs=tuple(operands), outputs=outputs, batch_dims=batch_dims), after
 
 

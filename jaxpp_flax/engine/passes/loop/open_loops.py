@@ -22,12 +22,12 @@ class OnePass(Schedule):
     """Runs each rank's stages forward, in order, then backward."""
 
     def tasks(self, num_microbatches: int) -> list[list[Task]]:
-        def of(rank: int) -> list[Task]:
+        def tasks_of(rank: int) -> list[Task]:
             stages = self.stages_of(rank)
             ordered = [(TaskKind.FORWARD, s) for s in stages] + [(TaskKind.BACKWARD, s) for s in reversed(stages)]
             return [Task(kind, stage, m) for kind, stage in ordered for m in range(num_microbatches)]
 
-        return [of(rank) for rank in range(self.num_ranks)]
+        return [tasks_of(rank) for rank in range(self.num_ranks)]
 
     def without_dead_stages(self, written: int, live: int) -> OnePass:
         """Return the schedule of the stages that have work.
@@ -105,18 +105,21 @@ def _operands_of_results(jaxpr: Any) -> list[frozenset[int]]:
     jaxpr = opened(jaxpr)
     needed: dict[Any, frozenset[int]] = {variable: frozenset({i}) for i, variable in enumerate(jaxpr.invars)}
 
-    def of(atom: Any) -> frozenset[int]:
+    def needed_by(atom: Any) -> frozenset[int]:
         return frozenset() if hasattr(atom, "val") else needed.get(atom, frozenset())  # a literal has no hash
 
     for equation in jaxpr.eqns:
-        body, read = facts_of(equation.primitive).body_in(equation.params), [of(atom) for atom in equation.invars]
+        body, read = (
+            facts_of(equation.primitive).body_in(equation.params),
+            [needed_by(atom) for atom in equation.invars],
+        )
         every = range(len(read))
         places = [every] * len(equation.outvars) if body is None else _operands_of_results(body)
         needed.update(
             (variable, frozenset().union(*(read[i] for i in those)))
             for variable, those in zip(equation.outvars, places, strict=True)
         )
-    return [of(atom) for atom in jaxpr.outvars]
+    return [needed_by(atom) for atom in jaxpr.outvars]
 
 
 def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:

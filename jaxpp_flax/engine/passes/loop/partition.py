@@ -168,14 +168,14 @@ def _graphs(labels: Labels, task_of: TaskOf, returns: Mapping[Value, TaskKey]) -
     free = producers(labels.free)
     place = {equation: number for number, equation in enumerate(task_of)}
     # A stable order of a task's inputs: the loop's inputs, then as the body and its additions read and make them.
-    known = (*labels.body.inputs, *(v for e in task_of for v in (*values(e.inputs), *e.outputs)))
-    number = {value: number for number, value in enumerate(dict.fromkeys(known))}
+    in_order = (*labels.body.inputs, *(v for e in task_of for v in (*values(e.inputs), *e.outputs)))
+    number = {value: number for number, value in enumerate(dict.fromkeys(in_order))}
     inside: dict[TaskKey, tuple[list[Equation], list[Value]]] = {}
     for key, own in by_task(task_of).items():
         needed = [*ancestors((a for e in own for a in e.inputs), free)]
         equations = sorted({*own, *(free[v] for v in needed if v in free)}, key=place.__getitem__)
-        made = {v for e in equations for v in e.outputs}
-        inside[key] = equations, sorted((v for v in needed if v not in made), key=number.__getitem__)
+        outputs = {v for e in equations for v in e.outputs}
+        inside[key] = equations, sorted((v for v in needed if v not in outputs), key=number.__getitem__)
     read = {v for _, inputs in inside.values() for v in inputs}
     graphs: dict[TaskKey, Graph] = {}
     for key, (equations, inputs) in inside.items():
@@ -222,18 +222,18 @@ class _TracedOps:
     """
 
     length: int
-    known: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict[tuple[int, Any], tuple[Any, Any]])
+    traced: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict[tuple[int, Any], tuple[Any, Any]])
 
     def of(self, op: Op, aval: Any) -> tuple[Any, Any]:
         """Return the jaxprs of an operation's `state` and `update` for values of a type."""
         value = struct_of(aval).update(weak_type=aval.weak_type)
-        if (id(op), value) not in self.known:
+        if (id(op), value) not in self.traced:
             dtype = state_type(op, self.length, value).dtype
             initial = jax.make_jaxpr(lambda: jnp.asarray(op.state(self.length, struct_of(aval)), dtype))()
             state = struct_of(applied(initial, []).outputs[0].aval)
             update = jax.make_jaxpr(op.update)(state, value, jax.ShapeDtypeStruct((), jnp.int32))
-            self.known[id(op), value] = initial, update
-        return self.known[id(op), value]
+            self.traced[id(op), value] = initial, update
+        return self.traced[id(op), value]
 
 
 def _accumulate(labels: Labels, task_of: TaskOf, part_of: int, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
@@ -368,13 +368,13 @@ def residuals_of(part: Partition) -> tuple[dict[Value, set[int]], dict[Value, se
     kept from the input gradient to the weight gradient.
     """
     outside = {a.result for a in part.accumulators} | {c.result for c in part.carries}
-    makers = {value: task.kind for task in part.tasks for value in values(task.graph.outputs) if value not in outside}
+    kinds = {value: task.kind for task in part.tasks for value in values(task.graph.outputs) if value not in outside}
     activations: dict[Value, set[int]] = {}
     kept: dict[Value, set[int]] = {}
     for task in part.tasks:
         for value in task.graph.inputs:
-            if task.kind not in RUN_FORWARD and makers.get(value) in RUN_FORWARD:
+            if task.kind not in RUN_FORWARD and kinds.get(value) in RUN_FORWARD:
                 activations.setdefault(value, set()).add(task.stage)
-            if task.kind is TaskKind.BACKWARD_WEIGHT and value in makers:
+            if task.kind is TaskKind.BACKWARD_WEIGHT and value in kinds:
                 kept.setdefault(value, set()).add(task.stage)
     return activations, kept

@@ -41,8 +41,8 @@ def recompute(task_of: TaskOf, labels: Labels, plan: ResidualPlan, fused: TaskKe
         # With JAX_REMAT3, JAX saves a copy of a value, and other work reads the value itself.
         held = {e.inputs[0]: v for e in forward for v in e.outputs if v in saved and e.name == "reduce_precision"}
         kept = {*saved, *values(held)}
-        made = {v for e in forward for v in e.outputs} - kept
-        residuals = {key: made.intersection(v for e in tasks[key] for v in values(e.inputs)) for key in backward}
+        recomputed = {v for e in forward for v in e.outputs} - kept
+        residuals = {key: recomputed.intersection(v for e in tasks[key] for v in values(e.inputs)) for key in backward}
         chosen = makers_of(forward, set[Value]().union(*residuals.values()), kept)
         again.update((e, min(key for key in backward if residuals[key])) for e in chosen)
         copies[phase] = {**held, **{v: Value(v.aval) for e in chosen for v in e.outputs if v not in kept}}
@@ -70,7 +70,7 @@ def saved_by_policies(tasks: Iterable[Sequence[Equation]], marked: Set[Value]) -
     A region inside a block is an equation, and an opened region is many: what they read besides the values that pass
     marks was saved.
     """
-    found: set[Value] = set()
+    saved: set[Value] = set()
     for equations in tasks:
         read = set[Value]()
         for equation in equations:
@@ -78,8 +78,8 @@ def saved_by_policies(tasks: Iterable[Sequence[Equation]], marked: Set[Value]) -
             opened = equation.region is not None and equation.region.saves
             if closed or opened:
                 read.update(values(equation.inputs))
-        found |= read.difference(v for equation in equations for v in equation.outputs)
-    return found - marked
+        saved |= read.difference(v for equation in equations for v in equation.outputs)
+    return saved - marked
 
 
 def _refuse_effects(equation: Equation, stage: int) -> None:

@@ -75,8 +75,8 @@ class Credits:
     @property
     def parcels(self) -> list[Parcel]:
         """The parcels of this process's confirmations."""
-        found = [c.parcel for by_number in (self.waits, self.signs) for listed in by_number.values() for c in listed]
-        return [parcel for parcel in found if self.process in (parcel.source, parcel.target)]
+        every = [c.parcel for by_number in (self.waits, self.signs) for listed in by_number.values() for c in listed]
+        return [parcel for parcel in every if self.process in (parcel.source, parcel.target)]
 
     def wait(self, number: int, distributed: DistributedProgram, call: int) -> None:
         """Wait, before transfer `number`, until its receiver has come near enough.

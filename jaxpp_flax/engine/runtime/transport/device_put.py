@@ -36,7 +36,9 @@ class CrossHostDevicePut(Transport):
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
         """Refuse, on CPU without the setting, parcels that JAX would refuse at the first transfer."""
-        origins = {device.platform for of in parcels for sharding in of.origins for device in sharding.device_set}
+        origins = {
+            device.platform for parcel in parcels for sharding in parcel.origins for device in sharding.device_set
+        }
         if "cpu" in origins and _setting() == "":
             raise TransportError(f"transport 'device_put' cannot copy between processes on CPU. {_REMEDY}")
 

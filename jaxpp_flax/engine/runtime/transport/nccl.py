@@ -218,10 +218,10 @@ def _pairs(parcel: Parcel) -> list[tuple[int, int]]:
 
 def _by_pair(parcel: Parcel) -> Mapping[tuple[int, int], list[int]]:
     """Return the positions of the arrays that go between each pair of devices."""
-    found: dict[tuple[int, int], list[int]] = {}
+    positions: dict[tuple[int, int], list[int]] = {}
     for position, pair in enumerate(_pairs(parcel)):
-        found.setdefault(pair, []).append(position)
-    return found
+        positions.setdefault(pair, []).append(position)
+    return positions
 
 
 def _checked(value: Any) -> Any:

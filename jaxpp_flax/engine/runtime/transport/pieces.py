@@ -40,8 +40,8 @@ def overlap(first: Region, second: Region) -> Region | None:
       >>> overlap(((0, 4),), ((4, 8),)) is None
       True
     """
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    region = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return region if all(start < stop for start, stop in region) else None
 
 
 def relative(inner: Region, outer: Region) -> Region:

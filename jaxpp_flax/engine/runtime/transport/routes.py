@@ -88,8 +88,8 @@ class Route:
     @cached_property
     def _devices(self) -> list[list[Device]]:
         """For each leaf, the devices of this process at its target."""
-        of = [leaf.target.devices_indices_map(leaf.shape) for leaf in self.leaves]
-        return [[device for device in devices if device.process_index == self.process] for devices in of]
+        on_devices = [leaf.target.devices_indices_map(leaf.shape) for leaf in self.leaves]
+        return [[device for device in devices if device.process_index == self.process] for devices in on_devices]
 
     def move(self, connection: Connection, arrays: Sequence[Any], private: Sequence[bool], tag: Tag) -> list[Any]:
         """Send, receive or pass by: move the arrays, one for each leaf, from source to target.
