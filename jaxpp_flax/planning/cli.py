@@ -14,13 +14,12 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxpp_flax.commands.exit_status import run
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.planner import check_made, plan
-from jaxpp_flax.schedules.tools.cli import run
-from jaxpp_flax.schedules.tools.exit_status import exit_status
 
-__all__ = ["WrongFactory", "bytes_of", "exit_status", "function_of", "made_by", "main"]
+__all__ = ["WrongFactory", "bytes_of", "function_of", "made_by", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

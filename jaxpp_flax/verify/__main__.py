@@ -9,7 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpp_flax.planning.cli import WrongFactory, exit_status, made_by
+from jaxpp_flax.commands.exit_status import exit_status
+from jaxpp_flax.planning.cli import WrongFactory, made_by
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.verify import parting
 from jaxpp_flax.verify.verification import verify

@@ -19,7 +19,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.paths import flatten, nest
 from jaxpp_flax.checkpoint.reading import leaves_of, restore
-from jaxpp_flax.planning.cli import exit_status
+from jaxpp_flax.commands.exit_status import exit_status
 from jaxpp_flax.verify.errors import VerifyError
 from jaxpp_flax.verify.rounding import apart, wide
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxpp_flax.commands.exit_status import NO
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.runtime.refusals import TaskMemoryError
 from jaxpp_flax.messages import amount
@@ -21,7 +22,6 @@ from jaxpp_flax.planning.quoting.devices import Device, device_named, device_of_
 from jaxpp_flax.planning.quoting.quote import Quote, quote
 from jaxpp_flax.planning.quoting.step import QuotedStep
 from jaxpp_flax.planning.quoting.tracing.one_size import examples_of, made_with
-from jaxpp_flax.schedules.tools.exit_status import NO
 
 __all__ = ["add_options", "axes_of", "run"]
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import jax
 
+from jaxpp_flax.commands.exit_status import run
 from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.cli import bytes_of, function_of
 from jaxpp_flax.planning.compilers import command
@@ -18,7 +19,6 @@ from jaxpp_flax.planning.quoting.curves import MeasuredCurves
 from jaxpp_flax.planning.quoting.devices import device_named
 from jaxpp_flax.planning.quoting.layouts import explained
 from jaxpp_flax.planning.quoting.quote import quote
-from jaxpp_flax.schedules.tools.cli import run
 
 __all__ = ["main"]
 

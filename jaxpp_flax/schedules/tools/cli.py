@@ -8,16 +8,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxpp_flax.commands.exit_status import run
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.tools.drawing import draw
-from jaxpp_flax.schedules.tools.exit_status import exit_status
 from jaxpp_flax.schedules.tools.table import read_csv
 
-__all__ = ["main", "run"]
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,15 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0
     """
     return run(_parser(), arguments)
-
-
-def run(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, answer_no: tuple[type[Exception], ...] = ()
-) -> int:
-    """Parse the arguments and run their command; `exit_status` says how it ends."""
-    options = parser.parse_args(arguments)
-    script = str(getattr(options, "factory", "")).rpartition(":")[0] or None
-    return exit_status(lambda: options.run(options), script=script, answer_no=answer_no)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxpp_flax.commands.exit_status import exit_status
 from jaxpp_flax.planning.cli import main as plan
 from jaxpp_flax.planning.quoting.cli import main as quote
-from jaxpp_flax.schedules.tools.exit_status import exit_status
 from jaxpp_flax.verify.__main__ import main as verify
 from jaxpp_flax.verify.parting import main as bisect
 

@@ -7,15 +7,25 @@ is shown with its lines, from that file on.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-__all__ = ["NO", "WRONG", "exit_status"]
+__all__ = ["NO", "WRONG", "exit_status", "run"]
 
 NO, WRONG = 1, 2
+
+
+def run(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, answer_no: tuple[type[Exception], ...] = ()
+) -> int:
+    """Parse the arguments and run their command; `exit_status` says how it ends."""
+    options = parser.parse_args(arguments)
+    script = str(getattr(options, "factory", "")).rpartition(":")[0] or None
+    return exit_status(lambda: options.run(options), script=script, answer_no=answer_no)
 
 
 def exit_status(
