@@ -187,7 +187,7 @@ def _traced(
         values, out_tree = jax.tree_util.tree_flatten(results)
         trees.append(out_tree)
         shardings[:] = [
-            _asked(record, rank, values, where, node) for values, (where, node) in zip(values, nodes, strict=True)
+            _asked(record, rank, value, where, node) for value, (where, node) in zip(values, nodes, strict=True)
         ]
         return [_as_asked(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
 
