@@ -1,8 +1,32 @@
-"""The command that predicts training times on given hardware: ``python -m jaxpp_flax.plan``."""
+"""The command that plans a training: ``python -m jaxpp_flax.plan quote|choose train.py:make``."""
 
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Sequence
 
-from jaxpp_flax.planning.quoting.cli import main
+from jaxpp_flax.planning import cli as choosing
+from jaxpp_flax.planning.choice import LimitError
+from jaxpp_flax.planning.quoting import cli as quoting
+from jaxpp_flax.schedules.tools.cli import run
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 1 if nothing fits, 2 for a user's error."""
+    return run(parser(), arguments, (LimitError,))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    made = argparse.ArgumentParser(prog="python -m jaxpp_flax.plan", description="Plan a training.")
+    commands = made.add_subparsers(dest="command", required=True)
+    quoting.add_command(commands)
+    choosing.add_command(commands)
+    return made
+
 
 if __name__ == "__main__":
     sys.exit(main())
