@@ -38,6 +38,11 @@ def step(
     )
 
 
+def first() -> Panels:
+    """One step of a small pipeline, for the first screen."""
+    return [("One step under 1F1B: 4 stages, 6 microbatches", step("1f1b", 6))]
+
+
 def bubble() -> Panels:
     """The same pipeline with few and with many microbatches."""
     return [(f"1F1B, {m} microbatches", step("1f1b", m)) for m in (2, 4, 12)]
@@ -148,6 +153,7 @@ def trainer() -> str:
 
 
 FIGURES: tuple[Callable[[], Panels | str], ...] = (
+    first,
     bubble,
     orders,
     stages,

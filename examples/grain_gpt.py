@@ -4,7 +4,7 @@
     python examples/grain_gpt.py --output run --steps 60       # stop it by Ctrl-C, and start it again
 
 At real size: a model of 7 billion parameters under AdamW in bfloat16 holds 16 bytes a parameter beside its residuals,
-112 GB in all, and 28 GB on each of 4 stages. `python -m jaxpp_flax.plan` ranks layouts before devices are rented.
+112 GB in all, and 28 GB on each of 4 stages. `python -m jaxpp_flax plan quote` ranks layouts before devices are rented.
 """
 
 from __future__ import annotations

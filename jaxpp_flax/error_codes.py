@@ -1,4 +1,4 @@
-"""A stable code for each error class, and the entry of the documentation that its traceback names."""
+"""A stable code for each error class, and the command and the entry of the documentation that its traceback names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def documented(code: str) -> Callable[[_Class], _Class]:
       >>> @documented("JPF999")
       ... class ExampleError(ValueError):
       ...     pass
-      >>> ExampleError("stage 3 has no devices").__notes__
-      ['JPF999: https://jaxpp-flax.readthedocs.io/en/stable/troubleshooting/errors.html#jpf999']
+      >>> ExampleError("stage 3 has no devices").__notes__[0].split(", or ")
+      ['JPF999: `python -m jaxpp_flax explain JPF999`',
+       'https://jaxpp-flax.readthedocs.io/en/stable/troubleshooting/errors.html#jpf999']
     """
 
     def document(cls: _Class) -> _Class:
@@ -38,7 +39,8 @@ def documented(code: str) -> Callable[[_Class], _Class]:
                 super(cls, self).__init__(*args, **kwargs)
             # A documented base class comes here too, with the same error.
             if not getattr(self, "__notes__", None) and not isinstance(self, Warning):
-                self.add_note(f"{code_of(type(self))}: {ERROR_INDEX}#{code_of(type(self)).lower()}")
+                given = code_of(type(self))
+                self.add_note(f"{given}: `python -m jaxpp_flax explain {given}`, or {ERROR_INDEX}#{given.lower()}")
 
         def text_with_code(self: Any) -> str:
             return f"{Exception.__str__(self)} [{code_of(type(self))}]"

@@ -40,7 +40,8 @@ def test_the_traceback_ends_with_the_code_and_the_message_stays_as_it_is():
     error = BatchError("7 rows")
     assert str(error) == "7 rows"
     last = traceback.format_exception(error)[-1]
-    assert re.fullmatch(r"JPF201: https://\S+/troubleshooting/errors\.html#jpf201\n", last)
+    address = r"https://\S+/troubleshooting/errors\.html#jpf201"
+    assert re.fullmatch(rf"JPF201: `python -m jaxpp_flax explain JPF201`, or {address}\n", last)
 
 
 def test_an_error_of_several_documented_classes_is_noted_once_and_stays_an_os_error():

@@ -1,4 +1,4 @@
-"""Planning from a terminal: a plan for a trainer."""
+"""A plan for a trainer from a terminal: ``python -m jaxpp_flax plan choose train.py:make``."""
 
 from __future__ import annotations
 
@@ -8,36 +8,28 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jaxpp_flax.commands.exit_status import run
 from jaxpp_flax.messages import near_names
-from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.planner import check_made, plan
 
-__all__ = ["WrongFactory", "bytes_of", "function_of", "made_by", "main"]
+__all__ = ["WrongFactory", "add_command", "bytes_of", "function_of", "made_by"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status: 1 if nothing fits, 2 for a user's error."""
-    return run(_parser(), arguments, (LimitError,))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.planning", description="Plan a training.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("plan", help="choose schedule, stages and residuals for a trainer")
+def add_command(commands: Any) -> None:
+    """Add `choose` to the commands of `python -m jaxpp_flax plan`."""
+    text = "choose the schedule, stages and residuals of a trainer, on the devices that it has"
+    make = commands.add_parser("choose", help=text, description=text)
     make.add_argument("factory", help="file.py:function; the function returns a trainer and a batch (arrays or shapes)")
     make.add_argument("--memory-limit", type=bytes_of, help="bytes that each device may hold, such as 40e9 or 40GB")
     make.add_argument("--schedules", nargs="+", help="names to choose from, or all (default: the trainer's own)")
     make.add_argument("--costs", default="estimated", choices=("estimated", "flops"), help="costs of blocks")
     make.add_argument("--save", help="write the plan here, as JSON")
-    make.set_defaults(run=_plan)
-    return parser
+    make.set_defaults(run=_choose)
 
 
 def bytes_of(text: str) -> float:
@@ -55,7 +47,7 @@ def bytes_of(text: str) -> float:
     return value
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _choose(options: argparse.Namespace) -> int:
     trainer, batch = check_made(made_by(options.factory), options.factory)
     schedules: Any = "all" if options.schedules == ["all"] else options.schedules
     found = plan(trainer, batch, memory_limit=options.memory_limit, schedules=schedules, costs=options.costs)

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     },
     "layers": {"engine", "globs"},
     "planning": {"engine", "schedules", "commands", "counts", "globs", "messages", "error_codes", "_compat_xla"},
-    "plan": {"planning"},
+    "__main__": {"messages"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages", "_compat_texts"},
     "checkpoint": {"engine", "processes", "counts", "globs", "messages", "error_codes"},

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpp_flax.commands.exit_status import exit_status
-from jaxpp_flax.planning.cli import main as plan
-from jaxpp_flax.planning.quoting.cli import main as quote
+from jaxpp_flax.planning.__main__ import main as plan
 from jaxpp_flax.verify.__main__ import main as verify
 from jaxpp_flax.verify.parting import main as bisect
 
@@ -37,8 +36,8 @@ def pair(**options):
 """
 COMMANDS = {
     "verify": lambda script: verify([script]),
-    "planning plan": lambda script: plan(["plan", script]),
-    "plan": lambda script: quote([script, "--hardware", "h100-sxm", "--devices", "8"]),
+    "plan choose": lambda script: plan(["choose", script]),
+    "plan quote": lambda script: plan(["quote", script, "--hardware", "h100-sxm", "--devices", "8"]),
 }
 # For each: the function, a word of the last line, and whether the user's own lines are shown.
 WRONG = {
@@ -90,7 +89,8 @@ def test_an_error_that_is_no_users_shows_its_lines(capsys: pytest.CaptureFixture
 
 
 def test_the_command_of_the_module_ends_with_the_status(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["planning", "plan", "missing.py:make"])
+    monkeypatch.setattr(sys, "argv", ["plan", "choose", "missing.py:make"])
+    monkeypatch.delitem(sys.modules, "jaxpp_flax.planning.__main__")
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("jaxpp_flax.planning", run_name="__main__")
 

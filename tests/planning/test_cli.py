@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpp_flax.planning import Plan
-from jaxpp_flax.planning.cli import _parser, main
+from jaxpp_flax.planning.__main__ import main, parser
 
 PROGRAM = """
 import jax, jax.numpy as jnp, optax
@@ -29,7 +29,7 @@ def test_plan(tmp_path, capsys):
     file, saved = tmp_path / "train.py", tmp_path / "plan.json"
     file.write_text(PROGRAM)
     options = ["--memory-limit", "1GB", "--schedules", "1f1b", "gpipe", "--save", str(saved)]
-    assert main(["plan", f"{file}:make", *options]) == 0
+    assert main(["choose", f"{file}:make", *options]) == 0
     assert "the best of 2 schedules" in capsys.readouterr().out.replace("\n", " ")
     found = Plan.load(saved)
     assert (found.stage_sizes, found.num_microbatches, found.layout) == ((2, 3), 4, {"stage": 2})
@@ -38,16 +38,16 @@ def test_plan(tmp_path, capsys):
         (f"{file}:mak", "has no function 'mak'. Did you mean 'make'"),
         (str(file), "write a Python file and a function in it"),
     ):
-        assert main(["plan", factory]) == 2
+        assert main(["choose", factory]) == 2
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan", f"{file}:make", "--memory-limit", "80GX"])
+        main(["choose", f"{file}:make", "--memory-limit", "80GX"])
     assert "'80GX' is not a number of bytes; write it as 40e9 or 40GB" in capsys.readouterr().err
-    assert main(["plan", f"{file}:make", "--memory-limit", "1KB"]) == 1
+    assert main(["choose", f"{file}:make", "--memory-limit", "1KB"]) == 1
     assert "may hold 1,000" in capsys.readouterr().err
 
 
 def test_every_flag_is_explained():
-    (commands,) = (action for action in _parser()._actions if action.choices)
+    (commands,) = (action for action in parser()._actions if action.choices)
     for action in (action for each in commands.choices.values() for action in each._actions):
         assert action.help, action.option_strings or action.dest

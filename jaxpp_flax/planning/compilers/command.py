@@ -1,4 +1,4 @@
-"""Will it fit? ``python -m jaxpp_flax.plan train.py:make --compile tpu-v5p:4x4x4 --axes stage=8,data=2,tensor=4``."""
+"""Will it fit? ``python -m jaxpp_flax plan quote train.py:make --compile h100-sxm:8x8 --best 3``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quote from a terminal: ``python -m jaxpp_flax.plan train.py:make --hardware h100-sxm --devices 64``.
+"""A quote from a terminal: ``python -m jaxpp_flax plan quote train.py:make --hardware h100-sxm --devices 64``.
 
 With ``--compile`` the same command asks the compiler of the devices: see `planning/compilers/command.py`.
 """
@@ -6,13 +6,11 @@ With ``--compile`` the same command asks the compiler of the devices: see `plann
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 
-from jaxpp_flax.commands.exit_status import run
-from jaxpp_flax.planning.choice import LimitError
 from jaxpp_flax.planning.cli import bytes_of, function_of
 from jaxpp_flax.planning.compilers import command
 from jaxpp_flax.planning.quoting.curves import MeasuredCurves
@@ -20,18 +18,13 @@ from jaxpp_flax.planning.quoting.devices import device_named
 from jaxpp_flax.planning.quoting.layouts import explained
 from jaxpp_flax.planning.quoting.quote import quote
 
-__all__ = ["main"]
+__all__ = ["add_command"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 1 if nothing fits, 2 for a user's error."""
-    return run(_parser(), arguments, (LimitError,))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxpp_flax.plan", description="Rank the layouts of a training on devices that you do not have."
-    )
+def add_command(commands: Any) -> None:
+    """Add `quote` to the commands of `python -m jaxpp_flax plan`."""
+    text = "rank the layouts of a training on devices that you do not have, or compile for them"
+    parser = commands.add_parser("quote", help=text, description=text)
     parser.add_argument("factory", help="file.py:function; it takes a trainer's options, returns a trainer and a batch")
     parser.add_argument("--hardware", help="a name of the table of devices, such as h100-sxm")
     parser.add_argument("--devices", type=int, help="the number of devices")
@@ -51,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_options(parser)
     parser.set_defaults(run=_quote)
-    return parser
 
 
 def _quote(options: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpp_flax.engine.runtime import task_compiler
+from jaxpp_flax.planning.__main__ import main
 from jaxpp_flax.planning.compilers import command
-from jaxpp_flax.planning.quoting.cli import main
 
 PROGRAM = """
 import jax, jax.numpy as jnp, optax
@@ -48,7 +48,7 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(factory: str, *options: str) -> int:
-    return main([factory, "--compile", "cpu:8", *options])
+    return main(["quote", factory, "--compile", "cpu:8", *options])
 
 
 def test_the_layout_that_is_given(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -122,7 +122,7 @@ def test_a_factory_that_chooses_the_stages_itself(factory: str, capsys: pytest.C
 
 
 def test_neither_a_quote_nor_a_compilation(factory: str, capsys: pytest.CaptureFixture[str]):
-    assert main([factory]) == 2
+    assert main(["quote", factory]) == 2
     assert "a quote needs --hardware and --devices, such as" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.planning import AssignmentError, Curves, Plan, Quote, Quoter, device_named, quote
-from jaxpp_flax.planning.quoting.cli import main
+from jaxpp_flax.planning.__main__ import main
 from jaxpp_flax.planning.quoting.layouts import Layout, layouts
 from jaxpp_flax.planning.quoting.search import rank
 from jaxpp_flax.planning.quoting.traced import Axes, trace_model
@@ -156,7 +156,7 @@ def test_the_bytes_are_those_of_the_planned_program(axis: str):
 def test_the_plan_of_a_quote_trains(tmp_path, capsys):
     file, saved = tmp_path / "train.py", tmp_path / "plan.json"
     file.write_text("from tests.planning.quoting.test_quote import make_four\n")
-    command = [f"{file}:make_four", "--hardware", "h100-sxm", "--depth", "layers", "--devices"]
+    command = ["quote", f"{file}:make_four", "--hardware", "h100-sxm", "--depth", "layers", "--devices"]
     assert main([*command, "4", "--price", "2"]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("best: ", "a million tokens", "simulated"))
@@ -256,5 +256,5 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused("the batch is 3, without examples", factory=lambda layers=8, **options: (make(layers, **options)[0], 3))
     refused("table of devices 'none.toml': there is no such file", table="none.toml")
     refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)
-    assert main(["train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 2
+    assert main(["quote", "train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 2
     assert "Did you mean 'TP' or 'PP'" in capsys.readouterr().err

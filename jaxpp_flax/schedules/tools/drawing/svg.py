@@ -17,6 +17,8 @@ from jaxpp_flax.schedules.tools.drawing.scene import (
 )
 
 _ROW, _GAP, _LEFT, _TOP = 22, 4, 62, 34
+_IDLE = "#eeeeee"
+_IDLE_AND_NUMBERS = "idle; a number is a microbatch; time and memory are in the units of the costs"
 
 
 def svg(panels: Panels) -> str:
@@ -33,7 +35,7 @@ def svg(panels: Panels) -> str:
         tops = [y + rank * (_ROW + _GAP) for rank in range(len(timeline.events))]
         for rank, top in enumerate(tops):
             out.append(_text(4, top + 15, f"rank {rank}", 12))
-            out.append(f'<rect x="{_LEFT}" y="{top:g}" width="{width:.1f}" height="{_ROW}" fill="#eeeeee"/>')
+            out.append(f'<rect x="{_LEFT}" y="{top:g}" width="{width:.1f}" height="{_ROW}" fill="{_IDLE}"/>')
         out += [_bar(bar, tops[bar.rank], scale) for bar in bars(timeline)]
         y += len(tops) * (_ROW + _GAP)
         step = _round_step(longest / 10)
@@ -47,8 +49,10 @@ def svg(panels: Panels) -> str:
         out.append(f'<rect x="{x:g}" y="{y:g}" width="16" height="14" fill="{colour(style)}"/>')
         out.append(_text(x + 21, y + 12, style.name, 12))
         x += 46 + 7 * len(style.name)
-    if several_stages(panels):
-        out.append(_text(x, y + 12, DARKER, 12))
+    y += 22
+    out.append(f'<rect x="{_LEFT}" y="{y:g}" width="16" height="14" fill="{_IDLE}"/>')
+    text = f"{_IDLE_AND_NUMBERS}; {DARKER}" if several_stages(panels) else _IDLE_AND_NUMBERS
+    out.append(_text(_LEFT + 21, y + 12, text, 12))
     size = f'width="{_LEFT + width + 20:.0f}" height="{y + 26:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
