@@ -50,7 +50,7 @@ TO_SERVICE = {"kill the service": signal.SIGKILL}
 INSIDE = ("data", "callback", "loss", "full disk", "read-only directory")
 DAMAGE = ("truncated file", "missing file", "empty directory")
 AGREED = ("terminate", "terminate all", "interrupt", "interrupt all")  # all processes end after the same step, saved
-# What a run is started again after: in any life; and, as an error of a program needs a step before it, in the first one.
+# What a run is started again after: in any life; and in the first one, as an error needs a new step before it.
 CRASHES = ("kill", "kill two", "stop", "pause", "kill the service")
 ERRORS = ("exit", "data", "callback", "full disk", "read-only directory")
 # SIGTERM and SIGINT mean something else before the training has begun; a process that is not connected yet is awaited

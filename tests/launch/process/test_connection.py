@@ -293,14 +293,6 @@ def test_chosen_accelerators_go_before_those_of_the_cluster(monkeypatch: pytest.
     assert _compat.detect_cluster(1) == _compat.ClusterPlace("node7:61443", 4, 3, (3,))
 
 
-def test_job_files_are_what_they_are_for():
-    jobs = Path(__file__).resolve().parents[3] / "docs" / "guides" / "jobs"
-    yaml = pytest.importorskip("yaml")
-    kinds = [part["kind"] for part in yaml.safe_load_all((jobs / "kubernetes.yaml").read_text())]
-    assert kinds == ["Service", "ServiceAccount", "Role", "RoleBinding", "Job"]
-    subprocess.run(["bash", "-n", str(jobs / "slurm.sh")], check=True)
-
-
 def test_a_jax_without_the_store_is_for_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
