@@ -1,8 +1,8 @@
 """Trains as several processes, one of which gets into trouble: `-m tests.launch.chaos SETTINGS`, launched.
 
 SETTINGS is JSON: `directory`, `steps`, `resume`, `stages`, options of the `checkpoints`, and of the trouble in the
-first life of the run `kind`, `process` and `step`. Every process prints each step's loss, and at the end (or always, for
-`every`) a digest of all of its state.
+first life of the run `kind`, `process` and `step`. Every process prints each step's loss, and at the end (or always,
+for `every`) a digest of all of its state.
 """
 
 from __future__ import annotations
