@@ -14,6 +14,8 @@ set -euo pipefail
 
 # JAX gives a task of SLURM the one accelerator of its local number; with one task on a host, it is to have all.
 export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
+# Where the first host's name means loopback there:
+# export JAX_COORDINATOR_ADDRESS="$(hostname -I | cut -d' ' -f1):8476"
 # Compilations are kept in ~/.cache/jaxpp_flax/compiled/HOST; where the home is no place for that:
 # export XDG_CACHE_HOME=/scratch/$USER
 
