@@ -19,11 +19,12 @@ export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
 # Compilations are kept in ~/.cache/jaxpp_flax/compiled/HOST; where the home is no place for that:
 # export XDG_CACHE_HOME=/scratch/$USER
 
-# A failed process (its own status, 69 of those that ended because of it, 128 + a signal) ends the others at once, and
-# all start again on the same hosts.
+# After a failure this package ends all processes within 30 seconds, each with its reason (status 69: because of another
+# one), and SLURM those that were still starting. Told to end others at once, by --kill-on-bad-exit=1, SLURM would kill
+# the coordination service too, and the reasons with it. Then all start again on the same hosts.
 status=0
 docs/guides/jobs/restarts.sh run \
-    srun --kill-on-bad-exit=1 python -m jaxpp_flax.launch --cluster train.py --steps 100000 || status=$?
+    srun --kill-on-bad-exit=0 --wait=60 python -m jaxpp_flax.launch --cluster train.py --steps 100000 || status=$?
 
 # 75: it was asked to end, and has saved. 143: that save took too long, and the checkpoint before it is a new one.
 # Without a new one the job would begin again, time after time: then raise @120 above, and preemption_deadline with it.

@@ -102,6 +102,7 @@ def test_the_service_of_the_run_before_lets_nobody_in_while_it_stays_for_its_own
     with ExitStack() as stack:
         stack.callback(before.kill)
         wait_for(lambda: is_taken(port), "the service of the run before")
+        before.terminate()  # as SLURM does with all processes of a job at its time limit
         client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         assert before.stdin is not None
         before.stdin.close()  # as if its process 0 had died
