@@ -25,6 +25,8 @@ _write = private("jax._src.compiler", "_cache_write")
 _files = private("jax._src.lru_cache", "LRUCache")
 # The end of the names of its entries, by which JAX finds them.
 _suffix = private("jax._src.lru_cache", "_CACHE_SUFFIX")
+# Of a directory that this package has chosen: some hundred starts of large models.
+_MOST_BYTES = 10 << 30
 
 
 def write_in_every_process() -> bool:
@@ -70,6 +72,7 @@ def use_directory(directory: Path) -> None:
     """Let JAX keep what this process compiles in a directory, unless the user has chosen one, or none.
 
     Also what compiles within a second is kept, as far as the user has not chosen: a start consists of many of these.
+    A directory that this package has chosen keeps 10 GiB: at a start, what was read longest ago is deleted.
     """
     settings = {
         "jax_compilation_cache_dir": str(directory),
@@ -79,3 +82,28 @@ def use_directory(directory: Path) -> None:
         for name, value in settings.items():
             if name.upper() not in os.environ:
                 jax.config.update(name, value)
+        if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAttributeAccessIssue]
+            _prune(directory, _MOST_BYTES)
+
+
+def _prune(directory: Path, most: int) -> None:
+    """Delete the files that were read longest ago, until the others have no more than so many bytes.
+
+    JAX's own `jax_compilation_cache_max_size` needs `filelock`, which JAX does not install, and without it keeps
+    nothing; all processes wait for one lock at each read; and entries without a time of reading, from before it was
+    set or from a process that was killed, let JAX 0.10 write nothing any more.
+    """
+    found: list[tuple[float, int, str]] = []
+    # Several processes may do so at once, and a directory may not exist yet.
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as files:
+        for file in filter(os.DirEntry.is_file, files):
+            with contextlib.suppress(FileNotFoundError):
+                about = file.stat()
+                found.append((max(about.st_atime, about.st_mtime), about.st_size, file.path))
+    excess = sum(size for _, size, _ in found) - most
+    for _, size, path in sorted(found):
+        if excess <= 0:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        excess -= size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,3 +72,46 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     _compat_cache._put_whole(cache, "key", b"value")
     _compat_cache._put_whole(cache, "key", b"another")  # an entry stays
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"value"]
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_our_own_directory_keeps_what_was_read_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: bool):
+    monkeypatch.setattr(_compat_cache, "_MOST_BYTES", 250)
+    (tmp_path / "folder").mkdir()  # not ours
+    for age, name in enumerate(["new", "read", "old", "older", "killed.unfinished"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - 10 * age, 1000 - 10 * age))
+    os.utime(tmp_path / "read", (2000, 0))
+    with cache_on_disk(tmp_path):
+        if not chosen:
+            jax.config.update("jax_compilation_cache_dir", None)
+        _compat_cache.use_directory(tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == (
+        {"new", "read", "old", "older", "killed.unfinished"} if chosen else {"new", "read"}
+    )
+
+
+def test_a_limit_of_the_user_is_left_to_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat_cache, "_MOST_BYTES", 0)
+    (tmp_path / "entry").write_bytes(b"value")
+    with cache_on_disk(tmp_path):
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_compilation_cache_max_size", 1 << 40)
+        try:
+            _compat_cache.use_directory(tmp_path)
+        finally:
+            jax.config.update("jax_compilation_cache_max_size", -1)
+    assert (tmp_path / "entry").exists()
+
+
+def test_files_that_another_process_deletes_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _compat_cache._prune(tmp_path / "missing", 0)
+    (tmp_path / "entry").write_bytes(b"value")
+
+    def gone(path: str) -> None:
+        os.remove(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "unlink", gone)
+    _compat_cache._prune(tmp_path, 0)
+    assert not list(tmp_path.iterdir())

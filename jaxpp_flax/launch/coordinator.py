@@ -11,6 +11,7 @@ in, and once the processes of its run have gone the service ends.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -128,6 +129,8 @@ def say_goodbye(service: subprocess.Popen[bytes]) -> None:
 
 def main(given: Sequence[str]) -> None:
     """Serve until the standard input ends, and a while longer. The arguments are those that `arguments` gives."""
+    # SLURM tells all processes of a job to end, and those of the run still need the service for a last checkpoint.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address, num_processes, failure_timeout, linger = given[0], int(given[1]), float(given[2]), float(given[3])
     stop = serve(address, num_processes, failure_timeout)
     if stop is None:

@@ -1,7 +1,8 @@
 """Trains as several processes, one of which gets into trouble: `-m tests.launch.chaos SETTINGS`, launched.
 
-SETTINGS is JSON: `directory`, `steps`, `resume`, options of the `checkpoints`, and of the trouble `kind`, `process` and
-`step`. Every process prints each step's loss, and at the end (or always, for `every`) a digest of all of its state.
+SETTINGS is JSON: `directory`, `steps`, `resume`, `stages`, options of the `checkpoints`, and of the trouble in the
+first life of the run `kind`, `process` and `step`. Every process prints each step's loss, and at the end (or always,
+for `every`) a digest of all of its state.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
+from jaxpp_flax.processes.group import process_group  # noqa: E402
 from jaxpp_flax.trainers import Callback, Checkpoints  # noqa: E402
 from tests.checkpoint import program  # noqa: E402
 from tests.trainers.models import squared_error  # noqa: E402
@@ -33,7 +35,7 @@ KIND, STEP = SETTINGS.get("kind"), SETTINGS.get("step", 0)
 
 def is_struck(kind: str) -> bool:
     """Whether this process is the one, or one of those, that this happens to now."""
-    struck = kind == KIND and SETTINGS["process"] in (jax.process_index(), None)
+    struck = kind == KIND and SETTINGS["process"] in (jax.process_index(), None) and process_group().attempt == 1
     if struck:
         print("in trouble", flush=True)
     return struck
@@ -62,6 +64,8 @@ class Says(Callback):
         if record.step == STEP:
             if is_struck("callback"):
                 raise RuntimeError(f"chaos in the callback of process {jax.process_index()}")
+            if is_struck("exit"):
+                os._exit(3)
             if is_struck("full disk"):
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
@@ -103,7 +107,9 @@ def main() -> None:
     count = jax.process_count()
     directory = SETTINGS["directory"]
     checkpoints = None if directory is None else Checkpoints(directory, **SETTINGS.get("checkpoints", {}))
-    trainer = program.make_trainer(checkpoints, stages=count, depth=count, loss=loss_fn)
+    stages = SETTINGS.get("stages", count)  # with fewer of them, each has several processes
+    mesh = {} if stages == count else {"data": count // stages}
+    trainer = program.make_trainer(checkpoints, stages=stages, depth=count, loss=loss_fn, mesh=mesh)
     print("compiling", flush=True)
     trainer.fit(batches(), steps=SETTINGS["steps"], resume=SETTINGS["resume"], callbacks=[Says()])
     print(f"state {trainer.step} {digest(trainer.state)}", flush=True)

@@ -96,13 +96,15 @@ class Run:
     def stderr(self) -> str:
         return self.err.read_text(errors="replace")
 
-    def wait_for_output(self, text: str, times: int = 1) -> None:
-        """Wait until the processes have printed `text` so often."""
+    def wait_for_output(self, text: str, times: int = 1, since: int = 0) -> None:
+        """Wait until the processes have printed `text` so often, of all that they print after so many characters."""
         wait_for(
-            lambda: self.stdout.count(text) >= times or self.popen.poll() is not None,
+            lambda: self.stdout.count(text, since) >= times or self.popen.poll() is not None,
             f"{text!r} (stderr: {self.stderr})",
         )
-        assert self.stdout.count(text) >= times, f"it ended before printing {text!r}: {self.stdout}\n{self.stderr}"
+        assert self.stdout.count(text, since) >= times, (
+            f"it ended before printing {text!r}: {self.stdout}\n{self.stderr}"
+        )
 
     def process_ids(self) -> dict[int, int]:
         """The ids of the run's processes by index, from their lines `pid 1234`."""

@@ -4,6 +4,8 @@ A seed is a trial: a job that lives once or twice until something happens to it,
 of every life, and the state at the end, are bit for bit those of a run that nobody disturbed. To repeat one:
 `pytest -m soak "tests/launch/test_chaos.py::test_chaos[17]"`; all of them, two at a time: `pytest -m soak -n 2 --dist
 load tests/launch/test_chaos.py`. A trial takes about 13 seconds; two at a time on two cores, all take 80 minutes.
+
+`test_restarts` does the same to one run under `--max-restarts`, once to three times: it ends well by itself.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +41,23 @@ DEADLINE = 3 * FAILURE_TIMEOUT
 STEPS = 100  # more than are done before anything happens
 TRIALS = 500
 
+FEW_STEPS = 40  # of a run that is started again
+RESTARTED = 500
+
 TO_PROCESSES = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 TO_LAUNCHER = {"terminate all": signal.SIGTERM, "interrupt all": signal.SIGINT}
 TO_SERVICE = {"kill the service": signal.SIGKILL}
 INSIDE = ("data", "callback", "loss", "full disk", "read-only directory")
 DAMAGE = ("truncated file", "missing file", "empty directory")
 AGREED = ("terminate", "terminate all", "interrupt", "interrupt all")  # all processes end after the same step, saved
+# What a run is started again after: in any life; and in the first one, as an error needs a new step before it.
+CRASHES = ("kill", "kill two", "stop", "pause", "kill the service")
+ERRORS = ("exit", "data", "callback", "full disk", "read-only directory")
 # SIGTERM and SIGINT mean something else before the training has begun; a process that is not connected yet is awaited
 # for as long as a start may take.
 MOMENTS = {
-    "kill": ("start", "compile", "step", "step"), "stop": ("compile", "step"), "kill the service": ("compile", "step")
+    "kill": ("start", "compile", "step", "save"), "kill two": ("start", "compile", "step", "save"),
+    "stop": ("compile", "step", "save"), "pause": ("compile", "step", "save"), "kill the service": ("compile", "step"),
 }  # fmt: skip
 
 
@@ -95,11 +104,18 @@ class Fault:
 
 
 @contextmanager
-def launched(folder: Path, processes: int, **settings: Any) -> Iterator[Run]:
+def launched(folder: Path, processes: int, restarts: int = 0, **settings: Any) -> Iterator[Run]:
     """`chaos.py` under the launcher, in forks of one interpreter; ended at the end, if it has not ended itself."""
-    options = ["-n", str(processes), "--failure-timeout", str(FAILURE_TIMEOUT)]
-    with started(folder, [*QUICK, *options, "-m", "tests.launch.chaos", json.dumps(settings)]) as run:
-        yield run
+    numbers = {"-n": processes, "--failure-timeout": FAILURE_TIMEOUT, "--max-restarts": restarts}
+    options = [str(word) for item in numbers.items() for word in item]
+    (temporary := folder / "temporary").mkdir(exist_ok=True)
+    command = [*QUICK, *options, "-m", "tests.launch.chaos", json.dumps(settings)]
+    with started(folder, command, TMPDIR=str(temporary)) as run:
+        try:
+            yield run
+        except BaseException as error:
+            # A test's failure is to tell all.
+            raise AssertionError(f"{error}\n{settings}\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}") from error
 
 
 def processes_of(run: Run) -> list[int]:
@@ -115,25 +131,33 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def strike(run: Run, fault: Fault, processes: int) -> None:
-    """Let it happen, or wait until it has."""
-    if fault.kind in INSIDE:
+def strike(run: Run, fault: Fault, processes: int, directory: Path, since: int = 0) -> None:
+    """Let it happen, or wait until it has, in the life that prints from so many characters on."""
+    if fault.kind in (*INSIDE, "exit"):
         return run.wait_for_output("in trouble")
     if fault.moment == "start":
         wait_for(lambda: len(processes_of(run)) == 1 + processes, "the start of all processes")
         time.sleep(3 * fault.delay)
     elif fault.moment == "compile":
-        run.wait_for_output("compiling", times=processes)
+        run.wait_for_output("compiling", processes, since)
         time.sleep(2 * fault.delay)
     else:
-        run.wait_for_output(f"step {fault.step} loss", times=processes)
-        time.sleep(fault.delay)
+        run.wait_for_output(f"step {fault.step} loss", processes, since)
+        if fault.moment == "save":
+            wait_for(lambda: any(directory.glob("*tmp*")), "a save")
+        time.sleep(fault.delay if fault.moment == "step" else fault.delay / 10)
     if fault.kind in TO_LAUNCHER:
         return os.kill(run.popen.pid, TO_LAUNCHER[fault.kind])
     service, *others = processes_of(run)
     if fault.process is None:
         return os.kill(service, TO_SERVICE[fault.kind])
-    return os.kill(others[fault.process], TO_PROCESSES[fault.kind])
+    if fault.kind == "pause":
+        os.kill(others[fault.process], signal.SIGSTOP)
+        time.sleep(2.0)
+        return os.kill(others[fault.process], signal.SIGCONT)
+    if fault.kind == "kill two":
+        os.kill(others[fault.process - 1], signal.SIGKILL)
+    return os.kill(others[fault.process], TO_PROCESSES[fault.kind.removesuffix(" two")])
 
 
 def damage(directory: Path, kind: str, rng: random.Random) -> None:
@@ -160,9 +184,9 @@ def said(run: Run) -> dict[str, str]:
 
 
 @functools.cache
-def undisturbed(processes: int) -> dict[str, str]:
+def undisturbed(processes: int, stages: int | None = None) -> dict[str, str]:
     """What so many processes say of all steps if nothing happens to them."""
-    settings = {"directory": None, "steps": STEPS, "resume": False, "every": True}
+    settings = {"directory": None, "steps": STEPS, "resume": False, "every": True, "stages": stages or processes}
     with tempfile.TemporaryDirectory() as folder, launched(Path(folder), processes, **settings) as run:
         assert run.finish() == 0, run.stderr
         return said(run)
@@ -185,7 +209,7 @@ class Job:
         before = steps_in(self.directory)
         settings = {"kind": fault.kind, "process": fault.process, "step": max(before, default=0) + fault.step}
         with self._begun(STEPS, resume=True, **settings) as run:
-            strike(run, Fault(fault.kind, fault.process, fault.moment, settings["step"], fault.delay), self.processes)
+            strike(run, replace(fault, step=settings["step"]), self.processes, self.directory)
             begin = time.monotonic()
             status = run.finish()
             took = time.monotonic() - begin
@@ -234,15 +258,9 @@ class Job:
             states = [what for what in said(run) if f"the state {steps} " in what]
             assert len(states) == self.processes
 
-    @contextmanager
-    def _begun(self, steps: int, **settings: Any) -> Iterator[Run]:
+    def _begun(self, steps: int, **settings: Any) -> AbstractContextManager[Run]:
         options = {"directory": str(self.directory), "steps": steps, "checkpoints": self.options, **settings}
-        with launched(self.folder, self.processes, **options) as run:
-            try:
-                yield run
-            except BaseException as error:
-                # A test's failure is to tell all.
-                raise AssertionError(f"{error}\n{options}\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}") from error
+        return launched(self.folder, self.processes, **options)
 
 
 def trial(folder: Path, seed: int, kind: str | None = None) -> None:
@@ -278,3 +296,58 @@ def test_a_fault_loses_nothing(tmp_path: Path, kind: str):
 @pytest.mark.parametrize("seed", range(TRIALS))
 def test_chaos(tmp_path: Path, seed: int):
     trial(tmp_path / "job", seed)
+
+
+def deserted(folder: Path, since: float) -> list[str]:
+    """The files in a folder that all share, made since then, which no process has open or mapped."""
+    new = {str(path) for path in folder.iterdir() if path.stat().st_mtime > since}
+    for process in Path("/proc").glob("[0-9]*") if new else ():
+        with suppress(OSError):
+            used = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            new -= used | {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+    return sorted(new)
+
+
+def restarted_trial(folder: Path, seed: int, *kinds: str) -> None:
+    """A run that is started again each time that something happens to it: by the seed, or of these kinds to it."""
+    rng, since = random.Random(seed), time.time()
+    folder.mkdir()
+    processes, stages = rng.choice([(2, 2), (2, 2), (3, 3), (4, 4), (4, 2)]) if not kinds else (2, 2)
+    options = {"every": rng.choice([1, 1, 2, 3]), "keep": rng.randrange(2, 5), "asynchronous": rng.random() < 0.7}
+    first = rng.choice(rng.choice([ERRORS, CRASHES, CRASHES]))
+    kinds = kinds or (first, *rng.choices(CRASHES, k=rng.choice([0, 0, 1, 2])))
+    faults = [Fault.draw(rng, processes, kind) for kind in kinds]
+    print(f"seed {seed}: {processes} processes, {stages} stages, {options}, {faults}", flush=True)
+    settings = {"directory": str(folder / "checkpoints"), "steps": FEW_STEPS, "resume": True, "checkpoints": options}
+    settings |= {"stages": stages, "kind": faults[0].kind, "process": faults[0].process, "step": faults[0].step + 1}
+    with launched(folder, processes, len(faults), **settings) as run:
+        lives = printed = 0
+        for fault in faults:
+            done = max((int(step) for step in re.findall(r"step (\d+) loss", run.stdout)), default=0)
+            strike(run, replace(fault, step=done + fault.step), processes, folder / "checkpoints", printed)
+            lives += fault.kind != "pause"
+            wait_for(lambda: run.stderr.count("; restart ") >= lives or run.popen.poll() is not None, "a restart")  # noqa: B023
+            printed = len(run.stdout) if fault.kind != "pause" else printed
+        assert run.finish() == 0
+        assert run.stderr.count("; restart ") == lives
+        found, wanted = said(run), undisturbed(processes, stages)
+        assert {what: wanted[what] for what in found} == found
+        assert len([what for what in found if f"the state {FEW_STEPS} " in what]) == processes
+        # See `_check_that_nothing_is_lost`.
+        most = options["every"] * (2 if options["asynchronous"] else 1)
+        assert all(int(steps) <= most for steps in re.findall(r"(\d+) steps? repeated", run.stderr))
+        run.check_nothing_is_left()
+        left = [*(folder / "temporary").iterdir(), *(folder / "checkpoints").glob("*tmp*")]
+        assert not left
+        wait_for(lambda: not deserted(Path("/dev/shm"), since), f"nothing in {deserted(Path('/dev/shm'), since)}", 10.0)
+    shutil.rmtree(folder)
+
+
+def test_a_run_is_started_again_and_nothing_is_left(tmp_path: Path):
+    restarted_trial(tmp_path / "job", 1, "exit", "kill two")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(RESTARTED))
+def test_restarts(tmp_path: Path, seed: int):
+    restarted_trial(tmp_path / "job", seed)

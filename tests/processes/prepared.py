@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -253,6 +254,7 @@ def run(request: dict[str, Any]) -> None:
         os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # of the environment now
     if "JAX_NUM_CPU_DEVICES" in os.environ:
         sys.modules["jax"].config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
     os.chdir(request["cwd"])

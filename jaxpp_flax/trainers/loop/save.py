@@ -85,9 +85,12 @@ class Save(Callback):
           CheckpointSaveError: if the directory holds such checkpoints.
         """
         if self._store is not None and (latest := self._store.latest() or 0) > self._step:
+            back = ""
+            if self._store.holds(self._step):
+                back = f"go back to this step with fit(..., resume={self._step}), "
             raise CheckpointSaveError(
                 f"{self._store.directory} holds checkpoints up to step {latest}, and this run begins at step "
-                f"{self._step}. Continue the earlier run with fit(..., resume=True), or use another directory: "
+                f"{self._step}. Continue the earlier run with fit(..., resume=True), {back}or use another directory: "
                 "checkpoints=."
             )
 

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -141,28 +140,6 @@ def test_a_slow_save_has_the_time_that_the_job_script_gives(tmp_path: Path):
     script = Path("docs/guides/jobs/slurm.sh").read_text()
     (given,) = re.findall(r"--signal=TERM@(\d+)", script)
     assert int(given) > Checkpoints("run").preemption_deadline  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("status", "holds", "again"),
-    [
-        (PREEMPTED_STATUS, None, True), (KILLED_STATUS, "run/40", True), (KILLED_STATUS, None, False),
-        (KILLED_STATUS, "run/40.orbax-checkpoint-tmp", False), (1, "run/40", False), (0, "run/40", False),
-    ],
-)  # fmt: skip
-def test_the_job_script_queues_again_what_can_go_on(status: int, holds: str | None, again: bool, tmp_path: Path):
-    """Without a whole checkpoint, a job whose first save takes too long would begin again for ever."""
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    for name, does in {"srun": f"exit {status}", "scontrol": 'echo "$@"'}.items():
-        (commands / name).write_text(f"#!/bin/sh\n{does}\n")
-        (commands / name).chmod(0o755)
-    if holds is not None:
-        (tmp_path / holds).mkdir(parents=True)
-    environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    script = Path("docs/guides/jobs/slurm.sh").resolve()
-    run = subprocess.run(["bash", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (status, "requeue 7\n" if again else ""), run.stderr
 
 
 def test_other_signals_go_where_they_went():

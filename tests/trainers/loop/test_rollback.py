@@ -209,6 +209,19 @@ def test_the_position_is_known_again_after_a_step_with_another_batch(tmp_path: P
     tree_allclose(resumed.state, after([DATA[0], DATA[9], *DATA[1:4]]), rtol=0, atol=0)
 
 
+def test_who_has_gone_back_without_a_step_is_told_how_to_go_on(tmp_path: Path):
+    trainer = trainer_in(tmp_path)
+    trainer.fit(Stream(), steps=6)
+    trainer.fit(Stream(), steps=4, resume=4)  # nothing to do
+    with pytest.raises(CheckpointSaveError, match=r"go back to this step with fit\(\.\.\., resume=4\)"):
+        trainer.fit(Stream(), steps=1)
+    trainer.fit(Stream(), steps=5, resume=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5", "6.abandoned"]
+    new = trainer_in(tmp_path)
+    with pytest.raises(CheckpointSaveError, match=r"this run begins at step 0\. .*resume=True\), or use another"):
+        new.fit(Stream(), steps=1)
+
+
 def test_outside_of_a_loop_later_checkpoints_are_not_touched(tmp_path: Path):
     trainer = trainer_in(tmp_path)
     trainer.fit(DATA, steps=6)
