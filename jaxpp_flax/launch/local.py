@@ -180,7 +180,9 @@ class _Life:
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
                 stopping = stopping or Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
-                self._host.signal(number if patient else signal.SIGKILL)
+                for process in alive:
+                    process.hear(now)
+                    process.signal(number if patient and process.connected else signal.SIGKILL)
                 deadlines = [(now + self._job.grace, signal.SIGKILL)] if patient else []
             elif failed is not None and stopping is None:
                 stopping = failed
@@ -280,7 +282,7 @@ class _Life:
         """Say which processes are ended: such a process cannot always say so itself."""
         for process in alive:
             process.hear(now)
-            why = "has not ended by itself" if process.listens else "was still starting"
+            why = "has not ended by itself" if process.connected else "was still starting"
             self._say(
                 f"process {process.index} of {self._job.num_processes} {why}: it is ended by {signal_name(number)}."
             )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, environment, forks, launched, marked, started
 from tests.processes.faults import says
-from tests.running import PATIENCE, wait_for
+from tests.running import PATIENCE, ROOT, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -287,6 +287,39 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 print("waits")
 """
 )
+
+
+def test_ctrl_c_while_processes_connect_ends_them_at_once(tmp_path: Path):
+    # JAX holds one of them until all are there, and Python's handler would not run: nothing can be saved yet either.
+    options = ("-n", "2", "--no-fork", "--grace", "1000")  # longer than the test's patience
+    with launched(tmp_path, BEGIN, *options, launcher=REAL) as run:
+
+        def children() -> list[int]:
+            return sorted(pid for pid, line in marked(run.mark).items() if "launch.child" in line)
+
+        wait_for(lambda: len(children()) == 2, "the start of both processes")
+        first, last = children()
+        os.kill(last, signal.SIGSTOP)
+        wait_for(lambda: addresses([first], CONNECTED), "the other one to connect")
+        run.popen.send_signal(signal.SIGINT)
+        assert run.finish() == 128 + signal.SIGINT
+        run.check_nothing_is_left()
+
+
+def test_ctrl_c_while_the_launcher_imports_ends_it(tmp_path: Path):
+    # As JAX's callback does, a module swallows the exception of Python's handler.
+    (tmp_path / "jax.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    own = {**environment("ctrl_c"), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    # The tests may run in the background, where Ctrl-C is ignored.
+    end = subprocess.run(
+        [*REAL, "-n", "2", "script.py"],
+        env=own,
+        capture_output=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+    assert end.returncode == -signal.SIGINT, end.stderr
 
 
 def test_sigterm_lets_the_processes_finish(tmp_path: Path):

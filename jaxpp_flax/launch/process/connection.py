@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -240,6 +241,9 @@ def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> 
 def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
     """Tell the group of which run it is, and let the launcher see its steps."""
     group.run_id, group.attempt = settings.run_id, settings.attempt
+    if settings.control_fd is not None:
+        with contextlib.suppress(OSError):  # the launcher has gone
+            os.write(settings.control_fd, b"connected\n")
     if settings.progress_fd is not None:
         group.on_step = Progress(settings.progress_fd).begin
 
