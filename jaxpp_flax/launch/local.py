@@ -26,6 +26,7 @@ from jaxpp_flax.launch.host.signals import (
     signal_name,
 )
 from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.host.warm import NoForkError
 from jaxpp_flax.launch.lives import Cause, Lives
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
@@ -105,13 +106,21 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
     lives, run_id, attempt, goes_on = Lives(job.max_restarts, say), secrets.token_hex(8), 0, True
     cause: Cause | None = None
-    with handled_signals() as signals, closing(Host(job.program, job.devices_per_process, forks=job.forks)) as host:
+    with (
+        handled_signals() as signals,
+        closing(Host(job.program, job.devices_per_process, forks=job.forks, signals=signals)) as host,
+    ):
         while goes_on:
-            attempt += 1
+            attempt, cause = attempt + 1, None
             with _Life(job, host, logs, say) as life:
-                life.start(run_id, attempt)
-                cause = life.follow(signals, lives)
-                reached = max(process.progress.last for process in host.processes)
+                try:
+                    life.start(run_id, attempt)
+                except NoForkError as error:
+                    kind = "crash" if error.status < 0 else "error"
+                    cause = Cause(None, str(error), exit_status(error.status) or 1, kind)
+                if cause is None or signals:
+                    cause = life.follow(signals, lives)
+                reached = max((process.progress.last for process in host.processes), default=0)
             logs.drain(seconds=1.0)
             goes_on = not signals and lives.goes_on(cause, reached)
     if logs.lost is not None:
