@@ -82,6 +82,14 @@ def test_the_count_begins_anew_with_a_later_step(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+def test_a_life_without_steps_says_so(tmp_path: Path):
+    source = BEGIN + "if attempt == 1:\n    steps(1, 3)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    with launched(tmp_path, source, "-n", "1", "--max-restarts", "1") as run:
+        assert run.finish() == 0, run.stderr
+        last = ends(run).splitlines()[-1]
+        assert re.fullmatch(r"jaxpp_flax.launch: life 2 ran no steps, and ended well after \d+\.\d s\.", last)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("whom", ["the launcher", "process 1"])
 def test_who_asks_for_the_end_gets_it(tmp_path: Path, number: int, whom: str):
