@@ -120,6 +120,19 @@ def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str, laun
         run.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("more", [[], ["--no-fork"]], ids=["forks", "no forks"])
+def test_a_launcher_that_is_started_to_ignore_its_children_sees_them_fail(tmp_path: Path, more: list[str]):
+    # The system would not keep their exit statuses, and a failure would look like a good end.
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    launcher = subprocess.Popen(
+        [*REAL, "-n", "1", *more, "script.py"],
+        env=environment("c" * 32),
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and None,
+    )
+    assert launcher.wait(timeout=PATIENCE) == 3
+
+
 def test_the_exit_status_is_that_of_the_first_failure(tmp_path: Path):
     with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(3)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
         assert run.finish() == 3
