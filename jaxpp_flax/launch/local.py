@@ -23,6 +23,7 @@ from jaxpp_flax.launch.host.signals import (
     exit_status,
     handled_signals,
     is_stopped,
+    kill_group,
     signal_name,
 )
 from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
@@ -144,6 +145,7 @@ class _Life:
         self._job, self._host, self._logs, self._say = job, host, logs, say
         # The launcher holds the port, also after the service has taken it: no other program gets it.
         self._reserved = coordinator.reserve_port(job.address)
+        self._stopped_since: dict[int, float] = {}  # by the number of a process, while the processes start
 
     def __enter__(self) -> _Life:
         return self
@@ -180,7 +182,7 @@ class _Life:
         stopping: Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
         while True:
-            failed = self._reap()
+            failed = self._reap() or self._stopped_while_starting()
             alive = self._host.alive
             lives.look([process.progress for process in self._processes], ended=not alive)
             now = time.monotonic()
@@ -278,6 +280,23 @@ class _Life:
                 text = f"process {process.index} of {self._job.num_processes} was stopped (SIGSTOP), and then killed."
                 return Cause(process.index, text, 128 + signal.SIGSTOP, "crash")
         return cause
+
+    def _stopped_while_starting(self) -> Cause | None:
+        """The cause if a process or the service was stopped before all are connected: they do not yet watch it."""
+        alive, service, now = self._host.alive, self._host.service, time.monotonic()
+        for process in alive:
+            process.hear(now)
+        if all(process.connected for process in alive):
+            return None
+        those = {process.popen.pid: process.index for process in alive}
+        for pid, index in {**those, **({service.pid: None} if service is not None else {})}.items():
+            if not is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+            elif now - self._stopped_since.setdefault(pid, now) > self._job.failure_timeout:
+                kill_group(pid)
+                who = "the coordination service" if index is None else f"process {index} of {self._job.num_processes}"
+                return Cause(index, f"{who} was stopped (SIGSTOP), and then killed.", 128 + signal.SIGSTOP, "crash")
+        return None
 
     def _tell_others(self, cause: Cause, alive: Sequence[SupervisedProcess]) -> None:
         if cause.status == PEER_FAILED_STATUS:

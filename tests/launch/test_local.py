@@ -174,6 +174,27 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+@pytest.mark.parametrize(
+    ("module", "who"), [("launch.child", "process 1 of 2"), ("launch.coordinator", "the coordination service")]
+)
+def test_what_is_stopped_while_processes_start_is_named(tmp_path: Path, module: str, who: str):
+    # Nobody watches it yet: the others would wait for it until their own limit of 300 s.
+    options = ("-n", "2", "--no-fork", "--max-restarts", "1")
+    with launched(tmp_path, BEGIN, *options, failure_timeout=5.0, launcher=REAL) as run:
+
+        def those() -> list[int]:
+            return [pid for pid, line in marked(run.mark).items() if module in line]
+
+        wait_for(lambda: len(those()) == (2 if "child" in module else 1), module)
+        os.kill(max(those()), signal.SIGSTOP)
+        assert run.finish() == 0, run.stderr
+        says = (
+            f"jaxpp_flax.launch: {who} was stopped (SIGSTOP), and then killed. That was before the first step; restart"
+        )
+        assert says in run.stderr
+        run.check_nothing_is_left()
+
+
 def test_a_process_that_the_launcher_has_to_end_is_named(tmp_path: Path):
     with launched(tmp_path, BEGIN, "-n", "2", "--no-fork", failure_timeout=10.0, launcher=REAL) as run:
         wait_for(lambda: sum("launch.child" in line for line in marked(run.mark).values()) == 2, "both processes")

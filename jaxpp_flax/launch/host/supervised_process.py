@@ -23,7 +23,8 @@ class SupervisedProcess:
     Attributes:
       control: the launcher's end of the connection to it.
       progress: the steps that it has begun.
-      connected: whether it has come to all others. Before, it has nothing to save, and JAX may hold it.
+      connected: whether it has come to all others. Before, it has nothing to save, JAX may hold it, and it may miss
+        that another one was stopped.
       status: as `Popen.returncode`, once it has ended.
       over_since: the time when its program was over: from then on the other processes need nothing of it.
       over_status: the exit status that its program announced then.

@@ -79,11 +79,15 @@ class NoForkError(LaunchError):
       status: as `Popen.returncode`; 0 if the user wants the end.
     """
 
-    def __init__(self, what: str, status: int = 0) -> None:
-        super().__init__(
-            f"the interpreter that forks the run's processes {what} (`--no-fork` starts each process by itself)."
-        )
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
         self.status = status
+
+    @classmethod
+    def of(cls, end: str, status: int = 0) -> NoForkError:
+        """With the end of the interpreter in words."""
+        text = f"the interpreter that forks the run's processes {end} (`--no-fork` starts each process by itself)."
+        return cls(text, status)
 
 
 class WarmInterpreter:
@@ -140,7 +144,7 @@ class WarmInterpreter:
                 kill_group(int(pid))
         if not pid.endswith(b"\n"):
             status = self._popen.wait()
-            raise NoForkError(describe_end(status), status)
+            raise NoForkError.of(describe_end(status), status)
         return Forked(int(pid))
 
     def _await_reply(self) -> None:
@@ -151,14 +155,14 @@ class WarmInterpreter:
         while not reply.poll(1e3 * _POLL_SECONDS):
             if self._signals:
                 self.close()
-                raise NoForkError("is ended")
+                raise NoForkError.of("is ended")
             if not is_stopped(self._popen.pid):
                 stopped_since = None
             elif stopped_since is None:
                 stopped_since = time.monotonic()
             elif time.monotonic() - stopped_since > _MOST_SECONDS_STOPPED:
                 self.close()
-                raise NoForkError("was stopped (SIGSTOP), and then killed", -signal.SIGSTOP)
+                raise NoForkError.of("was stopped (SIGSTOP), and then killed", -signal.SIGSTOP)
 
     def close(self) -> None:
         """End it, and a fork that is still on its way to this process."""

@@ -125,6 +125,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     if settings.num_processes == 1:
         _listen(settings, lambda _: None)
         _take_part(process_group(), settings)
+        _tell_launcher(settings)
         return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
@@ -136,6 +137,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     end = connect(settings, local_device_ids, options.initialization_timeout_s, served_elsewhere=served_elsewhere)
     end.install()
     await_all(end, options.initialization_timeout_s)
+    _tell_launcher(settings)
     return end
 
 
@@ -247,11 +249,15 @@ def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> 
 def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
     """Tell the group of which run it is, and let the launcher see its steps."""
     group.run_id, group.attempt = settings.run_id, settings.attempt
+    if settings.progress_fd is not None:
+        group.on_step = Progress(settings.progress_fd).begin
+
+
+def _tell_launcher(settings: LaunchSettings) -> None:
+    """Say that this process and all others have started."""
     if settings.control_fd is not None:
         with contextlib.suppress(OSError):  # the launcher has gone
             os.write(settings.control_fd, b"connected\n")
-    if settings.progress_fd is not None:
-        group.on_step = Progress(settings.progress_fd).begin
 
 
 def _take_sigterm_back() -> None:
