@@ -112,18 +112,16 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
         closing(Host(job.program, job.devices_per_process, forks=job.forks, signals=signals)) as host,
     ):
         while goes_on:
-            attempt, cause = attempt + 1, None
+            attempt += 1
             with _Life(job, host, logs, say) as life:
                 try:
                     life.start(run_id, attempt)
-                except NoForkError as error:
-                    kind = "crash" if error.status < 0 else "error"
-                    cause = Cause(None, str(error), exit_status(error.status) or 1, kind)
-                if cause is None or signals:
                     cause = life.follow(signals, lives)
+                except NoForkError as error:
+                    cause = _asked(signals.pop(0)) if signals else _not_forked(error)
                 reached = max((process.progress.last for process in host.processes), default=0)
             logs.drain(seconds=1.0)
-            goes_on = not signals and lives.goes_on(cause, reached)
+            goes_on = not (signals or life.is_asked) and lives.goes_on(cause, reached)
     if logs.lost is not None:
         with suppress(OSError):  # else Python tries once more when it ends, and has an exit status of its own
             logs.close()
@@ -138,8 +136,24 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
     return cause.status
 
 
+def _asked(number: int) -> Cause:
+    """The cause if a signal asks for the end."""
+    return Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
+
+
+def _not_forked(error: NoForkError) -> Cause:
+    """The cause if the interpreter that forks is lost."""
+    return Cause(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
+
+
 class _Life:
-    """One life of the run: its processes, from their start until none of them is left."""
+    """One life of the run: its processes, from their start until none of them is left.
+
+    Attributes:
+      is_asked: whether a signal has asked for the end, maybe after a failure.
+    """
+
+    is_asked = False
 
     def __init__(self, job: LocalJob, host: Host, logs: Logs, say: Callable[[str], None]) -> None:
         self._job, self._host, self._logs, self._say = job, host, logs, say
@@ -190,7 +204,7 @@ class _Life:
                 number = signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
-                stopping = stopping or Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
+                stopping, self.is_asked = stopping or _asked(number), True
                 for process in alive:
                     process.hear(now)
                     process.signal(number if patient and process.connected else signal.SIGKILL)

@@ -102,6 +102,22 @@ def test_who_asks_for_the_end_gets_it(tmp_path: Path, number: int, whom: str):
         run.check_nothing_is_left()
 
 
+def test_who_asks_for_the_end_after_a_failure_gets_it(tmp_path: Path):
+    # Process 0 asks once the launcher has noticed the end of process 1, and before it starts both again.
+    source = BEGIN + (
+        "if index == 1:\n    open('victim', 'w').write(str(os.getpid()))\n"
+        "steps(1, 2)\n"
+        "if index == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while os.path.exists('/proc/' + open('victim').read()):\n    time.sleep(0.01)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(1000)\n"
+    )
+    with launched(tmp_path, source, "-n", "2", "--max-restarts", "3") as run:
+        assert run.finish() == 128 + signal.SIGKILL
+        assert "process 1 of 2 failed first: it was killed by SIGKILL." in run.stderr
+        assert "attempt 2" not in run.stdout
+        run.check_nothing_is_left()
+
+
 def test_training_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path: Path):
     (tmp_path / "script.py").write_text(
         """
