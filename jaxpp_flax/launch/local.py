@@ -27,7 +27,7 @@ from jaxpp_flax.launch.host.signals import (
     signal_name,
 )
 from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
-from jaxpp_flax.launch.host.warm import NoForkError
+from jaxpp_flax.launch.host.warm import NotForked
 from jaxpp_flax.launch.lives import Cause, Lives
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
@@ -117,7 +117,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
                 try:
                     life.start(run_id, attempt)
                     cause = life.follow(signals, lives)
-                except NoForkError as error:
+                except NotForked as error:
                     cause = _asked(signals.pop(0)) if signals else _not_forked(error)
                 reached = max((process.progress.last for process in host.processes), default=0)
             logs.drain(seconds=1.0)
@@ -141,7 +141,7 @@ def _asked(number: int) -> Cause:
     return Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
 
 
-def _not_forked(error: NoForkError) -> Cause:
+def _not_forked(error: NotForked) -> Cause:
     """The cause if the interpreter that forks is lost."""
     return Cause(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
 

@@ -31,7 +31,7 @@ import numpy as np
 from jaxpp_flax.launch.host.signals import describe_end, is_stopped, kill_group
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["Forked", "NoForkError", "WarmInterpreter", "inherited", "show_command"]
+__all__ = ["Forked", "NotForked", "WarmInterpreter", "inherited", "show_command"]
 
 _IMPORTED = (
     "jax", "flax.nnx", "optax", "orbax.checkpoint", "jaxpp_flax.api", "jaxpp_flax.checkpoint",
@@ -72,7 +72,7 @@ class Forked:
         return self.returncode
 
 
-class NoForkError(LaunchError):
+class NotForked(LaunchError):  # noqa: N818 the launcher catches it, and a user never sees it
     """The warm interpreter did not fork: it has ended, a signal has stopped it, or the user wants the end of the run.
 
     Attributes:
@@ -84,7 +84,7 @@ class NoForkError(LaunchError):
         self.status = status
 
     @classmethod
-    def of(cls, end: str, status: int = 0) -> NoForkError:
+    def of(cls, end: str, status: int = 0) -> NotForked:
         """With the end of the interpreter in words."""
         text = f"the interpreter that forks the run's processes {end} (`--no-fork` starts each process by itself)."
         return cls(text, status)
@@ -126,7 +126,7 @@ class WarmInterpreter:
           descriptors: its numbers of open files, and this process's.
 
         Raises:
-          NoForkError: if it cannot, or the user wants the end.
+          NotForked: if it cannot, or the user wants the end.
         """
         request = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         request |= {"cwd": os.getcwd(), "numbers": list(descriptors)}
@@ -144,7 +144,7 @@ class WarmInterpreter:
                 kill_group(int(pid))
         if not pid.endswith(b"\n"):
             status = self._popen.wait()
-            raise NoForkError.of(describe_end(status), status)
+            raise NotForked.of(describe_end(status), status)
         return Forked(int(pid))
 
     def _await_reply(self) -> None:
@@ -155,14 +155,14 @@ class WarmInterpreter:
         while not reply.poll(1e3 * _POLL_SECONDS):
             if self._signals:
                 self.close()
-                raise NoForkError.of("is ended")
+                raise NotForked.of("is ended")
             if not is_stopped(self._popen.pid):
                 stopped_since = None
             elif stopped_since is None:
                 stopped_since = time.monotonic()
             elif time.monotonic() - stopped_since > _MOST_SECONDS_STOPPED:
                 self.close()
-                raise NoForkError.of("was stopped (SIGSTOP), and then killed", -signal.SIGSTOP)
+                raise NotForked.of("was stopped (SIGSTOP), and then killed", -signal.SIGSTOP)
 
     def close(self) -> None:
         """End it, and a fork that is still on its way to this process."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from jaxpp_flax._compat_options import set_option
+from jaxpp_flax._compat_texts.options import set_option
 from jaxpp_flax.launch.settings import LaunchError
 from jaxpp_flax.processes.waits import print_notice
 

@@ -1,4 +1,4 @@
-"""JAX's options by the environment variables that JAX reads when it is imported."""
+"""The options of JAX as texts: those of the environment variables that it reads when it is imported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax._compat import private
-
 __all__ = ["set_option"]
 
-# The type of each option beside what else its command line flag has; JAX has no public list of them.
-_flags: dict[str, Any] = private("jax._src.config", "config.meta") or {}
+# The type of each option, and what else its command line flag has; JAX documents no list of them.
+_flags: dict[str, Any] = getattr(jax.config, "meta", {})
 _TRUTHS = {
     **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True),
     **dict.fromkeys(("n", "no", "f", "false", "off", "0"), False),
