@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxpp_flax import _compat_cache
 from jaxpp_flax.launch.process.connection import ConnectionOptions, connect_program
 from jaxpp_flax.launch.process.process_end import ProgramExitError
+from jaxpp_flax.launch.process.variables import applied_at_first_import
 from jaxpp_flax.launch.settings import compilation_cache
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
@@ -29,7 +30,8 @@ def main(
     _compat_cache.use_directory(compilation_cache(os.environ))
     end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
     try:
-        run_program(sys.argv[1:] if arguments is None else list(arguments))
+        with applied_at_first_import():
+            run_program(sys.argv[1:] if arguments is None else list(arguments))
     except SystemExit as error:
         # After SIGTERM every process saves and exits: a good end, with a status of its own.
         if end is None or error.code in (None, 0, PREEMPTED_STATUS):

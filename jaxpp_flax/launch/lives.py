@@ -56,6 +56,9 @@ class Lives:
         self._furthest = max(self._furthest, reached)
         if further:
             self._used = 0
+        if cause is None and self._failed_at is not None:  # else `look` has told
+            seconds = time.monotonic() - self._failed_at
+            self._say(f"life {self._number} ran no steps, and ended well after {seconds:.1f} s.")
         if cause is None or cause.kind == "end" or self._used >= self._most:
             return False
         if cause.kind == "error" and not further:

@@ -23,9 +23,11 @@ from jaxpp_flax.launch.host.signals import (
     exit_status,
     handled_signals,
     is_stopped,
+    kill_group,
     signal_name,
 )
 from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.host.warm import NotForked
 from jaxpp_flax.launch.lives import Cause, Lives
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
@@ -105,15 +107,21 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
     lives, run_id, attempt, goes_on = Lives(job.max_restarts, say), secrets.token_hex(8), 0, True
     cause: Cause | None = None
-    with handled_signals() as signals, closing(Host(job.program, job.devices_per_process, forks=job.forks)) as host:
+    with (
+        handled_signals() as signals,
+        closing(Host(job.program, job.devices_per_process, forks=job.forks, signals=signals)) as host,
+    ):
         while goes_on:
             attempt += 1
             with _Life(job, host, logs, say) as life:
-                life.start(run_id, attempt)
-                cause = life.follow(signals, lives)
-                reached = max(process.progress.last for process in host.processes)
+                try:
+                    life.start(run_id, attempt)
+                    cause = life.follow(signals, lives)
+                except NotForked as error:
+                    cause = _asked(signals.pop(0)) if signals else _not_forked(error)
+                reached = max((process.progress.last for process in host.processes), default=0)
             logs.drain(seconds=1.0)
-            goes_on = not signals and lives.goes_on(cause, reached)
+            goes_on = not (signals or life.is_asked) and lives.goes_on(cause, reached)
     if logs.lost is not None:
         with suppress(OSError):  # else Python tries once more when it ends, and has an exit status of its own
             logs.close()
@@ -128,13 +136,30 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
     return cause.status
 
 
+def _asked(number: int) -> Cause:
+    """The cause if a signal asks for the end."""
+    return Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
+
+
+def _not_forked(error: NotForked) -> Cause:
+    """The cause if the interpreter that forks is lost."""
+    return Cause(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
+
+
 class _Life:
-    """One life of the run: its processes, from their start until none of them is left."""
+    """One life of the run: its processes, from their start until none of them is left.
+
+    Attributes:
+      is_asked: whether a signal has asked for the end, maybe after a failure.
+    """
+
+    is_asked = False
 
     def __init__(self, job: LocalJob, host: Host, logs: Logs, say: Callable[[str], None]) -> None:
         self._job, self._host, self._logs, self._say = job, host, logs, say
         # The launcher holds the port, also after the service has taken it: no other program gets it.
         self._reserved = coordinator.reserve_port(job.address)
+        self._stopped_since: dict[int, float] = {}  # by the number of a process, while the processes start
 
     def __enter__(self) -> _Life:
         return self
@@ -171,7 +196,7 @@ class _Life:
         stopping: Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
         while True:
-            failed = self._reap()
+            failed = self._reap() or self._stopped_while_starting()
             alive = self._host.alive
             lives.look([process.progress for process in self._processes], ended=not alive)
             now = time.monotonic()
@@ -179,8 +204,10 @@ class _Life:
                 number = signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
-                stopping = stopping or Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
-                self._host.signal(number if patient else signal.SIGKILL)
+                stopping, self.is_asked = stopping or _asked(number), True
+                for process in alive:
+                    process.hear(now)
+                    process.signal(number if patient and process.connected else signal.SIGKILL)
                 deadlines = [(now + self._job.grace, signal.SIGKILL)] if patient else []
             elif failed is not None and stopping is None:
                 stopping = failed
@@ -268,6 +295,23 @@ class _Life:
                 return Cause(process.index, text, 128 + signal.SIGSTOP, "crash")
         return cause
 
+    def _stopped_while_starting(self) -> Cause | None:
+        """The cause if a process or the service was stopped before all are connected: they do not yet watch it."""
+        alive, service, now = self._host.alive, self._host.service, time.monotonic()
+        for process in alive:
+            process.hear(now)
+        if all(process.connected for process in alive):
+            return None
+        those = {process.popen.pid: process.index for process in alive}
+        for pid, index in {**those, **({service.pid: None} if service is not None else {})}.items():
+            if not is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+            elif now - self._stopped_since.setdefault(pid, now) > self._job.failure_timeout:
+                kill_group(pid)
+                who = "the coordination service" if index is None else f"process {index} of {self._job.num_processes}"
+                return Cause(index, f"{who} was stopped (SIGSTOP), and then killed.", 128 + signal.SIGSTOP, "crash")
+        return None
+
     def _tell_others(self, cause: Cause, alive: Sequence[SupervisedProcess]) -> None:
         if cause.status == PEER_FAILED_STATUS:
             return  # the other processes have told it
@@ -280,7 +324,7 @@ class _Life:
         """Say which processes are ended: such a process cannot always say so itself."""
         for process in alive:
             process.hear(now)
-            why = "has not ended by itself" if process.listens else "was still starting"
+            why = "has not ended by itself" if process.connected else "was still starting"
             self._say(
                 f"process {process.index} of {self._job.num_processes} {why}: it is ended by {signal_name(number)}."
             )

@@ -41,7 +41,7 @@ class LaunchSettings:
       bind_address: the address that this process's own sockets listen on.
       failure_timeout: seconds within which a failure anywhere has ended every process.
       control_fd: descriptor of a connection to the launcher: a line from there is a failure of another process, its
-        end is the launcher's end; "listens" says that this process reads these lines, "over 0" that its program is
+        end is the launcher's end; "connected" says that it is connected to all others, "over 0" that its program is
         over, and its status. None if there is no launcher.
       progress_fd: descriptor of the page where this process notes its steps; None if there is no launcher.
       run_id: names the run, and no other one; "" if nobody has named it.

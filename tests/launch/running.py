@@ -54,10 +54,13 @@ def parent(process: int) -> int:
 
 
 def forks(mark: str) -> list[int]:
-    """What the launcher's warm interpreter has forked: the coordination service, and then the run's processes."""
+    """What the launcher has forked from its warm interpreter: the coordination service, and then the run's processes.
+
+    The interpreter started before them all.
+    """
     living = marked(mark)
     launcher = min(living, default=0)
-    return sorted(pid for pid in living if parent(pid) in living and parent(parent(pid)) == launcher)
+    return sorted(pid for pid in living if parent(pid) == launcher)[1:]
 
 
 LISTENING, CONNECTED = "0A", "01"  # of a TCP socket, as /proc writes it

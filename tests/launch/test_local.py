@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.running import CONNECTED, QUICK, REAL, Run, addresses, environment, forks, launched, marked, started
 from tests.processes.faults import says
-from tests.running import PATIENCE, wait_for
+from tests.running import PATIENCE, ROOT, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -120,6 +120,19 @@ def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str, laun
         run.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("more", [[], ["--no-fork"]], ids=["forks", "no forks"])
+def test_a_launcher_that_is_started_to_ignore_its_children_sees_them_fail(tmp_path: Path, more: list[str]):
+    # The system would not keep their exit statuses, and a failure would look like a good end.
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    launcher = subprocess.Popen(
+        [*REAL, "-n", "1", *more, "script.py"],
+        env=environment("c" * 32),
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and None,
+    )
+    assert launcher.wait(timeout=PATIENCE) == 3
+
+
 def test_the_exit_status_is_that_of_the_first_failure(tmp_path: Path):
     with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(3)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
         assert run.finish() == 3
@@ -158,6 +171,27 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
         assert "killed by SIGKILL" in error_block(run.stderr)
         # The other one waits inside of JAX to be connected, and is told all the same.
         assert re.search(r"\[\d\] jaxpp_flax: the run has ended: process \d: it was killed by SIGKILL", run.stderr)
+        run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("module", "who"), [("launch.child", "process 1 of 2"), ("launch.coordinator", "the coordination service")]
+)
+def test_what_is_stopped_while_processes_start_is_named(tmp_path: Path, module: str, who: str):
+    # Nobody watches it yet: the others would wait for it until their own limit of 300 s.
+    options = ("-n", "2", "--no-fork", "--max-restarts", "1")
+    with launched(tmp_path, BEGIN, *options, failure_timeout=5.0, launcher=REAL) as run:
+
+        def those() -> list[int]:
+            return [pid for pid, line in marked(run.mark).items() if module in line]
+
+        wait_for(lambda: len(those()) == (2 if "child" in module else 1), module)
+        os.kill(max(those()), signal.SIGSTOP)
+        assert run.finish() == 0, run.stderr
+        says = (
+            f"jaxpp_flax.launch: {who} was stopped (SIGSTOP), and then killed. That was before the first step; restart"
+        )
+        assert says in run.stderr
         run.check_nothing_is_left()
 
 
@@ -287,6 +321,39 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 print("waits")
 """
 )
+
+
+def test_ctrl_c_while_processes_connect_ends_them_at_once(tmp_path: Path):
+    # JAX holds one of them until all are there, and Python's handler would not run: nothing can be saved yet either.
+    options = ("-n", "2", "--no-fork", "--grace", "1000")  # longer than the test's patience
+    with launched(tmp_path, BEGIN, *options, launcher=REAL) as run:
+
+        def children() -> list[int]:
+            return sorted(pid for pid, line in marked(run.mark).items() if "launch.child" in line)
+
+        wait_for(lambda: len(children()) == 2, "the start of both processes")
+        first, last = children()
+        os.kill(last, signal.SIGSTOP)
+        wait_for(lambda: addresses([first], CONNECTED), "the other one to connect")
+        run.popen.send_signal(signal.SIGINT)
+        assert run.finish() == 128 + signal.SIGINT
+        run.check_nothing_is_left()
+
+
+def test_ctrl_c_while_the_launcher_imports_ends_it(tmp_path: Path):
+    # As JAX's callback does, a module swallows the exception of Python's handler.
+    (tmp_path / "jax.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    own = {**environment("ctrl_c"), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    # The tests may run in the background, where Ctrl-C is ignored.
+    end = subprocess.run(
+        [*REAL, "-n", "2", "script.py"],
+        env=own,
+        capture_output=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+    assert end.returncode == -signal.SIGINT, end.stderr
 
 
 def test_sigterm_lets_the_processes_finish(tmp_path: Path):

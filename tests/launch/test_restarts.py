@@ -82,6 +82,14 @@ def test_the_count_begins_anew_with_a_later_step(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+def test_a_life_without_steps_says_so(tmp_path: Path):
+    source = BEGIN + "if attempt == 1:\n    steps(1, 3)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    with launched(tmp_path, source, "-n", "1", "--max-restarts", "1") as run:
+        assert run.finish() == 0, run.stderr
+        last = ends(run).splitlines()[-1]
+        assert re.fullmatch(r"jaxpp_flax.launch: life 2 ran no steps, and ended well after \d+\.\d s\.", last)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("whom", ["the launcher", "process 1"])
 def test_who_asks_for_the_end_gets_it(tmp_path: Path, number: int, whom: str):
@@ -90,6 +98,22 @@ def test_who_asks_for_the_end_gets_it(tmp_path: Path, number: int, whom: str):
         run.wait_for_output("waits", times=2)
         run.popen.send_signal(number) if whom == "the launcher" else run.kill(1, number)
         assert run.finish() == 128 + number
+        assert "attempt 2" not in run.stdout
+        run.check_nothing_is_left()
+
+
+def test_who_asks_for_the_end_after_a_failure_gets_it(tmp_path: Path):
+    # Process 0 asks once the launcher has noticed the end of process 1, and before it starts both again.
+    source = BEGIN + (
+        "if index == 1:\n    open('victim', 'w').write(str(os.getpid()))\n"
+        "steps(1, 2)\n"
+        "if index == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while os.path.exists('/proc/' + open('victim').read()):\n    time.sleep(0.01)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(1000)\n"
+    )
+    with launched(tmp_path, source, "-n", "2", "--max-restarts", "3") as run:
+        assert run.finish() == 128 + signal.SIGKILL
+        assert "process 1 of 2 failed first: it was killed by SIGKILL." in run.stderr
         assert "attempt 2" not in run.stdout
         run.check_nothing_is_left()
 

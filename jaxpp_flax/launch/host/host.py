@@ -32,15 +32,18 @@ class Host:
       program: a file's path, or "-m" and a module's name; then its arguments.
       devices_per_process: virtual devices on CPU, else accelerators.
       forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
+      signals: grows when the user wants the end of the run; then nothing more starts.
 
     Attributes:
       processes: those of this life of the run.
       service: the coordination service, if it runs on this host: in a process of its own, beside no program.
     """
 
-    def __init__(self, program: Sequence[str], devices_per_process: int, *, forks: bool) -> None:
-        self._program, self._devices = program, devices_per_process
-        self._warm = WarmInterpreter() if forks else None
+    def __init__(
+        self, program: Sequence[str], devices_per_process: int, *, forks: bool, signals: Sequence[int] = ()
+    ) -> None:
+        self._program, self._devices, self._signals = program, devices_per_process, signals
+        self._warm = WarmInterpreter(signals) if forks else None
         self.processes: list[SupervisedProcess] = []
         self.service: subprocess.Popen[bytes] | Forked | None = None
         self._kept: list[int] = []
@@ -48,37 +51,39 @@ class Host:
     def serve(self, settings: LaunchSettings) -> None:
         """Start the coordination service of this life of the run, at the address in the settings."""
         arguments = coordinator.arguments(settings, linger=settings.failure_timeout)
-        with open(os.devnull, "r+b") as nothing:
-            reading, writing = os.pipe()  # the service ends with this process
-            self._kept.append(writing)
+        reading, writing = os.pipe()  # the service ends with this process
+        self._kept.append(writing)
+        with open(os.devnull, "r+b") as nothing, open(reading, "rb"):
             descriptors = {0: reading, 1: nothing.fileno(), 2: nothing.fileno()}
             environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
             self.service = self._spawn("jaxpp_flax.launch.coordinator", arguments, environment, descriptors)
-            os.close(reading)
 
     def start(self, settings: LaunchSettings, follow: Follow) -> None:
         """Start one process of the run. `follow` reads its output: its index, a stream, and whether that has errors."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         progress = Progress()
-        control, page = inherited(theirs.fileno()), inherited(progress.descriptor)
-        streams = [os.pipe(), os.pipe()]
-        with open(os.devnull, "rb") as nothing:
-            descriptors = {0: nothing.fileno(), 1: streams[0][1], 2: streams[1][1], control: control, page: page}
+        pipes = [os.pipe(), os.pipe()]
+        streams = [os.fdopen(reading, errors="replace") for reading, _ in pipes]
+        with contextlib.ExitStack() as given, theirs, open(os.devnull, "rb") as nothing:
+            control, page = inherited(theirs.fileno()), inherited(progress.descriptor)
+            out, errors = (writing for _, writing in pipes)
+            for descriptor in (control, page, out, errors):
+                given.callback(os.close, descriptor)
+            descriptors = {0: nothing.fileno(), 1: out, 2: errors, control: control, page: page}
             settings = replace(settings, control_fd=control, progress_fd=page)
             environment = child_environment(os.environ, settings, self._devices)
             popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
         self.processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
-        for descriptor in (streams[0][1], streams[1][1], control, page):
-            os.close(descriptor)
-        theirs.close()
-        for errors, (reading, _) in enumerate(streams):
-            follow(settings.process_id, os.fdopen(reading, errors="replace"), bool(errors))
+        for has_errors, stream in enumerate(streams):
+            follow(settings.process_id, stream, bool(has_errors))
 
     def _spawn(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> subprocess.Popen[bytes] | Forked:
         if self._warm is not None:
+            if self._warm.has_ended:  # what it has forked lives on, and ends like any process
+                self._warm = WarmInterpreter(self._signals)
             return self._warm.fork(module, arguments, environment, descriptors)
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

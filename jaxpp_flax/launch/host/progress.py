@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 import tempfile
 from typing import IO
+
+from jaxpp_flax.launch.settings import LaunchError
 
 __all__ = ["Progress"]
 
@@ -18,6 +21,9 @@ class Progress:
     Args:
       descriptor: an open file of the page; None: a new page.
 
+    Raises:
+      LaunchError: if there is no room for a new one.
+
     Example:
       >>> page = Progress()
       >>> Progress(page.descriptor).begin(7), Progress(page.descriptor).begin(8)
@@ -29,8 +35,7 @@ class Progress:
     def __init__(self, descriptor: int | None = None) -> None:
         self._file: IO[bytes] | None = None
         if descriptor is None:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115 closed by `close`
-            self._file.truncate(_STEPS.size)
+            self._file = _new_page()
             descriptor = self._file.fileno()
         self.descriptor = descriptor
         self._page = mmap.mmap(descriptor, _STEPS.size)
@@ -54,3 +59,20 @@ class Progress:
         self._page.close()
         if self._file is not None:
             self._file.close()
+
+
+def _new_page() -> IO[bytes]:
+    """A file with room of its own: where a mapped page finds none, the first write to it kills the process."""
+    try:
+        with contextlib.ExitStack() as undone:
+            page = undone.enter_context(tempfile.TemporaryFile())
+            page.write(bytes(_STEPS.size))
+            page.flush()
+            undone.pop_all()  # its owner closes it
+    except OSError as error:
+        folder = tempfile.tempdir or "a folder of temporary files"  # None if there is none
+        raise LaunchError(
+            f"there is no room for the page of a process's steps in {folder}: {error}. Make room there, or let TMPDIR "
+            "name another folder."
+        ) from error
+    return page

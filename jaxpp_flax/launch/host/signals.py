@@ -15,7 +15,10 @@ __all__ = ["describe_end", "exit_status", "handled_signals", "is_stopped", "kill
 
 @contextlib.contextmanager
 def handled_signals() -> Generator[list[int]]:
-    """Inside, Ctrl-C, SIGTERM and a hangup are recorded in a list, in order, and do nothing else."""
+    """Inside, Ctrl-C, SIGTERM and a hangup are recorded in a list, in order, and do nothing else.
+
+    The ends of children are not ignored, as whoever started this process may have set it: their statuses would be lost.
+    """
     received: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:
@@ -25,6 +28,7 @@ def handled_signals() -> Generator[list[int]]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under `nohup` the run outlives its terminal
         numbers.append(signal.SIGHUP)
     before: dict[int, Any] = {number: signal.signal(number, record) for number in numbers}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield received
     finally:

@@ -23,7 +23,8 @@ class SupervisedProcess:
     Attributes:
       control: the launcher's end of the connection to it.
       progress: the steps that it has begun.
-      listens: whether it hears the launcher, as it does once Python has imported JAX.
+      connected: whether it has come to all others. Before, it has nothing to save, JAX may hold it, and it may miss
+        that another one was stopped.
       status: as `Popen.returncode`, once it has ended.
       over_since: the time when its program was over: from then on the other processes need nothing of it.
       over_status: the exit status that its program announced then.
@@ -35,7 +36,7 @@ class SupervisedProcess:
     popen: subprocess.Popen[bytes] | Forked
     control: socket.socket
     progress: Progress
-    listens: bool = False
+    connected: bool = False
     status: int | None = None
     over_since: float | None = None
     over_status: int = 0
@@ -48,11 +49,11 @@ class SupervisedProcess:
         return self.status in (0, PREEMPTED_STATUS)
 
     def hear(self, now: float) -> None:
-        """Read its messages: it listens, or its program is over."""
+        """Read its messages: it is connected, or its program is over."""
         with contextlib.suppress(OSError):  # nothing has come, or it has ended
             for line in self.control.recv(4096).decode(errors="replace").splitlines():
-                if line == "listens":
-                    self.listens = True
+                if line == "connected":
+                    self.connected = True
                 elif line.startswith("over "):
                     self.over_since, self.over_status = now, int(line.removeprefix("over "))
 

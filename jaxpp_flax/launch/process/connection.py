@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -111,7 +112,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     Returns:
       The end of this process, installed; None for a single process, or one that is connected already.
     """
-    if jax.distributed.is_initialized():
+    if _is_connected():
         group, timeout_s = process_group(), options.failure_timeout_s
         group.watch() if timeout_s is None else group.watch(timeout_s)
         return None
@@ -119,14 +120,15 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     served_elsewhere, local_device_ids = settings is not None, options.local_device_ids
     if settings is None:
         settings, local_device_ids = _find_place(options)
+    for name in settings.to_environment():
+        os.environ.pop(name, None)  # programs that this process starts do not belong to the run
     if settings.num_processes == 1:
         _listen(settings, lambda _: None)
         _take_part(process_group(), settings)
+        _tell_launcher(settings)
         return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
-    for name in settings.to_environment():
-        os.environ.pop(name, None)  # programs that this process starts do not belong to the run
     settings = replace(
         settings,
         bind_address=options.bind_address or settings.bind_address,
@@ -135,7 +137,14 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
     end = connect(settings, local_device_ids, options.initialization_timeout_s, served_elsewhere=served_elsewhere)
     end.install()
     await_all(end, options.initialization_timeout_s)
+    _tell_launcher(settings)
     return end
+
+
+def _is_connected() -> bool:
+    """Whether this process takes part in a run. Asking makes no group: `jax.distributed.initialize` must come first."""
+    takes_part = process_group.cache_info().currsize > 0 and process_group().run_id != ""
+    return jax.distributed.is_initialized() or takes_part
 
 
 def _find_place(options: ConnectionOptions) -> tuple[LaunchSettings, Sequence[int] | None]:
@@ -242,6 +251,13 @@ def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
     group.run_id, group.attempt = settings.run_id, settings.attempt
     if settings.progress_fd is not None:
         group.on_step = Progress(settings.progress_fd).begin
+
+
+def _tell_launcher(settings: LaunchSettings) -> None:
+    """Say that this process and all others have started."""
+    if settings.control_fd is not None:
+        with contextlib.suppress(OSError):  # the launcher has gone
+            os.write(settings.control_fd, b"connected\n")
 
 
 def _take_sigterm_back() -> None:

@@ -207,8 +207,6 @@ def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], o
 
     A line of `control_fd` is a process's index, a space, and its failure.
     """
-    with contextlib.suppress(OSError):  # the launcher has gone
-        os.write(control_fd, b"listens\n")
 
     def listen() -> None:
         # A launcher that is killed before it has read what this process wrote resets the connection.

@@ -38,9 +38,11 @@ def test_errors_after_a_known_failure(failed: int, error: Exception, is_a_conseq
 def test_the_launcher_s_end_is_noticed(has_read: bool):
     launcher, own = socket.socketpair()
     ended = threading.Event()
-    listen_to_launcher(own.detach(), lambda _: None, ended.set)
+    own_fd = own.detach()
+    listen_to_launcher(own_fd, lambda _: None, ended.set)
+    os.write(own_fd, b"connected\n")
     if has_read:
-        assert launcher.recv(100) == b"listens\n"
+        assert launcher.recv(100) == b"connected\n"
     launcher.close()  # with unread bytes the system resets the connection, as it does when a launcher is killed
     assert ended.wait(10.0)
 
