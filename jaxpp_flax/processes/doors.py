@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 __all__ = ["Doors", "is_closed", "open_door"]
 
+# A network that is reset for a second refuses for that time, too.
+_CERTAIN_SECONDS = 2.0
 # Nobody takes the connections of those who try the door: room for one of each process of a large run, and for more.
 _MOST_TRIES = 4096
 
@@ -46,6 +48,7 @@ class Doors:
 
     def __init__(self) -> None:
         self._was_open: dict[str, bool] = {}
+        self._closed_since: dict[str, float] = {}
 
     def learn(self, addresses: Iterable[str], seconds: float) -> None:
         """Try doors that are new, of which some may not answer, for this time; the rest at later calls."""
@@ -56,6 +59,17 @@ class Doors:
                     return
                 self._was_open[address] = is_closed(address, seconds) is False
 
-    def has_closed(self, address: str, seconds: float) -> bool:
-        """Whether a door has closed, and so its process has ended."""
-        return self._was_open.get(address, False) and is_closed(address, seconds) is True
+    def has_closed(self, address: str, seconds: float, heard: float) -> bool:
+        """Whether a door has closed for good, and so its process has ended; to be asked repeatedly.
+
+        Args:
+          seconds: how long to wait for an answer.
+          heard: when the process gave its last sign of life.
+        """
+        if not self._was_open.get(address, False) or not is_closed(address, seconds):
+            self._closed_since.pop(address, None)
+            return False
+        now = time.monotonic()
+        if self._closed_since.get(address, heard) <= heard:
+            self._closed_since[address] = now
+        return now - self._closed_since[address] >= _CERTAIN_SECONDS

@@ -69,9 +69,9 @@ class Judge:
         """Forget all silences: this process itself was stopped, so they say nothing about the others."""
         self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
 
-    def silent(self, now: float, seconds: float) -> list[int]:
-        """The processes whose last heartbeat came so long ago; one without any is still starting."""
-        return [i for i, (_, heard) in sorted(self._beats.items()) if now - heard > seconds]
+    def silent(self, now: float, seconds: float) -> dict[int, float]:
+        """The processes whose last heartbeat came so long ago, and when; one without any is still starting."""
+        return {i: heard for i, (_, heard) in sorted(self._beats.items()) if now - heard > seconds}
 
     def ended(self, index: int, now: float) -> Failure:
         """The failure of a silent process that is known to have ended."""
@@ -86,9 +86,9 @@ class Judge:
         silent = self.silent(now, self._patience.silence)
         if not silent:
             return None
-        beat, heard = self._beats[silent[0]]
-        more = f" (so for {name_processes(silent)})" if len(silent) > 1 else ""
-        return Failure(silent[0], f"{silence_text(now - heard)}{more}. {beat.story()}")
+        first, heard = next(iter(silent.items()))
+        more = f" (so for {name_processes([*silent])})" if len(silent) > 1 else ""
+        return Failure(first, f"{silence_text(now - heard)}{more}. {self._beats[first][0].story()}")
 
     # -- in vain
 

@@ -115,19 +115,19 @@ class Watch:
             # Either the service is gone, or the connection to it, which JAX makes anew.
             with contextlib.suppress(CoordinationError):
                 self.exchange(time.monotonic())
-            if time.monotonic() - self._answered > self._patience.soon:
+            if time.monotonic() - self._answered > self._patience.interval:
                 self._look_for_service()
             self._ended.wait(self._patience.interval)
 
     def _look_for_service(self) -> None:
         """End the run if the service has ended: without it no process hears of another one."""
-        if self._has_closed(self._group.service_address):
+        if self._has_closed(self._group.service_address, self._patience.interval, self._answered):
             text = f"{self._group.service} has ended, maybe with all that ran beside it: nothing listens there any more"
             self._group.observe(Failure(None, text))
 
-    def _has_closed(self, door: str) -> bool:
+    def _has_closed(self, door: str, seconds: float, heard: float) -> bool:
         """Whether what listened there has ended; not asked at the end of the program, when all do so."""
-        return not self._heart.finished and self._doors.has_closed(door, self._patience.interval)
+        return not self._heart.finished and self._doors.has_closed(door, seconds, heard)
 
     def exchange(self, now: float) -> None:
         """Tell the heartbeat, and hear the news; called once an interval."""
@@ -162,7 +162,8 @@ class Watch:
             return
         silence = now - self._watcher_heard
         first = self._group.process_index == 0 and not told and self._term == 0
-        ended = silence > self._patience.soon and self._has_closed(self._watcher_door)
+        interval = self._patience.interval
+        ended = silence > interval and self._has_closed(self._watcher_door, interval, self._watcher_heard)
         if not first and not ended and silence <= self._patience.silence:
             return
         # If the one that takes over now dies at once, the next term begins after another silence.
@@ -187,10 +188,10 @@ class Watch:
         told = {int(index): Beat.read(text) for index, text in beats.items()}
         judge.hear(told, now)
         self._doors.learn([beat.door for beat in told.values()], self._patience.interval / 2)
-        gone = (i for i in judge.silent(now, self._patience.soon) if self._has_closed(told[i].door))
-        if (failure := judge.failure(now)) is None and (index := next(gone, None)) is not None:
-            failure = judge.ended(index, now)
-        if failure is not None:
+        silent = judge.silent(now, self._patience.interval)
+        seconds = self._patience.interval / max(1, len(silent))
+        ended = [i for i, heard in silent.items() if self._has_closed(told[i].door, seconds, heard)]
+        if (failure := judge.ended(ended[0], now) if ended else judge.failure(now)) is not None:
             self._group.observe(failure, tell=True)
         found = judge.notice()
         if found is not None:
