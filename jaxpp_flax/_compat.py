@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = [
     "is_ordered",
     "needs_devices",
     "nothing_cached",
+    "outlive_broken_connections",
     "platform_of",
     "poison",
     "private",
@@ -211,21 +213,51 @@ def poison(connection: Any) -> bool:
     return True
 
 
-def start_coordination_service(address: str, process_count: int, heartbeat_timeout_s: int) -> Callable[[], None] | None:
+# Longer than any run. Not all that XLA computes from these seconds has room for more.
+_NEVER_SECONDS = 10**8
+
+
+def start_coordination_service(address: str, process_count: int) -> Callable[[], None] | None:
     """Serve JAX's coordination service in this process, for other processes to connect to.
 
-    After `heartbeat_timeout_s` seconds of silence a process counts as lost; this ends no other process.
+    It ends no process because of another one, and counts none as lost.
 
     Returns:
       A function that ends the service; None if this JAX hides the service: then process 0 serves it.
     """
     try:
         service = _runtime.get_distributed_runtime_service(
-            address, process_count, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=5, recoverable=True
+            address, process_count, heartbeat_timeout=_NEVER_SECONDS, shutdown_timeout=5, recoverable=True
         )
     except (AttributeError, TypeError):
         return None
     return service.shutdown
+
+
+def outlive_broken_connections(timeout_s: int) -> Any:
+    """Let this process live on when its connection to a service of `start_coordination_service` breaks.
+
+    JAX's client asks the service once, for errors of the run, and waits for the answer until the end. It aborts the
+    process if that call fails, also by a connection that is reset for a second. A second client with the same index
+    asks too: then the service ends the first one's call, which that one takes for a good end.
+
+    Returns:
+      The second client. Give it up, and its own call ends too, once later calls of the first one have been answered.
+      None if this JAX hides its client.
+    """
+    state = _distributed_state
+    try:
+        client = _runtime.get_distributed_runtime_client(
+            state.coordinator_address,
+            state.process_id,
+            init_timeout=timeout_s,
+            heartbeat_timeout=_NEVER_SECONDS,
+            shutdown_on_destruction=False,
+        )
+    except (AttributeError, TypeError):
+        return None
+    client.connect()
+    return client
 
 
 @dataclass(frozen=True)

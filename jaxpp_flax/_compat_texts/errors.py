@@ -12,9 +12,11 @@ from enum import Enum, auto
 
 __all__ = [
     "MeshFault",
+    "has_entry",
     "has_no_entry",
     "has_timed_out",
     "is_of_jax",
+    "is_out_of_reach",
     "is_uneven_split",
     "lacks_backend",
     "lacks_product",
@@ -83,6 +85,16 @@ def has_timed_out(error: RuntimeError) -> bool:
 def has_no_entry(error: RuntimeError) -> bool:
     """Return whether the coordination service answered that its store has no such entry."""
     return "NOT_FOUND" in str(error)
+
+
+def has_entry(error: RuntimeError) -> bool:
+    """Return whether the coordination service answered that its store has such an entry already."""
+    return "ALREADY_EXISTS" in str(error)
+
+
+def is_out_of_reach(error: RuntimeError) -> bool:
+    """Return whether no connection led to the coordination service, or the one that did has broken."""
+    return "UNAVAILABLE" in str(error)
 
 
 # Words in errors of JAX that another process's death may cause: wait for the news of it. What awaited a connection that

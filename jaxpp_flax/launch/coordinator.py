@@ -3,8 +3,8 @@
 JAX would serve it inside process 0. If process 0 were killed, JAX would abort all the others at once, before they could
 print which process died and what they waited for. Here, process 0 is like the others.
 
-The service lives as long as its standard input is open, and then until the processes of the run have ended: JAX aborts
-a client that loses its service. The next run may use its port at once: when the standard input ends, it lets nobody new
+The service lives as long as its standard input is open, and then until the processes of the run have ended: they hear
+of each other through it. The next run may use its port at once: when the standard input ends, it lets nobody new
 in, and once the processes of its run have gone the service ends.
 """
 
@@ -16,30 +16,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["arguments", "connections", "heartbeat_timeout", "is_taken", "reserve_port", "say_goodbye", "serve", "start"]
+__all__ = ["arguments", "connections", "is_taken", "reserve_port", "say_goodbye", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _ESTABLISHED, _LISTENING = "01", "0A"  # as Linux writes a connection's state
-
-
-def heartbeat_timeout(failure_timeout: float) -> int:
-    """Seconds of silence until JAX's own service and clients give each other up, the same in all of them.
-
-    JAX aborts a client whose service does not answer (because its host's network is gone, say) after half of this time
-    at the earliest, without a reason. By then this package has ended the process, with the reason.
-
-    >>> heartbeat_timeout(30.0)
-    60
-    """
-    return max(2, round(2 * failure_timeout))
 
 
 def connections(port: int) -> frozenset[str] | None:
@@ -90,17 +78,12 @@ def reserve_port(address: str) -> socket.socket:
     return reserved
 
 
-def serve(address: str, num_processes: int, failure_timeout: float) -> Callable[[], None] | None:
-    """Serve in this process; returns the function that ends the service, None if this version of JAX hides it."""
-    return _compat.start_coordination_service(address, num_processes, heartbeat_timeout(failure_timeout))
-
-
 def arguments(settings: LaunchSettings, linger: float, address: str | None = None) -> list[str]:
     """The arguments of the service's process, which stays `linger` seconds after the process that started it has died.
 
     It listens at the address of the settings, or at another one that leads to the same port.
     """
-    numbers = settings.num_processes, settings.failure_timeout, linger
+    numbers = settings.num_processes, linger
     return [address or settings.coordinator_address, *map(str, numbers)]
 
 
@@ -131,8 +114,8 @@ def main(given: Sequence[str]) -> None:
     """Serve until the standard input ends, and a while longer. The arguments are those that `arguments` gives."""
     # SLURM tells all processes of a job to end, and those of the run still need the service for a last checkpoint.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    address, num_processes, failure_timeout, linger = given[0], int(given[1]), float(given[2]), float(given[3])
-    stop = serve(address, num_processes, failure_timeout)
+    address, num_processes, linger = given[0], int(given[1]), float(given[2])
+    stop = _compat.start_coordination_service(address, num_processes)
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
     said = sys.stdin.buffer.read()

@@ -82,7 +82,8 @@ class Barriers:
             # Apart from the values, which may be large.
             store.set(f"{here}/came/{self._index}", b"")
             place = store.add(f"{here}/count")
-            if place == self._count:
+            # Of those that have come last, one at least finds all there: a broken connection may have counted some twice.
+            if place >= self._count and not self._missing(store, here):
                 store.set(f"{here}/complete", b"")
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:
                 self._check()
@@ -172,14 +173,14 @@ class SharedValues:
         """Give every process a value, without waiting. Only the first announcement of a name counts."""
         if self._store is None:
             self._announced.setdefault(name, value)
-        elif self._store.add(f"{ROOT}/announcements/{name}/count") == 1:
-            self._store.set(f"{ROOT}/announcements/{name}/value/0", value)
+        else:
+            self._store.claim(f"{ROOT}/announcements/{name}/0", value)
 
     def announcement(self, name: str) -> bytes | None:
         """The value announced under this name; None if there is none yet. The call takes about 0.2 ms."""
         if self._store is None:
             return self._announced.get(name)
-        return self._store.list(f"{ROOT}/announcements/{name}/value").get("0")
+        return self._store.list(f"{ROOT}/announcements/{name}").get("0")
 
     def numbered_name(self, name: str) -> str:
         """Return `name` with the number of calls for it so far.

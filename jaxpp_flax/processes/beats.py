@@ -20,6 +20,7 @@ class Teller(Protocol):
 
     runs: int
     begun: Callable[[], str] | None
+    door: str
     waits: Waits
     barriers: Barriers
 
@@ -41,6 +42,7 @@ class Beat:
 
     Attributes:
       number: counts the heartbeats of the process.
+      door: the address of its door (see `doors`); empty if it has none.
       finished: whether its program has ended.
       barrier: the barrier that its main thread is at, which no other barrier's text equals; None if it is at none.
       came: for how long it is at that barrier, in seconds.
@@ -58,6 +60,7 @@ class Beat:
     """
 
     number: int = 0
+    door: str = ""
     finished: bool = False
     barrier: str | None = None
     came: float = 0.0
@@ -116,6 +119,7 @@ class Heart:
         seconds = self._begun.seconds((group.runs, begun), now)
         return Beat(
             number=self._number,
+            door=group.door,
             finished=self.finished,
             barrier=barrier,
             came=self._barrier.seconds(barrier, now),

@@ -8,7 +8,6 @@ failed, before it names a process itself.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,7 +58,7 @@ class WatchedGroup(Protocol):
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
 
-    def was_heard(self, process: int, within_s: float) -> bool: ...
+    def has_ended(self, process: int) -> bool: ...
 
 
 def first_failure(failures: Mapping[str, bytes]) -> Failure:
@@ -76,10 +75,7 @@ def first_failure(failures: Mapping[str, bytes]) -> Failure:
 # A process that fails by itself reports it before its connections break; the others read reports each second.
 _REPORT_SECONDS = 2.0
 # A process that still lives was hit itself, and waits for a report before it makes one.
-_LIVES_SECONDS = 10.0
-# Heartbeats come each second, and are looked at each second: a living process is heard within two, and a bit.
-_SILENT_SECONDS = 3.5
-_POLL_SECONDS = 0.05
+_LIVES_SECONDS = 8.0
 
 
 def await_report(group: WatchedGroup, process: int | None) -> None:
@@ -87,11 +83,9 @@ def await_report(group: WatchedGroup, process: int | None) -> None:
 
     A value that `process` has sent has become an error; None if the sender is unknown.
     """
-    begun = time.monotonic()
-    while group.process_count > 1 and not group.failed.wait(_POLL_SECONDS):
-        lives = process is None or group.was_heard(process, _SILENT_SECONDS)
-        if time.monotonic() - begun > (_LIVES_SECONDS if lives else _REPORT_SECONDS):
-            return
+    known = group.process_count == 1 or group.failed.wait(_REPORT_SECONDS)
+    if not known and (process is None or not group.has_ended(process)):
+        group.failed.wait(_LIVES_SECONDS)
 
 
 def observe_broken_connection(group: WatchedGroup, process: int, what: str, error: BaseException) -> None:

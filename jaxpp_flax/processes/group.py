@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import NoReturn
 
@@ -24,6 +24,7 @@ import jax
 from jaxpp_flax import _compat
 from jaxpp_flax._compat_texts.errors import may_come_from_a_peer
 from jaxpp_flax.processes.barriers import Barriers, SharedValues
+from jaxpp_flax.processes.doors import open_door
 from jaxpp_flax.processes.failures import (
     DEFAULT_FAILURE_TIMEOUT,
     PEER_FAILED_STATUS,
@@ -37,6 +38,7 @@ from jaxpp_flax.processes.store import (
     ProcessFailedError,
     claim_index,
     claim_run,
+    own_address,
 )
 from jaxpp_flax.processes.waits import (
     REPORT_SECONDS,
@@ -76,7 +78,8 @@ class ProcessGroup:
       waits: the present waits of the threads of this process.
       failure: the first failure that this process knows of; None if it knows of none.
       failed: an event that is set once a failure is known.
-      service: the coordination service in words, for errors.
+      service, service_address: the coordination service in words, for errors, and where it listens; "" if unknown.
+      door: the address of this process's door (see `doors`), which is open between `watch` and `close`.
       serves: True if the coordination service runs inside this process, and ends with it.
       identity: a text that names this process, and no other that runs at the same time.
       life: random letters; a process that is started again has other ones.
@@ -105,7 +108,8 @@ class ProcessGroup:
             raise ValueError(f"{process_count} processes need a store that they share; `store` is None.")
         self.process_index = process_index
         self.process_count = process_count
-        self.service = "the coordination service"
+        self.service, self.service_address = "the coordination service", ""
+        self.door = ""
         self.serves = False
         self.life = secrets.token_hex(4)
         self.identity = f"process id {os.getpid()} of host {socket.gethostname()}"
@@ -127,6 +131,7 @@ class ProcessGroup:
         self._waits_at_failure: list[str] = []
         self._reporter: WaitReporter | None = None
         self._watch: Watch | None = None
+        self._door: socket.socket | None = None
         self._ending, self._observing = threading.Lock(), threading.Lock()
 
     @property
@@ -262,9 +267,9 @@ class ProcessGroup:
 
     # -- the watch
 
-    def was_heard(self, process: int, within_s: float) -> bool:
-        """Return True if a heartbeat of another process has come within the last `within_s` seconds."""
-        return self._watch is not None and self._watch.was_heard(process, within_s)
+    def has_ended(self, process: int) -> bool:
+        """Return whether another process is known to have ended; its host is asked."""
+        return self._watch is not None and self._watch.has_ended(process)
 
     @property
     def is_watched(self) -> bool:
@@ -300,9 +305,10 @@ class ProcessGroup:
         claim_run(self._store, self.process_index, self.run_id)
         claim_index(self._store, self.process_index, self.process_count, self.identity)
         stuck = seconds_from_environment(os.environ, "JAXPP_FLAX_STUCK_TIMEOUT", math.inf)
+        self._open_door()
         self._watch = Watch(
             self,
-            self._store,
+            self._store.without_patience(),
             failure_timeout_s,
             on_failure or self.end_process,
             report_s=_report_after(),
@@ -310,6 +316,12 @@ class ProcessGroup:
         )
         self._watch.start()
         self._report_waits(f"process {self.process_index}")
+
+    def _open_door(self) -> None:
+        host = os.environ.get("JAXPP_FLAX_BIND_ADDRESS")
+        with suppress(OSError):  # without a door, the silence of this process has to say it
+            if host or self.service_address:
+                self._door, self.door = open_door(host or own_address(self.service_address))
 
     def end_process(self, failure: Failure | str) -> NoReturn:
         """Print the failure and the waits of this process on stderr, and end the process without waiting for threads.
@@ -340,6 +352,8 @@ class ProcessGroup:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        if self._door is not None:
+            self._door.close()
         if self._reporter is not None:
             self._reporter.stop()
 
@@ -367,7 +381,8 @@ def process_group() -> ProcessGroup:
         client, index, count = connection
         group = ProcessGroup(KeyValueStore(client), index, count)
         group.serves = index == 0
-        group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
+        group.service_address = _compat.coordinator_address() or ""
+        group.service = f"the coordination service at {group.service_address} (the host of process 0)"
         return group
     if jax.distributed.is_initialized():
         raise CoordinationError(_compat.why_one_process())

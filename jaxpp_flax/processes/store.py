@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from jaxpp_flax._compat_texts.errors import has_no_entry, has_timed_out
+from jaxpp_flax._compat_texts.errors import has_entry, has_no_entry, has_timed_out, is_out_of_reach
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -25,6 +26,10 @@ __all__ = [
 
 ROOT = "jaxpp_flax"
 """The folder in the store that belongs to this package."""
+
+# By then the watch has ended the process if the service is gone.
+_PATIENCE_SECONDS = 30.0
+_PAUSE_SECONDS = 0.2
 
 
 @documented("JPF500")
@@ -47,27 +52,53 @@ class KeyValueStore:
 
     Args:
       client: the client of the service, as `_compat.coordination_client` gives it.
+      patience_s: for how long calls are repeated while the connection is broken.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, patience_s: float = _PATIENCE_SECONDS) -> None:
+        self._client, self._patience = client, patience_s
+
+    def without_patience(self) -> KeyValueStore:
+        """The same store; its calls raise as soon as the connection breaks."""
+        return KeyValueStore(self._client, 0.0)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return function(*arguments, **more)
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_reach(error) or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
 
     def set(self, key: str, value: bytes) -> None:
         """Write an entry, replacing the one that is there."""
         with _store_errors():
-            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+            self._call(self._client.key_value_set_bytes, key, value, allow_overwrite=True)
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Write an entry unless there is one; returns the one that is there then."""
+        with _store_errors():
+            try:
+                self._call(self._client.key_value_set_bytes, key, value)
+            except jax.errors.JaxRuntimeError as error:
+                if not has_entry(error):
+                    raise
+                return self._call(self._client.key_value_try_get_bytes, key)
+        return value
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """Wait for an entry; None if it does not come in time."""
         with _store_errors():
             try:
-                return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
+                return self._call(self._client.blocking_key_value_get_bytes, key, max(1, int(timeout_s * 1000)))
             except jax.errors.JaxRuntimeError as error:
                 if not has_timed_out(error):
                     raise
             # Over a slow network no answer comes within a short time. This question has no limit.
             try:
-                return self._client.key_value_try_get_bytes(key)
+                return self._call(self._client.key_value_try_get_bytes, key)
             except jax.errors.JaxRuntimeError as error:
                 if has_no_entry(error):
                     return None
@@ -76,18 +107,18 @@ class KeyValueStore:
     def list(self, folder: str) -> dict[str, bytes]:
         """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
         with _store_errors():
-            entries: list[tuple[str, bytes]] = self._client.key_value_dir_get_bytes(folder + "/")
+            entries: list[tuple[str, bytes]] = self._call(self._client.key_value_dir_get_bytes, folder + "/")
         return {key.removeprefix(folder + "/"): value for key, value in entries}
 
     def add(self, key: str) -> int:
-        """Add one to a counter that begins at zero; returns the sum."""
+        """Add one to a counter that begins at zero; returns the sum. If the connection breaks, it may be added twice."""
         with _store_errors():
-            return self._client.key_value_increment(key, 1)
+            return self._call(self._client.key_value_increment, key, 1)
 
     def delete(self, key: str) -> None:
         """Delete an entry, and all entries below it."""
         with _store_errors():
-            self._client.key_value_delete(key)
+            self._call(self._client.key_value_delete, key)
 
 
 @contextmanager
@@ -108,11 +139,7 @@ def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> 
     Raises:
       CoordinationError: naming both processes, by their `identity`, if another one has the index.
     """
-    key = f"{ROOT}/claims/{index}"
-    if store.add(f"{key}/count") == 1:
-        store.set(f"{key}/by", identity.encode())
-        return
-    owner = (store.get(f"{key}/by", 5.0) or b"another process").decode()
+    owner = store.claim(f"{ROOT}/claims/{index}", identity.encode()).decode()
     if owner != identity:
         raise CoordinationError(
             f"two processes of this run have the index {index} (process_id): {owner}, and this one, {identity}. Give "
@@ -128,12 +155,8 @@ def claim_run(store: KeyValueStore, index: int, run_id: str) -> None:
     """
     if not run_id:
         return
-    key = f"{ROOT}/run"
-    if store.add(f"{key}/count") == 1:
-        store.set(f"{key}/by", f"{run_id} {index}".encode())
-        return
-    other, _, first = (store.get(f"{key}/by", 5.0) or b"").decode().rpartition(" ")
-    if other and other != run_id:
+    other, _, first = store.claim(f"{ROOT}/run", f"{run_id} {index}".encode()).decode().rpartition(" ")
+    if other != run_id:
         raise CoordinationError(
             f"two runs have one coordinator's address: process {index} belongs to the run {run_id!r}, and process "
             f"{first}, which came first, to {other!r}. End what is left of the other run, or give this one another "

@@ -13,7 +13,7 @@ from jaxpp_flax.processes.beats import AwaitedValue, Beat
 from jaxpp_flax.processes.failures import Failure
 from jaxpp_flax.processes.waits import name_processes
 
-__all__ = ["Judge", "Patience", "silence_text"]
+__all__ = ["Judge", "Patience", "end_text", "silence_text"]
 
 # A state counts as news once a process has told it in so many heartbeats.
 _HEARTBEATS = 2
@@ -69,18 +69,26 @@ class Judge:
         """Forget all silences: this process itself was stopped, so they say nothing about the others."""
         self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
 
+    def silent(self, now: float, seconds: float) -> dict[int, float]:
+        """The processes whose last heartbeat came so long ago, and when; one without any is still starting."""
+        return {i: heard for i, (_, heard) in sorted(self._beats.items()) if now - heard > seconds}
+
+    def ended(self, index: int, now: float) -> Failure:
+        """The failure of a silent process that is known to have ended."""
+        beat, heard = self._beats[index]
+        return Failure(index, f"{end_text(now - heard)}. {beat.story()}")
+
     def failure(self, now: float) -> Failure | None:
         """The failure that the heartbeats show; None while all goes well."""
         return self._lost(now) or self._in_vain(now) or self._stuck_for_too_long()
 
     def _lost(self, now: float) -> Failure | None:
-        # A process without any heartbeat is still starting; the barrier after the start has its own deadline.
-        silent = [i for i, (_, heard) in sorted(self._beats.items()) if now - heard > self._patience.silence]
+        silent = self.silent(now, self._patience.silence)
         if not silent:
             return None
-        beat, heard = self._beats[silent[0]]
-        more = f" (so for {name_processes(silent)})" if len(silent) > 1 else ""
-        return Failure(silent[0], f"{silence_text(now - heard)}{more}. {beat.story()}")
+        first, heard = next(iter(silent.items()))
+        more = f" (so for {name_processes([*silent])})" if len(silent) > 1 else ""
+        return Failure(first, f"{silence_text(now - heard)}{more}. {self._beats[first][0].story()}")
 
     # -- in vain
 
@@ -202,6 +210,17 @@ def silence_text(seconds: float) -> str:
     'no sign of life for 18 s: it was killed, was stopped, or its host is down'
     """
     return f"no sign of life for {seconds:.0f} s: it was killed, was stopped, or its host is down"
+
+
+def end_text(seconds: float) -> str:
+    """
+    >>> end_text(4.2)
+    'it was killed, or ended without a word: its last sign of life came 4 s ago, and its sockets are closed'
+    """
+    return (
+        f"it was killed, or ended without a word: its last sign of life came {seconds:.0f} s ago, and its sockets are "
+        "closed"
+    )
 
 
 def _why_in_vain(other: Beat, mine: Beat, index: int, run: int | None, patience: Patience) -> tuple[str | None, float]:

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxpp_flax.processes.beats import Beat, Heart, Teller
+from jaxpp_flax.processes.doors import Doors, is_closed
 from jaxpp_flax.processes.failures import Failure, WatchedGroup, first_failure
 from jaxpp_flax.processes.store import ROOT, CoordinationError, KeyValueStore
-from jaxpp_flax.processes.verdicts import Judge, Patience, silence_text
+from jaxpp_flax.processes.verdicts import Judge, Patience, end_text, silence_text
 from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
 __all__ = ["FAILURES", "SILENCE_SHARE", "Watch"]
@@ -37,6 +38,7 @@ _GRACE_SHARE = 0.1
 class _Group(WatchedGroup, Teller, Protocol):
     failure: Failure | None
     service: str
+    service_address: str
 
 
 class Watch:
@@ -70,8 +72,8 @@ class Watch:
         self._term = 0  # how often the watch has changed hands
         self._news_of_watcher = b""
         self._watcher_heard = self._exchanged = self._answered = time.monotonic()
-        # The heartbeats of single processes that other threads ask for: the last one's number, and when it came.
-        self._asked: dict[int, tuple[int | None, float]] = {}
+        self._doors = Doors()
+        self._watcher_door = ""
         self._told = 0.0  # for how long a process had stood still when the user was told last
         self._ended = threading.Event()
         self._threads = [
@@ -94,10 +96,10 @@ class Watch:
         """Tell, from now on, that this process has ended its program."""
         self._heart.finished = True
 
-    def was_heard(self, process: int, within_s: float) -> bool:
-        """Whether a new heartbeat of a process has come within the last seconds; the first call begins to look."""
-        _, heard = self._asked.setdefault(process, (None, time.monotonic()))
-        return time.monotonic() - heard <= within_s
+    def has_ended(self, process: int) -> bool:
+        """Whether the door of a process is closed. A firewall could do the same: it is no proof."""
+        told = self._store.get(f"{ROOT}/beats/{process}", 0.1)
+        return told is not None and is_closed(Beat.read(told).door, self._patience.interval) is True
 
     def stop(self) -> None:
         """End both threads."""
@@ -110,10 +112,22 @@ class Watch:
 
     def _talk(self) -> None:
         while not self._ended.is_set():
-            # Either the service is gone, and `_guard` notices its silence; or one call failed.
+            # Either the service is gone, or the connection to it, which JAX makes anew.
             with contextlib.suppress(CoordinationError):
                 self.exchange(time.monotonic())
+            if time.monotonic() - self._answered > self._patience.interval:
+                self._look_for_service()
             self._ended.wait(self._patience.interval)
+
+    def _look_for_service(self) -> None:
+        """End the run if the service has ended: without it no process hears of another one."""
+        if self._has_closed(self._group.service_address, self._patience.interval, self._answered):
+            text = f"{self._group.service} has ended, maybe with all that ran beside it: nothing listens there any more"
+            self._group.observe(Failure(None, text))
+
+    def _has_closed(self, door: str, seconds: float, heard: float) -> bool:
+        """Whether what listened there has ended; not asked at the end of the program, when all do so."""
+        return not self._heart.finished and self._doors.has_closed(door, seconds, heard)
 
     def exchange(self, now: float) -> None:
         """Tell the heartbeat, and hear the news; called once an interval."""
@@ -130,47 +144,54 @@ class Watch:
         if reports and self._group.failure is None:
             self._group.observe(first_failure(reports))
         self._hear_watcher(news.get("watcher", b""), now)
+        self._doors.learn([self._group.service_address, self._watcher_door], self._patience.interval / 2)
         if self._judge is None:
             self._name(news.get(_STILL))
         elif self._group.failure is None:  # after a failure, waits are its consequences
             self._judge_all(self._judge, now)
-        for process, (number, _) in list(self._asked.items()):
-            told = self._store.get(f"{ROOT}/beats/{process}", 0.1)
-            if told is not None and (new := Beat.read(told).number) != number:
-                # How old the first one is, nobody knows.
-                self._asked[process] = (new, self._asked[process][1] if number is None else now)
 
     def _hear_watcher(self, told: bytes, now: float) -> None:
         """Take the watch over if nobody watches, give it up if another process has done so."""
         if told != self._news_of_watcher:
             self._news_of_watcher, self._watcher_heard = told, now
             self._term = max(self._term, int(told.split()[0]))
+            self._watcher_door = told.decode().split(" ")[3]
         if self._judge is not None:
             if told and int(told.split()[1]) != self._group.process_index:
                 self._judge = None
             return
         silence = now - self._watcher_heard
         first = self._group.process_index == 0 and not told and self._term == 0
-        if not first and silence <= self._patience.silence:
+        interval = self._patience.interval
+        ended = silence > interval and self._has_closed(self._watcher_door, interval, self._watcher_heard)
+        if not first and not ended and silence <= self._patience.silence:
             return
         # If the one that takes over now dies at once, the next term begins after another silence.
         self._term, self._watcher_heard = self._term + 1, now
-        if self._store.add(f"{ROOT}/terms/{self._term}") > 1:
+        own = str(self._group.process_index).encode()
+        if self._store.claim(f"{ROOT}/terms/{self._term}", own) != own:
             return
         self._judge = Judge(self._patience)
         self._tell_watch()
         if told:
-            self._group.observe(Failure(int(told.split()[1]), silence_text(silence)), tell=True)
+            text = end_text(silence) if ended else silence_text(silence)
+            self._group.observe(Failure(int(told.split()[1]), text), tell=True)
 
     def _tell_watch(self) -> None:
-        self._news_of_watcher = f"{self._term} {self._group.process_index} {self._exchanged}".encode()
+        group = self._group
+        self._news_of_watcher = f"{self._term} {group.process_index} {self._exchanged} {group.door}".encode()
         self._store.set(f"{_NEWS}/watcher", self._news_of_watcher)
 
     def _judge_all(self, judge: Judge, now: float) -> None:
         self._tell_watch()
         beats = self._store.list(f"{ROOT}/beats")
-        judge.hear({int(index): Beat.read(text) for index, text in beats.items()}, now)
-        if (failure := judge.failure(now)) is not None:
+        told = {int(index): Beat.read(text) for index, text in beats.items()}
+        judge.hear(told, now)
+        self._doors.learn([beat.door for beat in told.values()], self._patience.interval / 2)
+        silent = judge.silent(now, self._patience.interval)
+        seconds = self._patience.interval / max(1, len(silent))
+        ended = [i for i, heard in silent.items() if self._has_closed(told[i].door, seconds, heard)]
+        if (failure := judge.ended(ended[0], now) if ended else judge.failure(now)) is not None:
             self._group.observe(failure, tell=True)
         found = judge.notice()
         if found is not None:

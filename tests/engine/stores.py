@@ -33,6 +33,13 @@ class MemoryStore:
         with self.changed:
             return {k.removeprefix(folder + "/"): v for k, v in self.entries.items() if k.startswith(folder + "/")}
 
+    def without_patience(self) -> MemoryStore:
+        return self
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        with self.changed:
+            return self.entries.setdefault(key, value)
+
     def add(self, key: str) -> int:
         with self.changed:
             self.entries[key] = str(int(self.entries.get(key, b"0")) + 1).encode()

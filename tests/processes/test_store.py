@@ -21,12 +21,13 @@ class Gone:
 
 
 def test_a_service_that_is_gone_is_named_with_what_to_do():
-    store = KeyValueStore(Gone())
+    store = KeyValueStore(Gone(), patience_s=0.3)
     for call in (
         lambda: store.set("k", b""),
         lambda: store.get("k", 1.0),
         lambda: store.list("k"),
         lambda: store.add("k"),
+        lambda: store.claim("k", b""),
     ):
         with pytest.raises(
             CoordinationError, match=r"UNAVAILABLE: failed to connect\. It runs in the launcher.* start"

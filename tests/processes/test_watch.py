@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +26,8 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.folders: dict[str, dict[str, bytes]] = {}
-        self.counts: Counter[str] = Counter()
         self.requests = self.entries = 0
-        self.after_add: Callable[[str], None] = lambda key: None
+        self.after_claim: Callable[[str], None] = lambda key: None
 
     def _place(self, key: str) -> tuple[dict[str, bytes], str]:
         root, folder, rest = key.split("/", 2)
@@ -50,11 +48,11 @@ class CountingStore:
         self.requests, self.entries = self.requests + 1, self.entries + len(found)
         return found
 
-    def add(self, key: str) -> int:
-        self.requests += 1
-        self.counts[key] += 1
-        self.after_add(key)
-        return self.counts[key]
+    def claim(self, key: str, value: bytes) -> bytes:
+        folder, rest = self._place(key)
+        found = folder.setdefault(rest, value)
+        self.after_claim(key)
+        return found
 
     def delete(self, key: str) -> None:
         folder, rest = self._place(key)
@@ -151,10 +149,10 @@ def test_a_watcher_that_dies_as_it_takes_over_is_followed_by_another():
 
     def die(key: str) -> None:
         if key.endswith("terms/2"):
-            run.store.after_add = lambda key: None
+            run.store.after_claim = lambda key: None
             raise KilledError
 
-    run.store.after_add = die
+    run.store.after_claim = die
     assert 2 * SILENCE <= run.seconds_until_all_know() <= 2 * SILENCE + 3
     assert len(run.dead) == 2
     assert run.failures() == {(0, "no sign of life")}

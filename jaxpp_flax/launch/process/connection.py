@@ -31,6 +31,10 @@ __all__ = ["ConnectionOptions", "await_all", "connect", "connect_program", "init
 
 # JAX aborts a process whose connection it gives up, without a reason; our own deadline, with a reason, comes first.
 _AFTER_OUR_DEADLINE = 60
+# After half of this many failure timeouts JAX aborts a process whose service does not answer, without a reason. By then
+# this package has ended it, with the reason; if it could, that is: a call may hold Python's lock for ever. A heartbeat
+# that a short break of the network hits aborts too, so there are few where this package watches the service.
+_IN_PROCESS_0, _APART = 2, 40
 # Names of a run, of this package's user, SLURM, and Open MPI.
 _RUN_IDS = ("JAXPP_FLAX_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE")
 # Until the user is told what the connection waits for.
@@ -194,8 +198,9 @@ def connect(
     """
     bind_address, listen_at = _listening_addresses(settings)
     _check_own(bind_address)
-    serves = settings.process_id == 0 and not served_elsewhere
-    serves = serves and _compat.private_names_in_use()["coordination_service"]
+    # The service has a process of its own: the launcher's, or process 0 starts it. Else JAX's own one is in process 0.
+    apart = served_elsewhere or _compat.private_names_in_use()["coordination_service"]
+    serves = settings.process_id == 0 and apart and not served_elsewhere
     place = _take_place(settings, listen_at if serves else None)
     connected = threading.Event()
     reporting_thread("jaxpp_flax connecting", lambda: _await(connected, settings, timeout_s), print_notice).start()
@@ -204,8 +209,6 @@ def connect(
     service: subprocess.Popen[bytes] | None = None
     if serves:
         service = coordinator.start(settings, linger=settings.failure_timeout + 5.0, address=listen_at)
-    # If another service serves the run, JAX's own one in process 0 is unused: it gets a free port of loopback.
-    unused = served_elsewhere or service is not None
     jax.distributed.initialize(
         settings.coordinator_address,
         settings.num_processes,
@@ -213,16 +216,18 @@ def connect(
         local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=round(timeout_s) + _AFTER_OUR_DEADLINE,
-        heartbeat_timeout_seconds=coordinator.heartbeat_timeout(settings.failure_timeout),
-        coordinator_bind_address="127.0.0.1:0" if unused else listen_at,
+        heartbeat_timeout_seconds=max(2, round((_APART if apart else _IN_PROCESS_0) * settings.failure_timeout)),
+        # JAX's own service in process 0 is unused then: it gets a free port of loopback.
+        coordinator_bind_address="127.0.0.1:0" if apart else listen_at,
     )
+    second = _compat.outlive_broken_connections(round(timeout_s)) if apart else None
     connected.set()
     _take_sigterm_back()
     _compat_cache.write_in_every_process()
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
-    group.serves = settings.process_id == 0 and not unused
+    group.serves = settings.process_id == 0 and not apart
     _take_part(group, settings)
     end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
@@ -232,6 +237,7 @@ def connect(
         print_notice(str(error))
         end_at_once(1)
     watching.set()
+    del second  # this process has talked to the service since
     return end
 
 
