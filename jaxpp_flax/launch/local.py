@@ -105,7 +105,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
     lives, run_id, attempt, goes_on = Lives(job.max_restarts, say), secrets.token_hex(8), 0, True
     cause: Cause | None = None
-    with handled_signals() as signals, closing(Host(job.program, job.devices_per_process, forks=job.forks)) as host:
+    with handled_signals() as signals, closing(_host(job)) as host:
         while goes_on:
             attempt += 1
             with _Life(job, host, logs, say) as life:
@@ -126,6 +126,10 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
         for line in logs.last_error(cause.index):
             console.file.write(line + "\n")
     return cause.status
+
+
+def _host(job: LocalJob) -> Host:
+    return Host(job.program, job.devices_per_process, forks=job.forks, keeps_state=job.max_restarts > 0)
 
 
 class _Life:

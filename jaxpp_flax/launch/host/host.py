@@ -33,17 +33,24 @@ class Host:
       devices_per_process: virtual devices on CPU, else accelerators.
       forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
 
+      keeps_state: whether the processes may leave copies of their state to those of the next life. They lie in a file
+        in memory without a name, so nothing is left of them once this process and those that it has started end.
+
     Attributes:
       processes: those of this life of the run.
       service: the coordination service, if it runs on this host: in a process of its own, beside no program.
     """
 
-    def __init__(self, program: Sequence[str], devices_per_process: int, *, forks: bool) -> None:
+    def __init__(
+        self, program: Sequence[str], devices_per_process: int, *, forks: bool, keeps_state: bool = False
+    ) -> None:
         self._program, self._devices = program, devices_per_process
         self._warm = WarmInterpreter() if forks else None
         self.processes: list[SupervisedProcess] = []
         self.service: subprocess.Popen[bytes] | Forked | None = None
         self._kept: list[int] = []
+        keeps = keeps_state and sys.platform.startswith("linux")  # no other system has such files
+        self._memory = os.memfd_create("jaxpp_flax") if keeps else None
 
     def serve(self, settings: LaunchSettings) -> None:
         """Start the coordination service of this life of the run, at the address in the settings."""
@@ -66,11 +73,15 @@ class Host:
         with open(os.devnull, "rb") as nothing:
             descriptors = {0: nothing.fileno(), 1: streams[0][1], 2: streams[1][1], control: control, page: page}
             settings = replace(settings, control_fd=control, progress_fd=page)
+            if self._memory is not None:
+                memory = inherited(self._memory)
+                settings, descriptors[memory] = replace(settings, memory_fd=memory), memory
             environment = child_environment(os.environ, settings, self._devices)
             popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
         self.processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
-        for descriptor in (streams[0][1], streams[1][1], control, page):
-            os.close(descriptor)
+        for number, descriptor in descriptors.items():
+            if number:  # that of nothing is closed
+                os.close(descriptor)
         theirs.close()
         for errors, (reading, _) in enumerate(streams):
             follow(settings.process_id, os.fdopen(reading, errors="replace"), bool(errors))
@@ -120,6 +131,8 @@ class Host:
         self.end()
         if self._warm is not None:
             self._warm.close()
+        if self._memory is not None:
+            os.close(self._memory)
 
 
 def child_environment(

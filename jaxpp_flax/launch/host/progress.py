@@ -9,11 +9,12 @@ from typing import IO
 
 __all__ = ["Progress"]
 
-_STEPS = struct.Struct("qq")
+_STEPS, _FROM_MEMORY = struct.Struct("qq"), struct.Struct("q")
+_SIZE = _STEPS.size + _FROM_MEMORY.size
 
 
 class Progress:
-    """The first and the last step that a process has begun.
+    """The first and the last step that a process has begun, and whether its state came from memory.
 
     Args:
       descriptor: an open file of the page; None: a new page.
@@ -30,14 +31,23 @@ class Progress:
         self._file: IO[bytes] | None = None
         if descriptor is None:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 closed by `close`
-            self._file.truncate(_STEPS.size)
+            self._file.truncate(_SIZE)
             descriptor = self._file.fileno()
         self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, _STEPS.size)
+        self._page = mmap.mmap(descriptor, _SIZE)
 
     def begin(self, step: int) -> None:
         """Note that the process has begun a step, counted from 1."""
         _STEPS.pack_into(self._page, 0, self.first or step, step)
+
+    def goes_on_from_memory(self) -> None:
+        """Note that the process goes on from a copy in memory."""
+        _FROM_MEMORY.pack_into(self._page, _STEPS.size, 1)
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether it goes on from a copy in memory."""
+        return bool(_FROM_MEMORY.unpack_from(self._page, _STEPS.size)[0])
 
     @property
     def first(self) -> int:
