@@ -16,7 +16,7 @@ from jaxpp_flax.processes.comparison import exchange_values, find_everywhere
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume
 from jaxpp_flax.trainers.data.position import DataPosition, own_position
-from jaxpp_flax.trainers.state.sources import Memory
+from jaxpp_flax.trainers.state.sources import MemoryCopy
 
 __all__ = ["StateInMemory"]
 
@@ -55,6 +55,7 @@ class StateInMemory:
         if self._found is not None and (self._serial - self._found.serial) % 2:
             self._serial += 1
         self._has_copied = False
+        self.has_resumed = False  # whether `resume` has gone on from a copy
 
     @classmethod
     def of(cls, checkpoints: Checkpointing, every: int | None) -> StateInMemory | None:
@@ -70,11 +71,8 @@ class StateInMemory:
 
     @without_ambient_mesh
     def resume(self, how: Resume) -> DataPosition | None:
-        """As `Checkpointing.resume`, from the copy of an earlier life if it is at least as new as any checkpoint.
-
-        Sets `has_resumed` to whether that was so.
-        """
-        checkpoints, found, self.has_resumed = self._checkpoints, self._found, False
+        """As `Checkpointing.resume`, from the copy of an earlier life if it is at least as new as any checkpoint."""
+        checkpoints, found = self._checkpoints, self._found
         if self._group.attempt == 1 or checkpoints.held.step:
             return checkpoints.resume(how)
         tell = checkpoints.display.message
@@ -90,7 +88,7 @@ class StateInMemory:
             return checkpoints.resume(how)
         checkpoints.held.meet("trainer.restore")
         with checkpoints.clock.part("restore"):
-            checkpoints.held.take(Memory(found, target))
+            checkpoints.held.take(MemoryCopy(found, target))
         first, positions = found.abouts[0], [about["data"] for about in found.abouts]
         alike = all(position == positions[0] for position in positions)
         position = own_position(positions[0] if alike else {"processes": positions})

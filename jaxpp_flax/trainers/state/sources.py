@@ -25,7 +25,7 @@ from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.train_state import own_path
 
-__all__ = ["Arrays", "Checkpoint", "Factory", "Files", "Memory", "Source", "compare_values"]
+__all__ = ["Arrays", "Checkpoint", "Factory", "Files", "MemoryCopy", "Source", "compare_values"]
 
 _REMEDY = (
     "Every process makes model and optimizer by itself, so all must make the same ones: give each the same seed and "
@@ -121,7 +121,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
+class MemoryCopy:
     """A copy in the memory of this host, which fits `leaves`: arrays or shapes by path."""
 
     copy: StateCopy

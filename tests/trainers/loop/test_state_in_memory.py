@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -183,6 +185,22 @@ def test_a_step_that_the_last_evaluation_follows_is_copied_after_it(tmp_path: Pa
     trainer.fit(batches(), steps=3, eval_data=[next(batches())])
     steps = {Slots(group.memory_file).head(number).serial for number in (0, 1)}  # type: ignore[arg-type, union-attr]
     assert steps == {1, 2}
+
+
+def test_the_last_copy_of_all_processes_is_not_overwritten(tmp_path: Path, slots: Slots):
+    trainer, _, _ = live(tmp_path, kill_at=3)
+    memory = state_in_memory.StateInMemory(trainer.checkpoints, 1, process_group().memory_file or -1)
+    memory.copy_if_due()
+    before = slots.heads()
+
+    def check() -> None:
+        raise TimeoutError
+
+    # Another process that has not written this copy yet.
+    memory._group = SimpleNamespace(process_count=2, process_index=0, check=check, waiting=lambda _: nullcontext())  # type: ignore[assignment]
+    with pytest.raises(TimeoutError):
+        memory.copy_if_due()
+    assert slots.heads() == before
 
 
 def test_too_little_memory_is_refused_before_the_first_step(
