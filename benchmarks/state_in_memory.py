@@ -9,6 +9,7 @@ of the machine changes them less than the time.
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any
 
 from workload import parser, report
 
-CONTESTANTS: dict[str, dict[str, int]] = {
+CONTESTANTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "a copy a step": {"memory_every": 1},
     "a save a step": {"every": 1},
@@ -56,16 +57,15 @@ def measure(arguments: Any) -> None:
     import jax
     import numpy as np
     import optax
-    from flax import nnx
 
     from jaxpp_flax import PipelineTrainer
     from jaxpp_flax.processes import exchange_values, process_group
     from jaxpp_flax.trainers import Callback, Checkpoints
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-    from train_gpt import GPT, Config, loss_fn
+    example = importlib.import_module("train_gpt")
 
-    config = Config(
+    config = example.Config(
         layers=arguments.blocks, width=arguments.width, heads=arguments.width // 64, length=arguments.length
     )
     tokens = np.random.default_rng(0).integers(0, 256, (arguments.batch * arguments.microbatches, config.length + 1))
@@ -88,11 +88,11 @@ def measure(arguments: Any) -> None:
         for name in arguments.only:
             spent = Spent()
             trainer = PipelineTrainer(
-                lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), loss_fn,
+                lambda rngs: example.GPT(config, rngs=rngs), optax.adamw(1e-3), example.loss_fn,
                 num_stages=arguments.stages, num_microbatches=arguments.microbatches, logging=False,
                 checkpoints=Checkpoints(f"{arguments.directory}/{name}{turn}", keep=1, **CONTESTANTS[name]),
             )  # fmt: skip
-            parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.pure(trainer.held.memory.params)))
+            parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.held.memory.params))
             trainer.fit([batch] * (arguments.steps + 2), epochs=1, callbacks=[spent])
             # The first two steps compile and take memory.
             each = (spent.seconds[-1] - spent.seconds[1]) / arguments.steps

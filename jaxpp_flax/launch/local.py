@@ -129,6 +129,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
 
 def _host(job: LocalJob) -> Host:
+    """Return this host's owner of processes, and of the copies of their state if others will follow them."""
     return Host(job.program, job.devices_per_process, forks=job.forks, keeps_state=job.max_restarts > 0)
 
 

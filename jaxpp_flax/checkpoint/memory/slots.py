@@ -110,7 +110,8 @@ class Slots:
         size += _BODY
         if number not in self._open or len(self._open[number]) < size:
             os.posix_fallocate(self._file, number * _SPAN, size)
-            self._open[number] = mmap.mmap(self._file, size, offset=number * _SPAN)
+            ready = mmap.MAP_SHARED | mmap.MAP_POPULATE  # else the first copy would wait for each page
+            self._open[number] = mmap.mmap(self._file, size, flags=ready, offset=number * _SPAN)
         return np.frombuffer(self._open[number], np.uint8)
 
     def reserved(self) -> int:

@@ -6,6 +6,8 @@ import json
 import time
 from typing import Any
 
+import jax
+
 from jaxpp_flax.checkpoint import CheckpointSaveError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.memory.copies import newest_copy, own_parts
@@ -145,7 +147,8 @@ class StateInMemory:
             if self._has_copied:
                 self._await_others()
             self._serial, self._has_copied = self._serial + 1, True
-            self._slots.write(self._own(self._serial), self._serial, parts, about)
+            with jax.transfer_guard_device_to_host("allow"):  # the user asks for it
+                self._slots.write(self._own(self._serial), self._serial, parts, about)
 
     def _content(self) -> tuple[list[Any], bytes]:
         checkpoints = self._checkpoints

@@ -28,7 +28,7 @@ def slots() -> Iterator[Slots]:
     os.close(file)
 
 
-def write(slots: Slots, process: int, serial: int, leaves: dict[str, Any], processes: int = 1, **owner: str) -> None:
+def write(slots: Slots, process: int, serial: int, leaves: dict[str, Any], processes: int = 1, **owner: Any) -> None:
     parts, about = own_parts(leaves)
     about = {**OWNER, **about, "step": serial, "processes": processes, **owner}
     slots.write(2 * process + serial % 2, serial, parts, json.dumps(about).encode())
@@ -82,7 +82,7 @@ def test_a_copy_that_one_process_has_not_written_counts_as_nothing(slots: Slots)
 @pytest.mark.parametrize("owner", [{"run": "other"}, {"directory": "elsewhere"}])
 def test_a_slot_of_another_run_is_never_taken(slots: Slots, owner: dict[str, str]):
     write(slots, 0, 1, {"w": jnp.ones(3)})
-    write(slots, 0, 2, {"w": jnp.ones(3)}, **owner)
+    write(slots, 0, 2, {"w": jnp.ones(3)}, 1, **owner)
     assert serial(slots) == 1
 
 
