@@ -76,7 +76,8 @@ class Lives:
         if not first or (max(page.last for page in pages) == first and not ended):
             return
         seconds, self._failed_at = time.monotonic() - self._failed_at, None
-        source = f"from the checkpoint of step {first - 1}" if first > 1 else "from the beginning, without a checkpoint"
+        kind = "copy in memory" if any(page.is_from_memory for page in pages) else "checkpoint"
+        source = f"from the {kind} of step {first - 1}" if first > 1 else "from the beginning, without a checkpoint"
         repeated = max(0, self._furthest - first + 1)
         self._say(
             f"life {self._number} goes on {source}: {repeated} step{'' if repeated == 1 else 's'} repeated, "

@@ -107,10 +107,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
     lives, run_id, attempt, goes_on = Lives(job.max_restarts, say), secrets.token_hex(8), 0, True
     cause: Cause | None = None
-    with (
-        handled_signals() as signals,
-        closing(Host(job.program, job.devices_per_process, forks=job.forks, signals=signals)) as host,
-    ):
+    with handled_signals() as signals, closing(_host(job, signals)) as host:
         while goes_on:
             attempt += 1
             with _Life(job, host, logs, say) as life:
@@ -144,6 +141,11 @@ def _asked(number: int) -> Cause:
 def _not_forked(error: NotForked) -> Cause:
     """The cause if the interpreter that forks is lost."""
     return Cause(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
+
+
+def _host(job: LocalJob, signals: Sequence[int]) -> Host:
+    """Return this host's owner of processes, and of the copies of their state if others will follow them."""
+    return Host(job.program, job.devices_per_process, forks=job.forks, signals=signals, keeps_state=job.max_restarts > 0)
 
 
 class _Life:

@@ -44,6 +44,8 @@ class LaunchSettings:
         end is the launcher's end; "connected" says that it is connected to all others, "over 0" that its program is
         over, and its status. None if there is no launcher.
       progress_fd: descriptor of the page where this process notes its steps; None if there is no launcher.
+      memory_fd: descriptor of the file in memory where processes keep copies of their state for the next life of the
+        run; None if there will be none.
       run_id: names the run, and no other one; "" if nobody has named it.
       attempt: how often the processes of the run have been started, from 1.
 
@@ -62,6 +64,7 @@ class LaunchSettings:
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     control_fd: int | None = None
     progress_fd: int | None = None
+    memory_fd: int | None = None
     run_id: str = ""
     attempt: int = 1
 

@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.leaves import Wanted, is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
-from jaxpp_flax.engine.arrays.mesh import MpmdSharding
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import place_parts
 from jaxpp_flax.pretrained.faults import grouped, keep_remedy
 from jaxpp_flax.pretrained.name_map import IDENTITY, NO_RULE, Fill, NameMap
 from jaxpp_flax.pretrained.slices import StoredTensor, full_index, read_part, tensor_parts
@@ -232,26 +230,4 @@ def _mismatch(
 def _place(leaf: FilledLeaf, sharding: Any) -> Any:
     if sharding is None:
         return np.ascontiguousarray(leaf.read((slice(None),) * len(leaf.shape)))
-    if not isinstance(sharding, MpmdSharding):
-        return _on_devices(leaf, sharding)
-    local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
-    parts = {rank: _on_devices(leaf, sharding.local_sharding(rank)) for rank in local}
-    return MpmdArray(parts, sharding, shape=leaf.shape, dtype=leaf.dtype)
-
-
-def _on_devices(leaf: FilledLeaf, sharding: Any) -> jax.Array:
-    """Read each slice once, and put it on its devices before the next one is read."""
-    devices: dict[Any, list[Any]] = {}
-    index_of = sharding.addressable_devices_indices_map(leaf.shape)
-    for device, index in index_of.items():
-        devices.setdefault(tuple((of.start, of.stop) for of in index), []).append(device)
-    pieces: dict[Any, jax.Array] = {}
-    for same in devices.values():
-        piece = leaf.read(index_of[same[0]])
-        for device in same:
-            own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            # On CPU this may be the memory of `piece`, which nothing changes: XLA copies it where a step donates it.
-            pieces[device] = jax.device_put(piece, own)
-        jax.block_until_ready([pieces[device] for device in same])
-    found = [pieces[device] for device in index_of]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, found, dtype=leaf.dtype)
+    return place_parts(leaf.read, leaf.shape, leaf.dtype, sharding)

@@ -90,6 +90,8 @@ class ProcessGroup:
       begun_step: the step in which it began that.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
       on_step: called with each step that the trainer sets; None: nobody asks.
+      on_memory: called when the trainer goes on from a copy in `memory_file`; None: nobody asks.
+      memory_file: descriptor of a file in memory that outlives the process; None if no other life of the run follows.
       place: the line of the user's code where an error ended the program of this process; None before.
 
     Example:
@@ -120,6 +122,8 @@ class ProcessGroup:
         self.run_id = ""
         self.attempt = 1
         self.on_step: Callable[[int], None] | None = None
+        self.on_memory: Callable[[], None] | None = None
+        self.memory_file: int | None = None
         self._step: int | None = None
         self.place: str | None = None
         self._store = store

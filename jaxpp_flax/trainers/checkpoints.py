@@ -310,7 +310,7 @@ class Checkpointing:
             return self.data.position
         later = f"; later steps, up to step {before}, were not saved and are lost"
         self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
-        return self._restored_position()
+        return self.restored_position()
 
     def _has_rolled_back(self, store: CheckpointStore) -> bool:
         """Return whether the launcher has started the run again, and it has saved since it went back to a step."""
@@ -331,9 +331,10 @@ class Checkpointing:
         later = f"; later checkpoints, up to step {latest}, are renamed to <step>.abandoned after the next step"
         self.display.message(f"resumed from {path}, step {step}{later if latest > step else ''}")
         store.branch = step
-        return self._restored_position()
+        return self.restored_position()
 
-    def _restored_position(self) -> DataPosition | None:
+    def restored_position(self) -> DataPosition | None:
+        """Return the position in the data after a restore; tell the user if there is none."""
         position = self.data.position
         if position is None:
             self.display.message("the checkpoint holds no position in the data: the data starts from its beginning")

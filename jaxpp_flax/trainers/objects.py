@@ -148,6 +148,7 @@ class TrainerObjects:
             held=held, checkpoints=self.checkpoints, data=self.data, callbacks=callbacks, display=display,
             saves=options is not None and options.every is not None,
             deadline=None if options is None else options.preemption_deadline,
+            memory_every=None if options is None else options.memory_every,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ attributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -147,3 +148,86 @@ make_trainer(Checkpoints(sys.argv[1], every=2), stages=2, depth=2).fit(batches()
             run.check_nothing_is_left()
     assert said["killed"] == said["undisturbed"]  # to the last bit
     assert len(said["undisturbed"]) == 7
+
+
+IN_MEMORY = """
+import os, random, signal, sys, threading, time
+import jax
+from jaxpp_flax.checkpoint.memory.slots import Slots
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.trainers import Callback, Checkpoints
+from tests.checkpoint.program import batches, make_trainer
+
+directory, how = sys.argv[1:]
+group = process_group()
+index, attempt = group.process_index, group.attempt
+print("pid", os.getpid())
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Losses(Callback):
+    def on_step(self, trainer, record):
+        if how == "soon" and attempt < 4 and index == attempt % 2 and record.step >= 3 * attempt - 1:
+            threading.Timer(random.Random(attempt).uniform(0, 0.03), die).start()  # at some moment of the next steps
+        time.sleep(0.01)
+        print(f"step {record.step} loss {float(record.metrics['loss']).hex()}")
+
+if how == "writing" and index == 1 and attempt < 3:
+    # One process is killed when it has changed a slot and not given it its mark; the other one has written its own.
+    written = Slots.write
+    def write(self, number, serial, values, about):
+        if serial >= 2 + 2 * attempt:
+            time.sleep(0.2)
+            self.reserve(number, 1)[:5000] = 0
+            die()
+        written(self, number, serial, values, about)
+    Slots.write = write
+
+trainer = make_trainer(Checkpoints(directory, memory_every=1), stages=2, depth=2)
+trainer.fit(batches(), steps=12, callbacks=[Losses()])
+print("in memory", [name for name in os.listdir("/dev/shm") if "jaxpp" in name])
+"""
+
+
+def test_training_goes_on_from_copies_in_memory_to_the_same_weights(tmp_path: Path):
+    (tmp_path / "script.py").write_text(IN_MEMORY, encoding="utf-8")
+    said: dict[str, set[tuple[str, str]]] = {}
+    for how, most in (("soon", 2), ("writing", 2), ("undisturbed", 0)):
+        command = [*QUICK, "-n", "2", "--max-restarts", "3", "script.py", str(tmp_path / how), how]
+        with started(tmp_path, command) as run:
+            assert run.finish() == 0, run.stderr
+            said[how] = set(re.findall(r"step (\d+) loss (\S+)$", run.stdout, re.MULTILINE))
+            lives = re.findall(r"life \d goes on from the copy in memory of step \d+: (\d) steps? repeated", run.stderr)
+            assert len(lives) == (0 if how == "undisturbed" else lives_of(run) - 1), run.stderr
+            # The step that was begun, and that of a copy that one of the two had not written yet.
+            assert all(int(repeated) <= most for repeated in lives), run.stderr
+            assert run.stdout.count("in memory []") == 2
+            run.check_nothing_is_left()
+    assert said["soon"] == said["writing"] == said["undisturbed"]  # to the last bit
+    assert len(said["undisturbed"]) == 12
+
+
+def lives_of(run: Run) -> int:
+    """How many lives a run of two processes had."""
+    return run.stdout.count("pid ") // 2
+
+
+def test_copies_in_memory_end_with_a_launcher_that_is_killed(tmp_path: Path):
+    # What its processes held open was all that there was of them.
+    source = BEGIN + (
+        "held = os.readlink(f'/proc/self/fd/{group.memory_file}')\nprint('file', held)\n"
+        "os.posix_fallocate(group.memory_file, 0, 1 << 20)\nprint('waits')\ntime.sleep(1000)\n"
+    )
+    with launched(tmp_path, source, "-n", "2", "--max-restarts", "1") as run:
+        run.wait_for_output("waits", times=2)
+        assert run.stdout.count("/memfd:jaxpp_flax (deleted)") == 2
+        os.kill(run.popen.pid, signal.SIGKILL)
+        run.finish()
+        run.check_nothing_is_left()
+
+
+def test_a_run_that_is_not_started_again_has_no_file_for_copies(tmp_path: Path):
+    with launched(tmp_path, BEGIN + "print('file', group.memory_file)\n", "-n", "1") as run:
+        assert run.finish() == 0, run.stderr
+        assert "file None" in run.stdout

@@ -75,7 +75,8 @@ def register() -> None:
 
     This covers `StandardCheckpointer`, and `CheckpointManager` with `StandardSave` or `PyTreeSave` and their
     counterparts for restoring. A leaf of the target may be an `MpmdArray`, or a `jax.ShapeDtypeStruct` with an
-    `MpmdSharding`.
+    `MpmdSharding`. Do not call them inside `jax.set_mesh`. With several processes give them `MultiprocessingOptions(
+    primary_host=0, active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="...")`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, numpy as np

@@ -6,7 +6,7 @@ here each process places its own part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
-__all__ = ["key_impl", "place", "place_on_ranks", "to_memory"]
+__all__ = ["key_impl", "place", "place_on_ranks", "place_parts", "to_memory"]
 
 
 def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
@@ -89,6 +89,46 @@ def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return MpmdArray(parts, sharding, shape=np.shape(value), dtype=dtype)
+
+
+def place_parts(
+    read: Callable[[tuple[slice, ...]], np.ndarray], shape: Sequence[int], dtype: Any, sharding: Sharding
+) -> jax.Array | MpmdArray:
+    """Make an array of the parts that this process's devices hold. Each part is read once for each rank.
+
+    Args:
+      read: returns a part, by an index with start and stop for each dimension; nothing changes the part afterwards.
+      shape, dtype: of the whole array.
+      sharding: the target.
+
+    Example:
+      >>> place_parts(np.arange(6).__getitem__, (6,), np.int32, SingleDeviceSharding(jax.devices()[0])).tolist()
+      [0, 1, 2, 3, 4, 5]
+    """
+    if not isinstance(sharding, MpmdSharding):
+        return _place_parts(read, tuple(shape), dtype, sharding)
+    local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+    parts = {rank: _place_parts(read, tuple(shape), dtype, sharding.local_sharding(rank)) for rank in local}
+    return MpmdArray(parts, sharding, shape=shape, dtype=dtype)
+
+
+def _place_parts(read: Callable[..., np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+    """Read each part once, and put it on its devices before the next one is read."""
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    index_of = sharding.addressable_devices_indices_map(shape)
+    for device, index in index_of.items():
+        bounds = tuple(of.indices(size)[:2] for of, size in zip(index or (), shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    pieces: dict[Any, jax.Array] = {}
+    for bounds, same in devices.items():
+        piece = read(tuple(slice(*of) for of in bounds))
+        for device in same:
+            own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            # On CPU this may be the memory of `piece`, which nothing changes: XLA copies it where a step donates it.
+            pieces[device] = jax.device_put(piece, own)
+        jax.block_until_ready([pieces[device] for device in same])
+    found = [pieces[device] for device in index_of]
+    return jax.make_array_from_single_device_arrays(shape, sharding, found, dtype=dtype)
 
 
 def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:

@@ -33,6 +33,8 @@ class Host:
       devices_per_process: virtual devices on CPU, else accelerators.
       forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
       signals: grows when the user wants the end of the run; then nothing more starts.
+      keeps_state: whether the processes may leave copies of their state to those of the next life. They lie in a file
+        in memory without a name, so nothing is left of them once this process and those that it has started end.
 
     Attributes:
       processes: those of this life of the run.
@@ -40,13 +42,21 @@ class Host:
     """
 
     def __init__(
-        self, program: Sequence[str], devices_per_process: int, *, forks: bool, signals: Sequence[int] = ()
+        self,
+        program: Sequence[str],
+        devices_per_process: int,
+        *,
+        forks: bool,
+        signals: Sequence[int] = (),
+        keeps_state: bool = False,
     ) -> None:
         self._program, self._devices, self._signals = program, devices_per_process, signals
         self._warm = WarmInterpreter(signals) if forks else None
         self.processes: list[SupervisedProcess] = []
         self.service: subprocess.Popen[bytes] | Forked | None = None
         self._kept: list[int] = []
+        keeps = keeps_state and sys.platform.startswith("linux")  # no other system has such files
+        self._memory = os.memfd_create("jaxpp_flax") if keeps else None
 
     def serve(self, settings: LaunchSettings) -> None:
         """Start the coordination service of this life of the run, at the address in the settings."""
@@ -72,6 +82,10 @@ class Host:
                 given.callback(os.close, descriptor)
             descriptors = {0: nothing.fileno(), 1: out, 2: errors, control: control, page: page}
             settings = replace(settings, control_fd=control, progress_fd=page)
+            if self._memory is not None:
+                memory = inherited(self._memory)
+                given.callback(os.close, memory)
+                settings, descriptors[memory] = replace(settings, memory_fd=memory), memory
             environment = child_environment(os.environ, settings, self._devices)
             popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
         self.processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
@@ -125,6 +139,8 @@ class Host:
         self.end()
         if self._warm is not None:
             self._warm.close()
+        if self._memory is not None:
+            os.close(self._memory)
 
 
 def child_environment(

@@ -12,11 +12,12 @@ from jaxpp_flax.launch.settings import LaunchError
 
 __all__ = ["Progress"]
 
-_STEPS = struct.Struct("qq")
+_STEPS, _FROM_MEMORY = struct.Struct("qq"), struct.Struct("q")
+_SIZE = _STEPS.size + _FROM_MEMORY.size
 
 
 class Progress:
-    """The first and the last step that a process has begun.
+    """The first and the last step that a process has begun, and whether its state came from memory.
 
     Args:
       descriptor: an open file of the page; None: a new page.
@@ -38,11 +39,20 @@ class Progress:
             self._file = _new_page()
             descriptor = self._file.fileno()
         self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, _STEPS.size)
+        self._page = mmap.mmap(descriptor, _SIZE)
 
     def begin(self, step: int) -> None:
         """Note that the process has begun a step, counted from 1."""
         _STEPS.pack_into(self._page, 0, self.first or step, step)
+
+    def goes_on_from_memory(self) -> None:
+        """Note that the process goes on from a copy in memory."""
+        _FROM_MEMORY.pack_into(self._page, _STEPS.size, 1)
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether it goes on from a copy in memory."""
+        return bool(_FROM_MEMORY.unpack_from(self._page, _STEPS.size)[0])
 
     @property
     def first(self) -> int:
@@ -66,7 +76,7 @@ def _new_page() -> IO[bytes]:
     try:
         with contextlib.ExitStack() as undone:
             page = undone.enter_context(tempfile.TemporaryFile())
-            page.write(bytes(_STEPS.size))
+            page.write(bytes(_SIZE))
             page.flush()
             undone.pop_all()  # its owner closes it
     except OSError as error:

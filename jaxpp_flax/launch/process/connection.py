@@ -255,8 +255,10 @@ def _listen(settings: LaunchSettings, on_failure: Callable[[Failure], None]) -> 
 def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
     """Tell the group of which run it is, and let the launcher see its steps."""
     group.run_id, group.attempt = settings.run_id, settings.attempt
+    group.memory_file = settings.memory_fd
     if settings.progress_fd is not None:
-        group.on_step = Progress(settings.progress_fd).begin
+        progress = Progress(settings.progress_fd)
+        group.on_step, group.on_memory = progress.begin, progress.goes_on_from_memory
 
 
 def _tell_launcher(settings: LaunchSettings) -> None:

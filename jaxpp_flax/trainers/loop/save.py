@@ -12,9 +12,11 @@ from jaxpp_flax.processes.waits import print_notice
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.stop import Stop
-from jaxpp_flax.trainers.checkpoints import Checkpointing
+from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume
+from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.ranking import Ranking
+from jaxpp_flax.trainers.loop.state_in_memory import StateInMemory
 from jaxpp_flax.trainers.metrics.summary import after_error
 
 __all__ = ["Save"]
@@ -31,6 +33,7 @@ class Save(Callback):
       stop: knows how the loop ends.
       saves_interrupted: True saves the last step after Ctrl-C too; a loop of the user's own leaves that to the user.
       evaluation: a step that an evaluation would follow at the end waits for that: its checkpoint has those metrics.
+      memory: makes copies of the state in memory; None: none.
     """
 
     def __init__(
@@ -43,11 +46,12 @@ class Save(Callback):
         saves_interrupted: bool,
         tells: bool = False,
         evaluation: Evaluate | None = None,
+        memory: StateInMemory | None = None,
     ) -> None:
         super().__init__()
         self._checkpoints, self._store, self._by_itself = checkpoints, checkpoints.store, by_itself
         self._again, self._stop, self._evaluation = again, stop, evaluation
-        self._saves_interrupted, self._tells = saves_interrupted, tells
+        self._saves_interrupted, self._tells, self._memory = saves_interrupted, tells, memory
         self._ranking = Ranking(None if self._store is None else self._store.ranking, by_itself=by_itself)
         self._has_evaluated = False
         self._beginning: int | None = None
@@ -78,6 +82,15 @@ class Save(Callback):
         finally:
             self._checkpoints.measured.on_save = None
 
+    def resume(self, how: Resume) -> DataPosition | None:
+        """Go on from a checkpoint, or from a copy in memory; return its position in the data."""
+        return (self._memory or self._checkpoints).resume(how)
+
+    def save_resumed(self) -> None:
+        """Save the step of a copy in memory that has nothing left to train: no checkpoint may have it."""
+        if self._memory is not None and self._memory.has_resumed:
+            self.save_last()
+
     def refuse_later_checkpoints(self) -> None:
         """Before the first step of a run that does not resume, refuse checkpoints of later steps.
 
@@ -97,6 +110,8 @@ class Save(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self._beginning = trainer.step
         self._ranking.begin(trainer.callbacks)
+        if self._memory is not None:
+            self._memory.reserve()
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self._store is not None:
@@ -171,6 +186,8 @@ class Save(Callback):
             self.on_next_batch()
 
     def _save_if_due(self) -> None:
+        if self._memory is not None and not self._waiting:
+            self._memory.copy_if_due()
         if self._store is not None and not self._waiting and self._by_itself and self._store.wants(self._step):
             self._checkpoints.save(wait=False)
 

@@ -31,6 +31,7 @@ from jaxpp_flax.trainers.data.stream import Batches, TrainingData, check_batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.loop.save import Save
+from jaxpp_flax.trainers.loop.state_in_memory import StateInMemory
 from jaxpp_flax.trainers.progress import Display
 from jaxpp_flax.trainers.state.holder import StateHolder
 
@@ -60,6 +61,7 @@ class TrainingLoop:
       callbacks: the states of the callbacks, for checkpoints.
       saves: True if a loop saves when a save is due, and after its last step; `fit` always saves its last step.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
+      memory_every: steps of `fit` between two copies of the state in memory; None makes none.
     """
 
     held: StateHolder
@@ -69,6 +71,7 @@ class TrainingLoop:
     display: Display
     saves: bool
     deadline: float | None
+    memory_every: int | None = None
 
     def run(
         self,
@@ -155,6 +158,8 @@ class TrainingLoop:
         self, trainer: Any, begin: Callable[[], Batches], callbacks: Sequence[Callback], global_batch_size: int | None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         trainer.measures.begin()
+        if self.memory_every is not None:
+            self.display.message("Checkpoints(memory_every=) has no effect on training_steps: fit alone makes copies")
         again = "trainer.restore() before training_steps(the data after the saved step)"
         preemption = Preemption(self.deadline, self._what_is_left)
         stop = Stop(self.stopping_group(), Interruption(raises=False), preemption)  # Ctrl-C is the user's
@@ -189,9 +194,10 @@ class TrainingLoop:
         save = Save(
             self.checkpoints, by_itself=self.checkpoints.store is not None, again="fit(..., resume=True)", stop=stop,
             saves_interrupted=True, tells=not self.saves, evaluation=evaluation,
+            memory=StateInMemory.of(self.checkpoints, self.memory_every),
         )  # fmt: skip
         with save.begun():
-            position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
+            position = save.resume(arguments.resume) if arguments.resume else None
             self.held.check_owned("trainer.fit")
             if not arguments.resume:
                 save.refuse_later_checkpoints()
@@ -222,6 +228,7 @@ class TrainingLoop:
         if arguments.resume and steps is not None:
             if trainer.step >= steps:
                 self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
+                save.save_resumed()
                 return {}
             steps -= trainer.step
         source = self.data.batches(
@@ -275,7 +282,7 @@ class TrainingLoop:
         lines = [
             ", ".join(f"{name}={value}" for name, value in arguments.items()),
             f"{'with' if evaluates else 'no'} eval_data",
-            "no checkpoints" if store is None else f"checkpoints, {store.describe()}",
+            "no checkpoints" if store is None else f"checkpoints, {store.describe()}, memory_every={self.memory_every}",
         ]
         compare_lines(process_group(), "the arguments of fit", lines, None)
         if store is not None:

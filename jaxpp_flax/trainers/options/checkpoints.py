@@ -28,6 +28,10 @@ class Checkpoints:
       directory: the directory of all checkpoints; it gets one directory for each saved step.
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
         `fit` saves its last step alone, and `training_steps` nothing.
+      memory_every: steps between two copies of the state in the host's memory, from which `fit` goes on when the
+        launcher starts the run again after a failure (`python -m jaxpp_flax.launch --max-restarts 3 ...`, on Linux),
+        unless a checkpoint is newer. The host holds two copies, and none after the end of the run. A copy waits for its
+        step. None makes no copies.
       keep: how many of the latest checkpoints to keep, or an Orbax preservation policy. None keeps all.
       best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
         it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps. The summary at the
@@ -49,6 +53,7 @@ class Checkpoints:
     directory: Directory
     _: KW_ONLY
     every: SavePolicy | None = None
+    memory_every: int | None = None
     keep: KeepPolicy | None = None
     best: str | None = None
     best_mode: Literal["min", "max"] = "min"
@@ -62,6 +67,8 @@ class Checkpoints:
             value = getattr(self, name)
             if value is not None and not hasattr(value, of_policy):
                 object.__setattr__(self, name, check_count(name, value, ", a policy, or None"))
+        if self.memory_every is not None:
+            check_count("memory_every", self.memory_every, " or None")
         _ = self.ranking
         if self.preemption_deadline is not None and not self.preemption_deadline > 0:
             raise ValueError(f"preemption_deadline={self.preemption_deadline!r}: it must be seconds above 0, or None.")

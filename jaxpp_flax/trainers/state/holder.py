@@ -20,7 +20,7 @@ from jaxpp_flax.trainers.state.inference_weights import weights_of
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place, fetched
 from jaxpp_flax.trainers.state.optimizer_state import copies_of
 from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
-from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, Source, compare_values
+from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, MemoryCopy, Source, compare_values
 from jaxpp_flax.trainers.state.train_state import (
     OF_MODEL,
     TrainState,
@@ -258,8 +258,8 @@ class StateHolder:
 
     @without_ambient_mesh
     def load(self) -> None:
-        """Read the checkpoint of a run that was resumed and has made no step."""
-        if any(isinstance(source, Checkpoint) for source in self._sources.values()):
+        """Read the checkpoint, or the copy in memory, of a run that was resumed and has made no step."""
+        if any(isinstance(source, Checkpoint | MemoryCopy) for source in self._sources.values()):
             self.whole()
 
     def advance(self, state: TrainState) -> None:

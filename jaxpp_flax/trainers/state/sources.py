@@ -1,4 +1,4 @@
-"""Sources of a state's values: the user's arrays, a factory, a checkpoint, files of weights.
+"""Sources of a state's values: the user's arrays, a factory, a checkpoint, a copy in memory, files of weights.
 
 A source has leaves, named by their paths in `TrainState`, and one function that reads some of them to their places. A
 place is a sharding: an `MpmdSharding`, or without ranks a sharding of JAX on the default device.
@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
+
 from jaxpp_flax.checkpoint.format.leaves import is_empty
 from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.checkpoint.memory.copies import StateCopy
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -22,7 +25,7 @@ from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.train_state import own_path
 
-__all__ = ["Arrays", "Checkpoint", "Factory", "Files", "Source", "compare_values"]
+__all__ = ["Arrays", "Checkpoint", "Factory", "Files", "MemoryCopy", "Source", "compare_values"]
 
 _REMEDY = (
     "Every process makes model and optimizer by itself, so all must make the same ones: give each the same seed and "
@@ -112,6 +115,28 @@ class Checkpoint:
 
     def read(self, places: Mapping[str, Any]) -> dict[str, Any]:
         return self.plan.at(places).read_leaves()
+
+    def hashes(self) -> dict[str, str | None]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryCopy:
+    """A copy in the memory of this host, which fits `leaves`: arrays or shapes by path."""
+
+    copy: StateCopy
+    leaves: Mapping[str, Any]
+
+    @property
+    def paths(self) -> Iterable[str]:
+        return self.leaves.keys()
+
+    def read(self, places: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = {
+            path: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype, sharding=to)
+            for path, to in places.items()
+        }
+        return {path: self.copy.place(path, leaf) for path, leaf in wanted.items()}
 
     def hashes(self) -> dict[str, str | None]:
         return {}

@@ -1,0 +1,1 @@
+"""Copies of a state in memory that outlives the processes of a host."""
