@@ -8,42 +8,66 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import IO
 
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.host.progress import Progress
 from jaxpp_flax.launch.host.signals import kill_group
-from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.host.supervised_process import ProcessState, SupervisedProcess
 from jaxpp_flax.launch.host.warm import Forked, WarmInterpreter, inherited
-from jaxpp_flax.launch.settings import LaunchSettings, device_environment
+from jaxpp_flax.launch.settings import LaunchSettings, device_environment, join_host_and_port
 
-__all__ = ["Host", "child_environment"]
+__all__ = ["Host", "HostReport", "child_environment"]
 
 Follow = Callable[[int, IO[str], bool], None]
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a host tells: of its processes, and of the coordination service: its exit status, if it has ended here."""
+
+    processes: tuple[ProcessState, ...] = ()
+    service: int | None = None
 
 
 class Host:
     """Starts the processes of this host, hears what they tell, and ends them. It outlives each life of the run.
 
-    The launcher owns one; of a run over several hosts, one of each host belongs to whoever starts its processes there.
+    The launcher owns one; in a run over several hosts, an actor on each host owns one.
 
     Args:
       program: a file's path, or "-m" and a module's name; then its arguments.
       devices_per_process: virtual devices on CPU, else accelerators.
       forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
+      address: of this host, where the coordination service listens.
+      follow: reads the output of a process: its index, a stream, and whether that has errors.
 
     Attributes:
-      processes: those of this life of the run.
-      service: the coordination service, if it runs on this host: in a process of its own, beside no program.
+      name: of this host, for messages; empty if there is no other one.
+      lost: why this host is lost; None: it is there.
+      address: where the coordination service of this life of the run may listen; after `prepare`.
     """
 
-    def __init__(self, program: Sequence[str], devices_per_process: int, *, forks: bool) -> None:
-        self._program, self._devices = program, devices_per_process
+    name = ""
+    lost: str | None = None
+
+    def __init__(
+        self, program: Sequence[str], devices_per_process: int, *, forks: bool, address: str, follow: Follow
+    ) -> None:
+        self._program, self._devices, self._ip, self._follow = program, devices_per_process, address, follow
         self._warm = WarmInterpreter() if forks else None
-        self.processes: list[SupervisedProcess] = []
-        self.service: subprocess.Popen[bytes] | Forked | None = None
+        self._processes: list[SupervisedProcess] = []
+        # In a process of its own, beside no program.
+        self._service: subprocess.Popen[bytes] | Forked | None = None
         self._kept: list[int] = []
+        self._reserved: socket.socket | None = None
+        self.address = ""
+
+    def prepare(self) -> None:
+        """Hold a port for the coordination service, also after this has taken it: no other program gets it."""
+        self._reserved = coordinator.reserve_port(self._ip)
+        self.address = join_host_and_port(self._ip, self._reserved.getsockname()[1])
 
     def serve(self, settings: LaunchSettings) -> None:
         """Start the coordination service of this life of the run, at the address in the settings."""
@@ -53,11 +77,11 @@ class Host:
             self._kept.append(writing)
             descriptors = {0: reading, 1: nothing.fileno(), 2: nothing.fileno()}
             environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-            self.service = self._spawn("jaxpp_flax.launch.coordinator", arguments, environment, descriptors)
+            self._service = self._spawn("jaxpp_flax.launch.coordinator", arguments, environment, descriptors)
             os.close(reading)
 
-    def start(self, settings: LaunchSettings, follow: Follow) -> None:
-        """Start one process of the run. `follow` reads its output: its index, a stream, and whether that has errors."""
+    def start(self, settings: LaunchSettings) -> None:
+        """Start one process of the run."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         progress = Progress()
@@ -66,14 +90,14 @@ class Host:
         with open(os.devnull, "rb") as nothing:
             descriptors = {0: nothing.fileno(), 1: streams[0][1], 2: streams[1][1], control: control, page: page}
             settings = replace(settings, control_fd=control, progress_fd=page)
-            environment = child_environment(os.environ, settings, self._devices)
+            environment = child_environment(os.environ, settings, len(self._processes), self._devices)
             popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
-        self.processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
+        self._processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
         for descriptor in (streams[0][1], streams[1][1], control, page):
             os.close(descriptor)
         theirs.close()
         for errors, (reading, _) in enumerate(streams):
-            follow(settings.process_id, os.fdopen(reading, errors="replace"), bool(errors))
+            self._follow(settings.process_id, os.fdopen(reading, errors="replace"), bool(errors))
 
     def _spawn(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
@@ -90,30 +114,40 @@ class Host:
             process_group=0,
         )
 
-    @property
-    def alive(self) -> list[SupervisedProcess]:
-        """The processes that have not ended, as far as `SupervisedProcess.reap` has found."""
-        return [process for process in self.processes if process.status is None]
+    def poll(self) -> HostReport:
+        """What has become of the processes."""
+        # JAX aborts a process that loses the service: who looks at the service last misses no reason.
+        states = tuple(process.look() for process in self._processes)
+        return HostReport(states, None if self._service is None else self._service.poll())
 
-    def signal(self, number: int) -> None:
-        """Send a signal to each living process, and to those that it has started."""
-        for process in self.alive:
-            process.signal(number)
+    def tell(self, line: str) -> None:
+        """Send one line to each living process."""
+        for process in self._processes:
+            if process.status is None:
+                process.tell(line)
+
+    def signal(self, index: int, number: int) -> None:
+        """Send a signal to a process, and to those that it has started, if it lives."""
+        for process in self._processes:
+            if process.index == index and process.status is None:
+                process.signal(number)
 
     def end(self) -> None:
         """End this life of the run: nothing of it is left."""
-        for process in self.processes:
+        for process in self._processes:
             if process.status is None:
                 kill_group(process.popen.pid)
                 process.popen.wait()
             process.close()
-        if self.service is not None:
-            kill_group(self.service.pid)
-            self.service.wait()
+        if self._service is not None:
+            kill_group(self._service.pid)
+            self._service.wait()
         for descriptor in self._kept:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        self.processes, self.service, self._kept = [], None, []
+        if self._reserved is not None:
+            self._reserved.close()
+        self._processes, self._service, self._kept, self._reserved = [], None, [], None
 
     def close(self) -> None:
         """End all that there is."""
@@ -123,17 +157,17 @@ class Host:
 
 
 def child_environment(
-    environment: Mapping[str, str], settings: LaunchSettings, devices_per_process: int
+    environment: Mapping[str, str], settings: LaunchSettings, place: int, devices_per_process: int
 ) -> dict[str, str]:
-    """The environment of one process, made from the launcher's own.
+    """The environment of one process, made from the launcher's own; its place is its number on this host.
 
     Example:
-      >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
-      >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 2)
+      >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=4, process_id=3)
+      >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 1, 2)
       >>> child["JAX_NUM_CPU_DEVICES"], child["JAX_LOCAL_DEVICE_IDS"], child["XLA_FLAGS"]
       ('2', '2,3', '')
     """
-    first = settings.process_id * devices_per_process
+    first = place * devices_per_process
     proxies: dict[str, str] = {}
     if any(name.lower().endswith("_proxy") for name in environment):
         # gRPC would look for this machine behind the proxy.

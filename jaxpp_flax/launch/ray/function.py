@@ -17,6 +17,7 @@ import jax
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.connection import await_all, connect
 from jaxpp_flax.launch.process.process_end import ProgramExitError, type_and_message
+from jaxpp_flax.launch.ray.cluster import import_ray
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, describe_preemption, join_host_and_port
 from jaxpp_flax.messages import error_location
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PREEMPTED_STATUS
@@ -56,11 +57,8 @@ def run(
       LaunchError: if Ray is missing or lacks the resources, or if a process fails; then `__cause__` is its error.
       SystemExit: with status 75, if SIGTERM has ended the processes, and all have saved.
     """
-    try:
-        ray = importlib.import_module("ray")
-        scheduling = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise LaunchError("Ray is not installed: pip install 'jaxpp-flax[ray]'.") from error
+    ray, strategies = import_ray("util.scheduling_strategies")
+    scheduling = strategies.PlacementGroupSchedulingStrategy
     resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
     with contextlib.ExitStack() as cleanup:
         group = ray.util.placement_group([resources] * num_processes, strategy=strategy)

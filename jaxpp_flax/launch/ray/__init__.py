@@ -1,0 +1,3 @@
+from jaxpp_flax.launch.ray.function import run
+
+__all__ = ["run"]
