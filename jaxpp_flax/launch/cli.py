@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.ray and options.hosts is None:
             raise LaunchError("--ray needs the number of hosts, as in `--ray --hosts 4 train.py`.")
-        if options.num_processes is None and options.ray:
+        if options.hosts is not None and not options.ray:
+            raise LaunchError("--hosts is for --ray: `--ray --hosts 4 train.py` runs on four hosts of a Ray cluster.")
+        if options.ray and options.num_processes is None:
             options.num_processes = 1
         if options.num_processes is None:
             raise LaunchError(

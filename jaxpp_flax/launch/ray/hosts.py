@@ -10,6 +10,7 @@ import importlib
 import os
 import queue
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ Line = tuple[int, str, bool]  # the index of a process, what it has printed, and
 Answer = tuple[str, HostReport, list[Line]]
 
 _POLL_SECONDS = 0.2
+_LONGEST_REASON = 200  # Ray adds what may be the cause, and what may help
 _MOST_LINES = 10_000  # that wait for the driver; then the processes wait too
 _SECONDS_FOR_LAST_LINES = 1.0
 # Until the interpreter that forks the processes has imported all, from a slow disk perhaps.
@@ -128,12 +130,13 @@ class RayHost:
       timeout_s: how long it may leave a call without an answer.
 
     Attributes:
+      made: the time when its actor was asked for.
       address, lost: as of `Host`. The address is empty until the host has answered to `prepare`.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str, node: str, logs: Logs, head: Head, timeout_s: float) -> None:
         self._ray, self._actor, self._logs, self._head, self._timeout = ray, actor, logs, head, timeout_s
-        self.name, self.node = name, node
+        self.name, self.node, self.made = name, node, time.monotonic()
         self.address = ""
         self.lost: str | None = None
         self._report = HostReport()
@@ -199,9 +202,10 @@ class RayHost:
             try:
                 self.address, self._report, lines = self._ray.get(call)
             except self._ray.exceptions.RayActorError as error:
+                why = str(error).strip().splitlines()[-1].strip()
                 if error.actor_init_failed:
-                    raise LaunchError(f"host {self.name}: {str(error).strip().splitlines()[-1]}") from error
-                self.give_up(f"Ray says: {' '.join(str(error).split())}")
+                    raise LaunchError(f"host {self.name}: {why}") from error
+                self.give_up(f"Ray says: {textwrap.shorten(why, _LONGEST_REASON)}.")
                 return
             except self._ray.exceptions.RayTaskError as error:
                 raise LaunchError(f"host {self.name}: {error.cause}") from error

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -26,6 +26,7 @@ __all__ = ["RayJob", "run_job"]
 _SENT = ("JAX_", "JAXPP_FLAX_", "XLA_", "NCCL_", "LIBTPU_")
 _POLL_SECONDS = 0.1
 _SECONDS_BETWEEN_LOOKS = 0.5  # at the cluster's nodes
+_SECONDS_TO_START = 60.0  # an actor, which imports JAX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def run_job(job: RayJob, *, out: IO[str] | None = None, console: Console | None 
     (ray,) = import_ray()
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", logging_level="warning")
+            ray.init(address="auto", logging_level="warning", log_to_driver=False)
         except ConnectionError as error:
             raise LaunchError(
                 "Ray finds no cluster: start one (`ray start --head`), run this on one of its hosts, or give its "
@@ -108,9 +109,10 @@ class _Hosts:
             for host in self._hosts:
                 host.poll()
             self._hosts = [host for host in self._hosts if host.lost is None]
-            ready = sum(1 for host in self._hosts if host.address)
-            as_before = ready >= self._used and ready == len(self._hosts)
-            if ready == job.hosts or as_before or time.monotonic() - begun > job.wait:
+            now, coming = time.monotonic(), [host for host in self._hosts if not host.address]
+            patient = now - begun < job.wait or any(now - host.made < _SECONDS_TO_START for host in coming)
+            enough = job.hosts if patient and coming else self._used if patient else 0
+            if len(self._hosts) - len(coming) >= enough:
                 return self._begin(job)
             time.sleep(_POLL_SECONDS)
         return []
@@ -122,9 +124,11 @@ class _Hosts:
         self._hosts = [host for host in self._hosts if host.lost is None]
         count = len(self._hosts)
         if count < job.fewest:
+            total = self._ray.cluster_resources()
+            has = ", ".join(f"{total.get(name, 0):g} {name}" for name in job.resources)
             raise LaunchError(
-                f"Ray has {count} of {job.hosts} hosts with {job.resources}, {job.wait:g} s (--wait) after they were "
-                f"asked for; {job.fewest} are needed (--min-hosts). It has {self._ray.cluster_resources()} in all."
+                f"Ray has given {count} of {job.hosts} hosts with {job.resources} within {job.wait:g} s (--wait); "
+                f"{job.fewest} are needed (--min-hosts). Its hosts have {has} in all, and other runs may use them."
             )
         self._number, self._used = self._number + 1, count
         names = ", ".join(host.name for host in self._hosts)
