@@ -23,7 +23,7 @@ import os, signal, sys, time
 import jax
 print("pid", os.getpid(), "devices", jax.device_count(), flush=True)
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.trainers import Callback, Checkpoints
+from jaxpp_flax.trainers import Callback, Checkpoints, MeshOptions
 from tests.checkpoint.program import batches, make_trainer
 group = process_group()
 index, attempt = group.process_index, group.attempt
@@ -45,7 +45,9 @@ class Story(Callback):
         if (attempt, step, index) in ((1, 3, 1), (3, 7, 0)):
             os.kill(os.getpid(), signal.SIGKILL)
 
-make_trainer(Checkpoints(sys.argv[1], every=1), stages=jax.device_count(), depth=6).fit(
+# The stages stay, and so do their programs and all bits: three devices have two stages each, two have three.
+options = {"schedule": "interleaved_1f1b", "mesh": MeshOptions(num_ranks=jax.device_count(), axes={})}
+make_trainer(Checkpoints(sys.argv[1], every=1), stages=6, depth=6, **options).fit(
     batches(), steps=9, callbacks=[Story()]
 )
 """
@@ -55,9 +57,7 @@ make_trainer(Checkpoints(sys.argv[1], every=1), stages=jax.device_count(), depth
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without CPUs, and three hosts; Ray knows a silent host within seconds."""
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
+    utilities = pytest.importorskip("ray.cluster_utils")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("period_ms", "1000"), ("timeout_ms", "2000"), ("failure_threshold", "2")):
             patch.setenv(f"RAY_health_check_{name}", value)
@@ -65,7 +65,7 @@ def cluster() -> Iterator[Any]:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv(MARK, "ray")
         patch.delenv("XLA_FLAGS", raising=False)
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        made = utilities.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
             for _ in range(3):
                 made.add_node(num_cpus=1)
@@ -95,7 +95,7 @@ def test_a_run_survives_a_process_and_a_host_and_takes_a_new_host_in(cluster: An
     options = ("--hosts", "3", "--min-hosts", "2", "--wait", "3", "--max-restarts", "1")
     with on_ray(cluster, tmp_path, TRAINING, *options, arguments=(str(tmp_path / "on_ray"), "disturbed")) as run:
         run.wait_for_output("waits")
-        lost = cluster.worker_nodes[0] if hasattr(cluster.worker_nodes, "__getitem__") else next(iter(cluster.worker_nodes))
+        lost = next(iter(cluster.worker_nodes))
         cluster.remove_node(lost, allow_graceful=False)
         run.wait_for_output("waits", times=4)
         cluster.add_node(num_cpus=1)

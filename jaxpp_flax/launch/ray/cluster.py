@@ -15,7 +15,6 @@ __all__ = ["Head", "import_ray"]
 
 # Ray's own programs end after 60 s without their head, without a word of which run it was.
 _MOST_SECONDS_WITHOUT_HEAD = 45.0
-_SECONDS_IN_SILENCE = 5.0
 
 
 def import_ray(*modules: str) -> list[Any]:
@@ -51,12 +50,17 @@ class Head:
             with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
                 self._answered = time.monotonic()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has not answered for long."""
+        return time.monotonic() - self._answered > _MOST_SECONDS_WITHOUT_HEAD
+
     def check(self) -> None:
         """
         Raises:
-          LaunchError: if the head has not answered for long.
+          LaunchError: if the head is lost.
         """
-        if time.monotonic() - self._answered > _MOST_SECONDS_WITHOUT_HEAD:
+        if self.is_lost:
             raise LaunchError(
                 f"Ray's head at {self.address} has not answered for {_MOST_SECONDS_WITHOUT_HEAD:g} s: without it no "
                 "host can be replaced, and Ray ends its programs. Start the cluster again, and then the run: "

@@ -37,7 +37,7 @@ _START_SECONDS = 300.0
 
 
 class HostActor:
-    """The actor: the methods of `Host`, each of which returns what there is to tell."""
+    """The actor, with the `Host`."""
 
     def __init__(
         self,
@@ -69,53 +69,20 @@ class HostActor:
                 for line in stream:
                     self._lines.put((index, line.rstrip("\n"), errors))
 
-        self._readers.append(threading.Thread(target=read, daemon=True))
-        self._readers[-1].start()
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
 
-    def _answer(self) -> Answer:
-        lines = [self._lines.get_nowait() for _ in range(self._lines.qsize())]
-        return self._host.address, self._host.poll(), lines
-
-    def prepare(self) -> Answer:
-        """As `Host.prepare`."""
-        self._host.prepare()
-        return self._answer()
-
-    def serve(self, settings: LaunchSettings) -> Answer:
-        """As `Host.serve`."""
-        self._host.serve(settings)
-        return self._answer()
-
-    def start(self, settings: LaunchSettings) -> Answer:
-        """As `Host.start`."""
-        self._host.start(settings)
-        return self._answer()
-
-    def poll(self) -> Answer:
-        """As `Host.poll`."""
-        return self._answer()
-
-    def tell(self, line: str) -> Answer:
-        """As `Host.tell`."""
-        self._host.tell(line)
-        return self._answer()
-
-    def signal(self, index: int, number: int) -> Answer:
-        """As `Host.signal`."""
-        self._host.signal(index, number)
-        return self._answer()
-
-    def end(self) -> Answer:
-        """As `Host.end`; with the last lines that the processes have printed."""
-        self._host.end()
+    def call(self, method: str, *arguments: Any) -> Answer:
+        """Call a method of the `Host`; returns its address, its report, and what its processes have printed."""
+        getattr(self._host, method)(*arguments)
         lines: list[Line] = []
         deadline = time.monotonic() + _SECONDS_FOR_LAST_LINES
-        while any(reader.is_alive() for reader in self._readers) and time.monotonic() < deadline:
+        while method == "end" and any(reader.is_alive() for reader in self._readers) and time.monotonic() < deadline:
             with suppress(queue.Empty):
                 lines.append(self._lines.get(timeout=0.02))
-        self._readers.clear()
-        address, report, rest = self._answer()
-        return address, report, lines + rest
+        lines += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
+        return self._host.address, self._host.poll(), lines
 
 
 class RayHost:
@@ -146,7 +113,7 @@ class RayHost:
     def _ask(self, method: str, *arguments: Any) -> None:
         self._asked = time.monotonic()
         if self.lost is None:
-            self._calls.append((getattr(self._actor, method).remote(*arguments), self._asked))
+            self._calls.append((self._actor.call.remote(method, *arguments), self._asked))
 
     def prepare(self) -> None:
         """As `Host.prepare`; the answer comes later."""
@@ -191,8 +158,8 @@ class RayHost:
 
     def give_up(self, why: str) -> None:
         """Count it as lost. Whatever is left of it ends with its actor, at the latest when Ray reaches it again."""
-        self.lost, self._calls = self.lost or why, []
-        with suppress(Exception):  # Ray may be gone
+        self.lost, self._calls, self._report = self.lost or why, [], HostReport()
+        if not self._head.is_lost:  # else the call would wait until Ray ends this process
             self._ray.kill(self._actor)
 
     def _hear(self, seconds: float) -> None:

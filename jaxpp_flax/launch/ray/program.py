@@ -33,6 +33,7 @@ _SECONDS_TO_START = 60.0  # an actor, which imports JAX
 class RayJob(Job):
     """A job on a Ray cluster: the options of the command line. `min_hosts` None: all."""
 
+    num_processes: int = 1
     address: str | None = None
     hosts: int
     min_hosts: int | None = None
