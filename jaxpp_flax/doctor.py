@@ -25,7 +25,8 @@ from rich.console import Console
 
 from jaxpp_flax import _compat
 from jaxpp_flax.engine.runtime.transport.cupy_nccl import load_cupy, nccl_version
-from jaxpp_flax.launch.local import LocalJob, run
+from jaxpp_flax.launch.job import Job
+from jaxpp_flax.launch.supervision import run
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 
 __all__ = ["Finding", "examine", "main", "measure"]
@@ -181,7 +182,7 @@ def _pull(group: ProcessGroup, connection: Any, number: int, shape: jax.ShapeDty
 def measure_here() -> list[Finding]:
     """Measure between two processes that this process starts on this machine."""
     out, errors = io.StringIO(), io.StringIO()
-    job = LocalJob(program=["-m", "jaxpp_flax.doctor", "--probe"], num_processes=2)
+    job = Job(program=["-m", "jaxpp_flax.doctor", "--probe"], num_processes=2)
     status = run(job, out=out, console=Console(file=errors, width=1000))
     found = [line.partition("✓ ")[2].partition(": ") for line in out.getvalue().splitlines() if "✓ " in line]
     if status != 0 or not found:

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from jaxpp_flax.launch import child
-from jaxpp_flax.launch.local import LOOPBACK, LocalJob, run
+from jaxpp_flax.launch.job import LOOPBACK, Job
+from jaxpp_flax.launch.ray.program import RayJob, run_job
 from jaxpp_flax.launch.settings import LaunchError
+from jaxpp_flax.launch.supervision import run
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["main"]
@@ -30,22 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise LaunchError("-n and --cluster exclude each other: the cluster says how many processes there are.")
             child.main(program, bind_address=options.address, failure_timeout_s=options.failure_timeout)
             return 0
+        if options.ray and options.hosts is None:
+            raise LaunchError("--ray needs the number of hosts, as in `--ray --hosts 4 train.py`.")
+        if options.hosts is not None and not options.ray:
+            raise LaunchError("--hosts is for --ray: `--ray --hosts 4 train.py` runs on four hosts of a Ray cluster.")
+        if options.ray and options.num_processes is None:
+            options.num_processes = 1
         if options.num_processes is None:
             raise LaunchError(
                 "nothing says how many processes to start. Give their number, as in `-n 4 train.py`; or `--cluster`, "
                 "if SLURM, Open MPI or Kubernetes has started this one."
             )
-        job = LocalJob(
-            program=program,
-            num_processes=options.num_processes,
-            devices_per_process=options.devices_per_process,
-            address=options.address or LOOPBACK,
-            failure_timeout=options.failure_timeout,
-            grace=options.grace,
-            max_restarts=options.max_restarts,
-            forks=options.fork,
-        )
-        return run(job)
+        names = ("num_processes", "devices_per_process", "failure_timeout", "grace", "max_restarts", "forks")
+        chosen = {"program": program, **{name: getattr(options, name) for name in names}}
+        if not options.ray:
+            return run(Job(**chosen, address=options.address or LOOPBACK))
+        if options.address is not None:
+            raise LaunchError("--address and --ray exclude each other: hosts listen where they reach one another.")
+        names = ("hosts", "min_hosts", "wait", "gpus")
+        return run_job(RayJob(**chosen, **{name: getattr(options, name) for name in names}))
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,10 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpp_flax.launch",
-        description="Run a program as several processes on this machine, or as this host's process on a cluster.",
-        usage="%(prog)s (-n N | --cluster) [options] (script.py | -m module) [arguments...]",
+        description="Run a program as several processes on this machine or on Ray, or as this host's one on a cluster.",
+        usage="%(prog)s (-n N | --cluster | --ray --hosts N) [options] (script.py | -m module) [arguments...]",
     )
-    parser.add_argument("-n", "--num-processes", type=int, help="how many processes to start on this machine")
+    parser.add_argument(
+        "-n", "--num-processes", type=int, help="how many processes to start on this machine; with --ray, on each host"
+    )
     parser.add_argument(
         "--cluster", action="store_true", help="run as one process of a run that SLURM, Open MPI or Kubernetes started"
     )
@@ -90,11 +97,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--no-fork",
-        dest="fork",
+        dest="forks",
         action="store_false",
         default=sys.platform.startswith("linux"),
         help="start each process as an interpreter of its own, not as a fork of one that has imported JAX and Flax",
     )
+    ray = parser.add_argument_group("on a Ray cluster")
+    ray.add_argument("--ray", action="store_true", help="run the program on hosts of a running Ray cluster")
+    ray.add_argument("--hosts", type=int, help="on how many hosts")
+    ray.add_argument("--min-hosts", type=int, help="the fewest with which the run goes on (default: all)")
+    ray.add_argument(
+        "--wait", type=float, default=60.0, help="seconds to wait for a host that is missing (default: 60)"
+    )
+    ray.add_argument("--gpus", type=float, default=0.0, help="GPUs that the run requests on each host (default: 0)")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")
     return parser

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.host.supervised_process import ProcessState
 
 __all__ = ["Cause", "Lives"]
 
@@ -68,12 +68,12 @@ class Lives:
         self._say(f"{cause.message} {where}; restart {self._used} of {self._most}.")
         return True
 
-    def look(self, pages: Sequence[Progress], *, ended: bool = False) -> None:
+    def look(self, processes: Sequence[ProcessState], *, ended: bool = False) -> None:
         """Tell from where this life goes on, once it has come to its second step, or has ended."""
         if self._failed_at is None:
             return
-        first = min((page.first for page in pages if page.first), default=0)
-        if not first or (max(page.last for page in pages) == first and not ended):
+        first = min((process.first for process in processes if process.first), default=0)
+        if not first or (max(process.last for process in processes) == first and not ended):
             return
         seconds, self._failed_at = time.monotonic() - self._failed_at, None
         kind = "copy in memory" if any(page.is_from_memory for page in pages) else "checkpoint"

@@ -41,6 +41,11 @@ class Logs:
             self._console.print(text, style=colour, end=" ", markup=False, highlight=False)
         return capture.get()
 
+    def say(self, text: str) -> None:
+        """Print what the launcher itself has to say."""
+        text = f"\njaxpp_flax.launch: {text}"
+        self._console.print(text, style="bold", markup=False, highlight=False, soft_wrap=True)
+
     def forget_errors(self) -> None:
         """Begin with the errors of another life of the run."""
         with self._lock:
@@ -56,9 +61,10 @@ class Logs:
     def _read(self, index: int, stream: IO[str], errors: bool) -> None:
         with contextlib.suppress(ValueError), stream:
             for line in stream:
-                self._print(index, line.rstrip("\n"), errors)
+                self.print_line(index, line.rstrip("\n"), errors)
 
-    def _print(self, index: int, line: str, errors: bool) -> None:
+    def print_line(self, index: int, line: str, errors: bool) -> None:
+        """Print one line of a process."""
         with self._lock:
             if errors:
                 self._errors[index].append(line)
@@ -78,6 +84,11 @@ class Logs:
     def close(self) -> None:
         """Give up the standard output, with what could not be written."""
         self._out.close()
+
+    def tell_error(self, index: int) -> None:
+        """Print the last lines of a process's errors again."""
+        for line in self.last_error(index):
+            self._console.file.write(line + "\n")
 
     def last_error(self, index: int) -> list[str]:
         """The last lines of a process's standard error, from its main thread's last traceback on, if there is one."""

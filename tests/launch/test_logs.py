@@ -55,9 +55,9 @@ def test_the_error_of_a_thread_does_not_hide_that_of_the_process():
     main = ["Traceback (most recent call last):", "SaveError: the disk is full"]
     thread = ["Exception in thread Thread-5:", "Traceback (most recent call last):", *["  File"] * 80, "ValueError: 27"]
     for line in ["compiling", *main, *thread]:
-        logs._print(0, line, True)
+        logs.print_line(0, line, True)
     assert logs.last_error(0)[:2] == [f"[0] {line}" for line in main]
     only = Logs(1, Console(file=io.StringIO()), io.StringIO())
     for line in thread:
-        only._print(0, line, True)
+        only.print_line(0, line, True)
     assert only.last_error(0)[0] == "[0] Traceback (most recent call last):"

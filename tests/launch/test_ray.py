@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpp_flax.launch import LaunchError
-from jaxpp_flax.launch import ray as ray_launch
+from jaxpp_flax.launch.ray import function as ray_launch
 from jaxpp_flax.launch.ray import run as run_on_ray
 from jaxpp_flax.processes.store import ProcessFailedError
 from tests.launch.running import started

@@ -8,38 +8,59 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import IO
 
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.host.progress import Progress
-from jaxpp_flax.launch.host.signals import kill_group
-from jaxpp_flax.launch.host.supervised_process import SupervisedProcess
+from jaxpp_flax.launch.host.signals import is_stopped, kill_group
+from jaxpp_flax.launch.host.supervised_process import ProcessState, SupervisedProcess
 from jaxpp_flax.launch.host.warm import Forked, WarmInterpreter, inherited
-from jaxpp_flax.launch.settings import LaunchSettings, device_environment
+from jaxpp_flax.launch.settings import LaunchSettings, device_environment, join_host_and_port
 
-__all__ = ["Host", "child_environment"]
+__all__ = ["Host", "HostReport", "child_environment"]
 
 Follow = Callable[[int, IO[str], bool], None]
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a host tells of its processes, and of the coordination service of the run.
+
+    Attributes:
+      processes: those of this life of the run.
+      service: the exit status of the service, if it has ended here.
+      service_is_stopped: whether a signal has stopped it here.
+    """
+
+    processes: tuple[ProcessState, ...] = ()
+    service: int | None = None
+    service_is_stopped: bool = False
 
 
 class Host:
     """Starts the processes of this host, hears what they tell, and ends them. It outlives each life of the run.
 
-    The launcher owns one; of a run over several hosts, one of each host belongs to whoever starts its processes there.
+    The launcher owns one; in a run over several hosts, an actor on each host owns one.
 
     Args:
       program: a file's path, or "-m" and a module's name; then its arguments.
       devices_per_process: virtual devices on CPU, else accelerators.
       forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
+      address: of this host, where the coordination service listens.
+      follow: reads the output of a process: its index, a stream, and whether that has errors.
       signals: grows when the user wants the end of the run; then nothing more starts.
       keeps_state: whether the processes may leave copies of their state to those of the next life. They lie in a file
         in memory without a name, so nothing is left of them once this process and those that it has started end.
 
     Attributes:
-      processes: those of this life of the run.
-      service: the coordination service, if it runs on this host: in a process of its own, beside no program.
+      name: of this host, for messages; empty if there is no other one.
+      lost: why this host is lost; None: it is there.
+      address: where the coordination service of this life of the run may listen; after `prepare`.
     """
+
+    name = ""
+    lost: str | None = None
 
     def __init__(
         self,
@@ -47,16 +68,27 @@ class Host:
         devices_per_process: int,
         *,
         forks: bool,
+        address: str,
+        follow: Follow,
         signals: Sequence[int] = (),
         keeps_state: bool = False,
     ) -> None:
-        self._program, self._devices, self._signals = program, devices_per_process, signals
+        self._program, self._devices, self._ip, self._follow = program, devices_per_process, address, follow
+        self._signals = signals
         self._warm = WarmInterpreter(signals) if forks else None
-        self.processes: list[SupervisedProcess] = []
-        self.service: subprocess.Popen[bytes] | Forked | None = None
-        self._kept: list[int] = []
         keeps = keeps_state and sys.platform.startswith("linux")  # no other system has such files
         self._memory = os.memfd_create("jaxpp_flax") if keeps else None
+        self._processes: list[SupervisedProcess] = []
+        # In a process of its own, beside no program.
+        self._service: subprocess.Popen[bytes] | Forked | None = None
+        self._kept: list[int] = []
+        self._reserved: socket.socket | None = None
+        self.address = ""
+
+    def prepare(self) -> None:
+        """Hold a port for the coordination service, also after this has taken it: no other program gets it."""
+        self._reserved = coordinator.reserve_port(self._ip)
+        self.address = join_host_and_port(self._ip, self._reserved.getsockname()[1])
 
     def serve(self, settings: LaunchSettings) -> None:
         """Start the coordination service of this life of the run, at the address in the settings."""
@@ -66,10 +98,10 @@ class Host:
         with open(os.devnull, "r+b") as nothing, open(reading, "rb"):
             descriptors = {0: reading, 1: nothing.fileno(), 2: nothing.fileno()}
             environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-            self.service = self._spawn("jaxpp_flax.launch.coordinator", arguments, environment, descriptors)
+            self._service = self._spawn("jaxpp_flax.launch.coordinator", arguments, environment, descriptors)
 
-    def start(self, settings: LaunchSettings, follow: Follow) -> None:
-        """Start one process of the run. `follow` reads its output: its index, a stream, and whether that has errors."""
+    def start(self, settings: LaunchSettings) -> None:
+        """Start one process of the run."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         progress = Progress()
@@ -86,11 +118,11 @@ class Host:
                 memory = inherited(self._memory)
                 given.callback(os.close, memory)
                 settings, descriptors[memory] = replace(settings, memory_fd=memory), memory
-            environment = child_environment(os.environ, settings, self._devices)
+            environment = child_environment(os.environ, settings, len(self._processes), self._devices)
             popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
-        self.processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
+        self._processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
         for has_errors, stream in enumerate(streams):
-            follow(settings.process_id, stream, bool(has_errors))
+            self._follow(settings.process_id, stream, bool(has_errors))
 
     def _spawn(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
@@ -109,30 +141,46 @@ class Host:
             process_group=0,
         )
 
-    @property
-    def alive(self) -> list[SupervisedProcess]:
-        """The processes that have not ended, as far as `SupervisedProcess.reap` has found."""
-        return [process for process in self.processes if process.status is None]
+    def poll(self) -> HostReport:
+        """What has become of the processes."""
+        # JAX aborts a process that loses the service: who looks at the service last misses no reason.
+        states = tuple(process.look() for process in self._processes)
+        if self._service is None:
+            return HostReport(states)
+        status = self._service.poll()
+        return HostReport(states, status, status is None and is_stopped(self._service.pid))
 
-    def signal(self, number: int) -> None:
-        """Send a signal to each living process, and to those that it has started."""
-        for process in self.alive:
-            process.signal(number)
+    def tell(self, line: str) -> None:
+        """Send one line to each living process."""
+        for process in self._processes:
+            if process.status is None:
+                process.tell(line)
+
+    def signal(self, index: int | None, number: int) -> None:
+        """Send a signal to a process, and to those that it has started, if it lives; None is the service."""
+        if index is None and self._service is not None and self._service.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._service.pid, number)
+        for process in self._processes:
+            if process.index == index and process.status is None:
+                process.signal(number)
 
     def end(self) -> None:
         """End this life of the run: nothing of it is left."""
-        for process in self.processes:
+        for process in self._processes:
             if process.status is None:
                 kill_group(process.popen.pid)
                 process.popen.wait()
             process.close()
-        if self.service is not None:
-            kill_group(self.service.pid)
-            self.service.wait()
+        if self._service is not None:
+            kill_group(self._service.pid)
+            self._service.wait()
         for descriptor in self._kept:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        self.processes, self.service, self._kept = [], None, []
+        if self._reserved is not None:
+            self._reserved.close()
+        self._processes, self._service, self._kept, self._reserved = [], None, [], None
 
     def close(self) -> None:
         """End all that there is."""
@@ -144,17 +192,17 @@ class Host:
 
 
 def child_environment(
-    environment: Mapping[str, str], settings: LaunchSettings, devices_per_process: int
+    environment: Mapping[str, str], settings: LaunchSettings, place: int, devices_per_process: int
 ) -> dict[str, str]:
-    """The environment of one process, made from the launcher's own.
+    """The environment of one process, made from the launcher's own; its place is its number on this host.
 
     Example:
-      >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
-      >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 2)
+      >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=4, process_id=3)
+      >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 1, 2)
       >>> child["JAX_NUM_CPU_DEVICES"], child["JAX_LOCAL_DEVICE_IDS"], child["XLA_FLAGS"]
       ('2', '2,3', '')
     """
-    first = settings.process_id * devices_per_process
+    first = place * devices_per_process
     proxies: dict[str, str] = {}
     if any(name.lower().endswith("_proxy") for name in environment):
         # gRPC would look for this machine behind the proxy.

@@ -20,7 +20,7 @@ from jaxpp_flax import _compat
 from jaxpp_flax.launch import LaunchError, initialize
 from jaxpp_flax.launch.cli import main
 from jaxpp_flax.launch.coordinator import connections, is_taken
-from jaxpp_flax.launch.local import LocalJob
+from jaxpp_flax.launch.job import Job
 from jaxpp_flax.launch.process import connection
 from jaxpp_flax.launch.process.connection import _listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
@@ -259,7 +259,7 @@ def test_one_process_needs_no_connection():
 def test_jobs_that_make_no_sense_are_refused(changes: dict[str, object], message: str):
     good: dict[str, object] = {"program": [__file__], "num_processes": 2}
     with pytest.raises(LaunchError, match=message):
-        LocalJob(**{**good, **changes})  # type: ignore[arg-type]
+        Job(**{**good, **changes})  # type: ignore[arg-type]
 
 
 def test_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]):

@@ -1,7 +1,4 @@
-"""A run on a Ray cluster (extra ``ray``), one actor on each host: `losses = run(train, 1000, num_processes=4, gpus=8)`.
-
-Ray sends functions and values by pickle: keep its ports, like those of JAX, inside a trusted network.
-"""
+"""A function on a Ray cluster, in one actor on each host: `losses = run(train, 1000, num_processes=4, gpus=8)`."""
 
 from __future__ import annotations
 
@@ -17,17 +14,18 @@ import jax
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.connection import await_all, connect
 from jaxpp_flax.launch.process.process_end import ProgramExitError, type_and_message
+from jaxpp_flax.launch.ray.cluster import import_ray
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, describe_preemption, join_host_and_port
 from jaxpp_flax.messages import error_location
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PREEMPTED_STATUS
 from jaxpp_flax.processes.store import ProcessFailedError
 
-__all__ = ["run"]
+__all__ = ["run_function"]
 
 _PREEMPTED = "jaxpp_flax: saved after SIGTERM"  # the result of such a process
 
 
-def run(
+def run_function(
     function: Callable[..., Any],
     *arguments: Any,
     num_processes: int,
@@ -38,29 +36,9 @@ def run(
     failure_timeout_s: float = DEFAULT_FAILURE_TIMEOUT,
     initialization_timeout_s: float = 300.0,
 ) -> list[Any]:
-    """Run a function as one process on each of several hosts of a Ray cluster (`ray.init`), connected by `initialize`.
-
-    Args:
-      function, arguments: every process calls `function(*arguments)`.
-      num_processes: the number of processes.
-      cpus, gpus: the resources that each process requests from Ray.
-      strategy: the strategy of Ray's placement group; by default each process is on a host of its own.
-      environment: more environment variables for the processes.
-      failure_timeout_s: seconds within which the failure of one process ends all of them.
-      initialization_timeout_s: seconds for Ray to find the resources, and for all processes to connect.
-
-    Returns:
-      A list with the result of each process, in the order of their indices; arrays are NumPy arrays.
-
-    Raises:
-      LaunchError: if Ray is missing or lacks the resources, or if a process fails; then `__cause__` is its error.
-      SystemExit: with status 75, if SIGTERM has ended the processes, and all have saved.
-    """
-    try:
-        ray = importlib.import_module("ray")
-        scheduling = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise LaunchError("Ray is not installed: pip install 'jaxpp-flax[ray]'.") from error
+    """As `run` describes it."""
+    ray, strategies = import_ray("util.scheduling_strategies")
+    scheduling = strategies.PlacementGroupSchedulingStrategy
     resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
     with contextlib.ExitStack() as cleanup:
         group = ray.util.placement_group([resources] * num_processes, strategy=strategy)

@@ -1,0 +1,184 @@
+"""The hosts of a run on a Ray cluster: an actor on each owns its `Host`, for as long as the run lasts.
+
+An actor answers each call with all that its host has to tell. So a call that starts a process and one that only asks
+are alike to the driver, which waits for none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from jaxpp_flax.launch.host.host import Host, HostReport
+from jaxpp_flax.launch.host.warm import NotForked
+from jaxpp_flax.launch.logs import Logs
+from jaxpp_flax.launch.ray.cluster import Head
+from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
+
+__all__ = ["HostActor", "RayHost"]
+
+Line = tuple[int, str, bool]  # the index of a process, what it has printed, and whether as an error
+Answer = tuple[str, HostReport, list[Line]]
+
+_POLL_SECONDS = 0.2
+_LONGEST_REASON = 200  # Ray adds what may be the cause, and what may help
+_MOST_LINES = 10_000  # that wait for the driver; then the processes wait too
+_SECONDS_FOR_LAST_LINES = 1.0
+# Until the interpreter that forks the processes has imported all, from a slow disk perhaps.
+_START_SECONDS = 300.0
+
+
+class HostActor:
+    """The actor, with the `Host`."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        devices_per_process: int,
+        forks: bool,
+        folder: str,
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)
+        # Where the program's packages may have been brought by Ray, the driver's folder may be absent.
+        with suppress(OSError):
+            os.chdir(folder)
+        if program[0] != "-m" and not Path(program[0]).is_file():
+            raise LaunchError(
+                f"there is no file {program[0]!r} in {os.getcwd()}. Each host needs the program at the same path: put "
+                "it into a shared folder or into the image, or give Ray a `working_dir`."
+            )
+        # Ray blocks Ctrl-C for what it starts itself; what is started here would never hear of it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        self._lines: queue.Queue[Line] = queue.Queue(_MOST_LINES)
+        self._readers: list[threading.Thread] = []
+        address = importlib.import_module("ray").util.get_node_ip_address()
+        self._host = Host(program, devices_per_process, forks=forks, address=address, follow=self._follow)
+
+    def _follow(self, index: int, stream: IO[str], errors: bool) -> None:
+        def read() -> None:
+            with suppress(ValueError), stream:
+                for line in stream:
+                    self._lines.put((index, line.rstrip("\n"), errors))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
+
+    def call(self, method: str, *arguments: Any) -> Answer:
+        """Call a method of the `Host`; returns its address, its report, and what its processes have printed."""
+        getattr(self._host, method)(*arguments)
+        lines: list[Line] = []
+        deadline = time.monotonic() + _SECONDS_FOR_LAST_LINES
+        while method == "end" and any(reader.is_alive() for reader in self._readers) and time.monotonic() < deadline:
+            with suppress(queue.Empty):
+                lines.append(self._lines.get(timeout=0.02))
+        lines += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
+        return self._host.address, self._host.poll(), lines
+
+
+class RayHost:
+    """A host far away, as the driver of the run sees it: a `ProcessHost`.
+
+    Args:
+      ray: the module.
+      actor: the handle of its `HostActor`.
+      name, node: of the host, for messages; and of its node in Ray.
+      logs: where its processes' lines are printed.
+      head: of the cluster.
+      timeout_s: how long it may leave a call without an answer.
+
+    Attributes:
+      made: the time when its actor was asked for.
+      address, lost: as of `Host`. The address is empty until the host has answered to `prepare`.
+    """
+
+    def __init__(self, ray: Any, actor: Any, name: str, node: str, logs: Logs, head: Head, timeout_s: float) -> None:
+        self._ray, self._actor, self._logs, self._head, self._timeout = ray, actor, logs, head, timeout_s
+        self.name, self.node, self.made = name, node, time.monotonic()
+        self.address = ""
+        self.lost: str | None = None
+        self._report = HostReport()
+        self._calls: list[tuple[Any, float]] = []  # not answered yet, with the times when they were made
+        self._asked = 0.0
+
+    def _ask(self, method: str, *arguments: Any) -> None:
+        self._asked = time.monotonic()
+        if self.lost is None:
+            self._calls.append((self._actor.call.remote(method, *arguments), self._asked))
+
+    def prepare(self) -> None:
+        """As `Host.prepare`; the answer comes later."""
+        self.address, self._report = "", HostReport()
+        self._ask("prepare")
+
+    def serve(self, settings: LaunchSettings) -> None:
+        """As `Host.serve`."""
+        self._ask("serve", settings)
+
+    def start(self, settings: LaunchSettings) -> None:
+        """As `Host.start`."""
+        self._ask("start", settings)
+
+    def tell(self, line: str) -> None:
+        """As `Host.tell`."""
+        self._ask("tell", line)
+
+    def signal(self, index: int | None, number: int) -> None:
+        """As `Host.signal`."""
+        self._ask("signal", index, number)
+
+    def poll(self) -> HostReport:
+        """The latest news; asks for more, and does not wait for it."""
+        self._head.check()
+        if not self._calls and time.monotonic() - self._asked >= _POLL_SECONDS:
+            self._ask("poll")
+        self._hear(0.0)
+        limit = self._timeout if self._report.processes else max(_START_SECONDS, self._timeout)
+        if self._calls and time.monotonic() - self._calls[0][1] > limit:
+            self.give_up(f"it has not answered for {limit:g} s.")
+        return self._report
+
+    def end(self) -> None:
+        """As `Host.end`."""
+        self._ask("end")
+        deadline = time.monotonic() + self._timeout
+        while self._calls and time.monotonic() < deadline:
+            self._hear(deadline - time.monotonic())
+        if self._calls:
+            self.give_up(f"it has not answered for {self._timeout:g} s.")
+
+    def give_up(self, why: str) -> None:
+        """Count it as lost. Whatever is left of it ends with its actor, at the latest when Ray reaches it again."""
+        self.lost, self._calls, self._report = self.lost or why, [], HostReport()
+        if not self._head.is_lost:  # else the call would wait until Ray ends this process
+            self._ray.kill(self._actor)
+
+    def _hear(self, seconds: float) -> None:
+        """Take the answers that have come, in the order of the calls."""
+        while self._calls and self._ray.wait([self._calls[0][0]], timeout=seconds)[0]:
+            call, _ = self._calls.pop(0)
+            try:
+                self.address, self._report, lines = self._ray.get(call)
+            except self._ray.exceptions.RayActorError as error:
+                why = str(error).strip().splitlines()[-1].strip()
+                if error.actor_init_failed:
+                    raise LaunchError(f"host {self.name}: {why}") from error
+                self.give_up(f"Ray says: {textwrap.shorten(why, _LONGEST_REASON)}.")
+                return
+            except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, NotForked):
+                    self.give_up(str(error.cause))
+                    return
+                raise LaunchError(f"host {self.name}: {error.cause}") from error
+            for index, line, errors in lines:
+                self._logs.print_line(index, line, errors)

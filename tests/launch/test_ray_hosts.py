@@ -1,0 +1,162 @@
+"""`--ray`: a program on hosts of a Ray cluster, here several raylets of this machine, some of which are killed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpp_flax.launch.cli import main
+from tests.launch.running import QUICK, REAL, Run, marked, started
+from tests.running import MARK, ROOT, wait_for
+
+pytestmark = pytest.mark.processes
+
+BEGIN = """
+import os, signal, sys, time
+import jax
+print("pid", os.getpid(), "devices", jax.device_count(), flush=True)
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.trainers import Callback, Checkpoints, MeshOptions
+from tests.checkpoint.program import batches, make_trainer
+group = process_group()
+index, attempt = group.process_index, group.attempt
+"""
+
+# Life 1 ends by a killed process, life 2 stands still until its host is killed, life 3 until a host has come.
+TRAINING = (
+    BEGIN
+    + """
+class Story(Callback):
+    def on_metrics(self, trainer, step, metrics):
+        print(f"step {step} loss {float(metrics['loss']).hex()}", flush=True)
+        if sys.argv[2] == "undisturbed":
+            return
+        if (attempt, step) in ((2, 5), (3, 7)):
+            print("waits", flush=True)
+            while not os.path.exists(f"{sys.argv[1]}.{attempt}"):
+                time.sleep(0.1)
+        if (attempt, step, index) in ((1, 3, 1), (3, 7, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+# The stages stay, and so do their programs and all bits: three devices have two stages each, two have three.
+options = {"schedule": "interleaved_1f1b", "mesh": MeshOptions(num_ranks=jax.device_count(), axes={})}
+make_trainer(Checkpoints(sys.argv[1], every=1), stages=6, depth=6, **options).fit(
+    batches(), steps=9, callbacks=[Story()]
+)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs, and three hosts; Ray knows a silent host within seconds."""
+    utilities = pytest.importorskip("ray.cluster_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("period_ms", "1000"), ("timeout_ms", "2000"), ("failure_threshold", "2")):
+            patch.setenv(f"RAY_health_check_{name}", value)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv(MARK, "ray")
+        patch.delenv("XLA_FLAGS", raising=False)
+        made = utilities.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            for _ in range(3):
+                made.add_node(num_cpus=1)
+            yield made
+        finally:
+            made.shutdown()
+
+
+@contextmanager
+def on_ray(cluster: Any, folder: Path, source: str, *options: str, arguments: tuple[str, ...] = ()) -> Iterator[Run]:
+    (folder / "script.py").write_text(source, encoding="utf-8")
+    command = [*REAL, "--ray", *options, "script.py", *arguments]
+    with started(folder, command, RAY_ADDRESS=cluster.address) as run:
+        yield run
+    # The driver has the test's mark, and what Ray has started that of the cluster.
+    left = "jaxpp_flax.launch"
+    wait_for(lambda: not any(left in line for line in marked("ray").values()), "the end of the hosts' interpreters")
+
+
+def losses(run: Run) -> set[tuple[str, str]]:
+    return set(re.findall(r"step (\d+) loss (\S+)$", run.stdout, re.MULTILINE))
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_a_run_survives_a_process_and_a_host_and_takes_a_new_host_in(cluster: Any, tmp_path: Path):
+    options = ("--hosts", "3", "--min-hosts", "2", "--wait", "3", "--max-restarts", "1")
+    with on_ray(cluster, tmp_path, TRAINING, *options, arguments=(str(tmp_path / "on_ray"), "disturbed")) as run:
+        run.wait_for_output("waits")
+        lost = next(iter(cluster.worker_nodes))
+        cluster.remove_node(lost, allow_graceful=False)
+        run.wait_for_output("waits", times=4)
+        cluster.add_node(num_cpus=1)
+        (tmp_path / "on_ray.3").touch()
+        assert run.finish() == 0, run.stderr
+        hosts = re.findall(r"life (\d) has \d processes on (\d) hosts", run.stderr)
+        assert hosts == [("1", "3"), ("2", "3"), ("3", "2"), ("4", "3")], run.stderr
+        assert "process 1 of 3 failed first: it was killed by SIGKILL." in run.stderr
+        assert re.search(rf"host \S+ \(.*node {lost.node_id[:8]}\) is lost, with process \d of 3: ", run.stderr)
+        assert "process 0 of 2 failed first: it was killed by SIGKILL." in run.stderr
+        assert len(re.findall(r"life \d goes on from the checkpoint of step", run.stderr)) == 3
+        assert len(re.findall(r"\] pid \d+ devices 2", run.stdout)) == 2
+    command = [*QUICK, "-n", "3", "script.py", str(tmp_path / "here"), "undisturbed"]
+    with started(tmp_path, command) as undisturbed:
+        assert undisturbed.finish() == 0, undisturbed.stderr
+    assert losses(run) == losses(undisturbed)  # to the last bit, on three hosts and on two
+    assert len(losses(run)) == 9
+
+
+@pytest.mark.extras
+def test_an_error_and_ctrl_c_end_the_run(cluster: Any, tmp_path: Path):
+    source = BEGIN + (
+        "group.step = 1\ngroup.barrier('here')\nprint('waits', flush=True)\n"
+        "if index == 1 and sys.argv[1] == 'error':\n    raise KeyError('bad luck')\ntime.sleep(1000)\n"
+    )
+    options = ("--hosts", "2", "-n", "2", "--max-restarts", "3")
+    with on_ray(cluster, tmp_path, source, *options, arguments=("error",)) as run:
+        assert run.finish() == 1, run.stderr
+        assert run.stderr.count("life 2 has 4 processes on 2 hosts") == 1  # it had come to a step
+        assert "life 3" not in run.stderr
+        assert run.stderr.rstrip().endswith("[1] KeyError: 'bad luck'")  # its own message is the last
+    with on_ray(cluster, tmp_path, source, *options, arguments=("wait",)) as run:
+        run.wait_for_output("waits", times=4)
+        run.popen.send_signal(signal.SIGINT)
+        assert run.finish() == 128 + signal.SIGINT, run.stderr
+        assert "life 2" not in run.stderr
+
+
+@pytest.mark.extras
+def test_what_no_host_can_run_is_refused(cluster: Any, tmp_path: Path):
+    with on_ray(cluster, tmp_path, "", "--hosts", "9", "--wait", "1") as run:
+        assert run.finish() == 2
+        assert re.search(r"Ray has given \d of 9 hosts with \{'CPU': 1.0\} within 1 s \(--wait\); 9 are", run.stderr)
+
+
+def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]):
+    for options, text in (
+        (["--ray"], "--ray needs the number of hosts, as in `--ray --hosts 4 train.py`"),
+        (["--ray", "--hosts", "0"], "--hosts 0: at least one host is needed"),
+        (["--ray", "--hosts", "2", "--min-hosts", "3"], "--min-hosts 3: it must be 1 to 2 (--hosts)"),
+        (["--ray", "--hosts", "2", "--wait", "-1"], "--wait -1.0: it must be a number of seconds, 0 or more"),
+        (["--ray", "--hosts", "2", "--address", "10.0.0.1"], "--address and --ray exclude each other"),
+        (["-n", "2", "--hosts", "2"], "--hosts is for --ray"),
+    ):
+        assert main([*options, __file__]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_without_ray_the_command_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["--ray", "--hosts", "2", __file__]) == 2
+    assert "pip install 'jaxpp-flax[ray]'" in capsys.readouterr().err

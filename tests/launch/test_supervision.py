@@ -1,0 +1,73 @@
+"""The supervision, with hosts that do as they are told: what is blamed when a host is lost."""
+
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from rich.console import Console
+
+from jaxpp_flax.launch.host.host import HostReport
+from jaxpp_flax.launch.host.supervised_process import ProcessState
+from jaxpp_flax.launch.job import Job
+from jaxpp_flax.launch.logs import Logs
+from jaxpp_flax.launch.settings import LaunchSettings
+from jaxpp_flax.launch.supervision import supervise
+
+
+@dataclass
+class Told:
+    """A host with one process, which goes from one state to the next at each look; then the host is lost, or is not."""
+
+    name: str
+    statuses: Sequence[int | None]
+    is_lost: bool = False
+    lost: str | None = None
+    address: str = "10.0.0.1:4000"
+    index: int = 0
+    heard: list[str] = field(default_factory=list[str])
+
+    def serve(self, settings: LaunchSettings) -> None: ...
+
+    def start(self, settings: LaunchSettings) -> None:
+        self.index = settings.process_id
+
+    def poll(self) -> HostReport:
+        status, *rest = self.statuses
+        self.statuses = rest or [status]
+        if self.is_lost and not rest:
+            self.lost = "Ray says: it is gone."
+            return HostReport()
+        return HostReport((ProcessState(self.index, status, first=3, last=5),))
+
+    def tell(self, line: str) -> None:
+        self.heard.append(line)
+
+    def signal(self, index: int, number: int) -> None:
+        self.statuses = [-number]
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[None], [None, None, -signal.SIGABRT], [None, 69]],
+    ids=["still runs", "aborted without the service", "ended because of it"],
+)
+def test_a_lost_host_is_the_cause_with_its_processes(other: list[int | None]):
+    errors = io.StringIO()
+    logs = Logs(2, Console(file=errors, width=1000), io.StringIO())
+    lives = [
+        [Told("a", [None] * 4, is_lost=True), there := Told("b", other)],
+        [Told("c", [None, 0]), Told("b", [None, 0])],
+    ]
+    job = Job(program=[__file__], num_processes=1, max_restarts=1, failure_timeout=0.5)
+    assert supervise(job, logs, [], lambda: lives.pop(0)) == 0
+    assert (
+        "host a is lost, with process 0 of 2: Ray says: it is gone. That was at step 5; restart 1" in errors.getvalue()
+    )
+    if other == [None]:
+        assert there.heard == ["- host a is lost, with process 0 of 2: Ray says: it is gone."]
