@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpp_flax.launch.host.signals import exit_status, signal_name
 from jaxpp_flax.launch.host.supervised_process import ProcessState
+from jaxpp_flax.launch.host.warm import NotForked
 
 __all__ = ["Cause", "Lives"]
 
@@ -27,6 +29,16 @@ class Cause:
     message: str
     status: int
     kind: Literal["end", "crash", "error"]
+
+    @classmethod
+    def asked(cls, number: int) -> Cause:
+        """A signal asks for the end."""
+        return cls(None, f"ended by {signal_name(number)}.", 128 + number, "end")
+
+    @classmethod
+    def not_forked(cls, error: NotForked) -> Cause:
+        """The interpreter that forks is lost."""
+        return cls(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
 
 
 class Lives:
@@ -76,7 +88,7 @@ class Lives:
         if not first or (max(process.last for process in processes) == first and not ended):
             return
         seconds, self._failed_at = time.monotonic() - self._failed_at, None
-        kind = "copy in memory" if any(page.is_from_memory for page in pages) else "checkpoint"
+        kind = "copy in memory" if any(process.is_from_memory for process in processes) else "checkpoint"
         source = f"from the {kind} of step {first - 1}" if first > 1 else "from the beginning, without a checkpoint"
         repeated = max(0, self._furthest - first + 1)
         self._say(

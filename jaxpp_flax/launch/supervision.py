@@ -96,7 +96,7 @@ def supervise(job: Job, logs: Logs, signals: list[int], gather: Callable[[], Seq
                 life.start(run_id, attempt)
                 cause = life.follow(signals, lives)
             except NotForked as error:
-                cause = _asked(signals.pop(0)) if signals else _not_forked(error)
+                cause = Cause.asked(signals.pop(0)) if signals else Cause.not_forked(error)
         logs.drain(seconds=1.0)
         goes_on = not (signals or life.is_asked) and lives.goes_on(cause, life.reached)
     if logs.lost is not None:
@@ -110,16 +110,6 @@ def supervise(job: Job, logs: Logs, signals: list[int], gather: Callable[[], Seq
     if cause.index is not None:
         logs.tell_error(cause.index)
     return cause.status
-
-
-def _asked(number: int) -> Cause:
-    """The cause if a signal asks for the end."""
-    return Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
-
-
-def _not_forked(error: NotForked) -> Cause:
-    """The cause if the interpreter that forks is lost."""
-    return Cause(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
 
 
 @dataclass
@@ -228,7 +218,7 @@ class _Life:
                 number = signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
-                stopping, self.is_asked = stopping or _asked(number), True
+                stopping, self.is_asked = stopping or Cause.asked(number), True
                 for process in alive:
                     process.signal(number if patient and process.state.connected else signal.SIGKILL)
                 deadlines = [(now + self._job.grace, signal.SIGKILL)] if patient else []

@@ -46,7 +46,7 @@ class Told:
     def tell(self, line: str) -> None:
         self.heard.append(line)
 
-    def signal(self, index: int, number: int) -> None:
+    def signal(self, index: int | None, number: int) -> None:
         self.statuses = [-number]
 
     def end(self) -> None: ...
