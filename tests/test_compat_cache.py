@@ -45,6 +45,7 @@ def test_every_process_finds_what_it_compiled_in_the_run_before(tmp_path: Path, 
 
 def test_an_entry_is_written_by_any_process_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = pytest.importorskip("jax._src.compiler")
+    jax.devices()  # else the backend would be that of process 1, for all tests that follow
     monkeypatch.setattr(compiler, "_cache_write", _compat_cache._write)
     monkeypatch.setattr(_compat_cache._files, "put", _compat_cache._put)
     monkeypatch.setattr("jax._src.distributed.global_state.process_id", 1)

@@ -287,7 +287,7 @@ def test_a_complete_run_is_refused(recipe: SimpleNamespace, settings: Any, tmp_p
 
 SRUN = """#!/usr/bin/env bash
 # A stand-in for SLURM's: two tasks on this host.
-shift
+while [[ $1 == --* ]]; do shift; done
 export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_JOB_NUM_NODES=1 SLURM_STEP_NODELIST=localhost
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
 SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & second=$!

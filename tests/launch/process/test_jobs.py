@@ -78,24 +78,35 @@ def job_folder(folder: Path, **commands: str) -> dict[str, str]:
 )  # fmt: skip
 def test_a_job_starts_again_as_long_as_it_comes_further(tmp_path: Path, lives: str, status: int, queued: bool):
     """Each life: its exit status; `+`, a checkpoint was saved; `*`, a part of one."""
+    (tmp_path / "run" / "4").mkdir(parents=True)
+    assert submitted(tmp_path, lives, "run", "docs/guides/jobs/slurm.sh") == (status, queued)
+
+
+def test_the_job_of_the_recipe_does_so_too(tmp_path: Path):
+    recipe = str(ROOT / "examples" / "finetune" / "job.slurm")
+    job = [recipe, "--model", "tiny", "--output", "there", "--stages", "2"]
+    assert submitted(tmp_path, f"1+ 69+ {PREEMPTED_STATUS}", "there/checkpoints", *job) == (PREEMPTED_STATUS, True)
+
+
+def submitted(folder: Path, lives: str, checkpoints: str, *job: str) -> tuple[int, bool]:
+    """The status of a job that has lived so, and whether it is queued again."""
     srun = """
     life=$(($(cat lives) + 1)); echo $life >lives
     read -ra all <<<"$LIVES"
     case "${all[life - 1]}" in
-        *+) mkdir -p run/${life}0 ;;
-        *\\*) mkdir -p run/${life}0.orbax-checkpoint-tmp ;;
+        *+) mkdir -p "$CHECKPOINTS/${life}0" ;;
+        *\\*) mkdir -p "$CHECKPOINTS/${life}0.orbax-checkpoint-tmp" ;;
     esac
     exit ${all[life - 1]%[+*]}
     """
-    own = job_folder(tmp_path, srun=srun, scontrol='echo "$@"')
-    (tmp_path / "lives").write_text("0")
-    (tmp_path / "run" / "4").mkdir(parents=True)
+    own = {**job_folder(folder, srun=srun, scontrol='echo "$@"'), "LIVES": lives, "CHECKPOINTS": checkpoints}
+    (folder / "lives").write_text("0")
     run = subprocess.run(
-        ["bash", "docs/guides/jobs/slurm.sh"],
-        cwd=tmp_path, env={**os.environ, **own, "LIVES": lives}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (run.returncode, run.stdout) == (status, f"requeue {own['SLURM_JOB_ID']}\n" if queued else ""), run.stderr
-    assert int((tmp_path / "lives").read_text()) == len(lives.split())
+        ["bash", *job], cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
+    assert run.stdout in ("", f"requeue {own['SLURM_JOB_ID']}\n"), run.stderr
+    assert int((folder / "lives").read_text()) == len(lives.split())
+    return run.returncode, bool(run.stdout)
 
 
 # As SLURM's: two tasks on this host, the highest status of them.
