@@ -141,6 +141,22 @@ def test_what_no_host_can_run_is_refused(cluster: Any, tmp_path: Path):
         assert re.search(r"Ray has given \d of 9 hosts with \{'CPU': 1.0\} within 1 s \(--wait\); 9 are", run.stderr)
 
 
+@pytest.mark.extras
+def test_a_script_runs_from_python_too(cluster: Any, tmp_path: Path):
+    (tmp_path / "script.py").write_text("import os, sys\nprint(*sys.argv, os.environ['MINE'])\n", encoding="utf-8")
+    (tmp_path / "driver.py").write_text(
+        "from jaxpp_flax.launch import LaunchError\nfrom jaxpp_flax.launch.ray import run\n"
+        "print('status', run('script.py', '7', hosts=1, num_processes=2, environment={'MINE': 'yours'}))\n"
+        "try:\n    run('absent.py', hosts=1)\nexcept LaunchError as error:\n    print(error)\n",
+        encoding="utf-8",
+    )
+    with started(tmp_path, [sys.executable, "driver.py"], RAY_ADDRESS=cluster.address) as run:
+        assert run.finish() == 0, run.stderr
+        assert sorted(run.stdout.splitlines()) == [
+            "[0] script.py 7 yours", "[1] script.py 7 yours", "status 0", "there is no file 'absent.py' to run.",
+        ]  # fmt: skip
+
+
 def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]):
     for options, text in (
         (["--ray"], "--ray needs the number of hosts, as in `--ray --hosts 4 train.py`"),

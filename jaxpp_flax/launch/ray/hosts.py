@@ -169,16 +169,16 @@ class RayHost:
             call, _ = self._calls.pop(0)
             try:
                 self.address, self._report, lines = self._ray.get(call)
-            except self._ray.exceptions.RayActorError as error:
-                why = str(error).strip().splitlines()[-1].strip()
-                if error.actor_init_failed:
-                    raise LaunchError(f"host {self.name}: {why}") from error
-                self.give_up(f"Ray says: {textwrap.shorten(why, _LONGEST_REASON)}.")
-                return
             except self._ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, NotForked):
+                if isinstance(error.cause, NotForked):  # another actor makes another interpreter
                     self.give_up(str(error.cause))
                     return
                 raise LaunchError(f"host {self.name}: {error.cause}") from error
+            except self._ray.exceptions.RayError as error:  # of the actor, or of an answer that is lost with it
+                why = str(error).strip().splitlines()[-1].strip()
+                if getattr(error, "actor_init_failed", False):
+                    raise LaunchError(f"host {self.name}: {why}") from error
+                self.give_up(f"Ray says: {textwrap.shorten(why, _LONGEST_REASON)}.")
+                return
             for index, line, errors in lines:
                 self._logs.print_line(index, line, errors)
