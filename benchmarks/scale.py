@@ -18,6 +18,7 @@ def main() -> None:
     flags.add_argument("--ranks", type=int, nargs="*", default=[16, 32, 64])
     flags.add_argument("--microbatches", type=int, nargs="*", default=[64, 256])
     flags.add_argument("--json", default=None)
+    flags.set_defaults(devices=1)  # nothing is placed on them
     arguments = flags.parse_args()
     prepare(arguments, 1)
     import jax
@@ -25,9 +26,20 @@ def main() -> None:
     from jax.sharding import PartitionSpec
 
     from jaxpp_flax.api import Std1F1B, mark_stage_end, treduce
-    from jaxpp_flax.engine import pipeline
-    from jaxpp_flax.engine.traced import cut_at_every_mark
-    from jaxpp_flax.engine.tracing.ir import from_jaxpr
+    from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
+    from jaxpp_flax.engine.passes.runner import Settings
+    from jaxpp_flax.engine.program.program import Program
+    from jaxpp_flax.engine.traced import build, cut_at_every_mark, with_choices
+    from jaxpp_flax.engine.traced import prepare as prepared
+    from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
+
+    def program_of(graph: Graph, ranks: int) -> Program:
+        size = len(graph.inputs)
+        settings = Settings(
+            num_ranks=ranks, donated=[False] * size, specs=[PartitionSpec()] * size, shards=ShardCounts({})
+        )
+        step = prepared(graph, settings, ())
+        return build(step, with_choices(settings, step, cut_at_every_mark), ())[0]
 
     rows: list[dict[str, object]] = []
     for ranks in arguments.ranks:
@@ -46,11 +58,10 @@ def main() -> None:
             start = time.perf_counter()
             jaxpr = jax.jit(step).trace([jnp.ones((4, 4))] * ranks, jnp.ones((microbatches, 2, 4))).jaxpr
             graph, _ = from_jaxpr(jaxpr)
-            specs = [PartitionSpec()] * len(graph.inputs)
-            built = pipeline.prepare(graph, ranks, [False] * len(specs), specs, {}).build(cut_at_every_mark)
+            program = program_of(graph, ranks)
             seconds = time.perf_counter() - start
             tracemalloc.start()
-            again = pipeline.prepare(graph, ranks, [False] * len(specs), specs, {}).build(cut_at_every_mark)
+            again = program_of(graph, ranks)
             held, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             tasks = 2 * ranks * microbatches
@@ -61,7 +72,7 @@ def main() -> None:
                     "tasks": tasks,
                     "seconds, trace to program": seconds,
                     "µs per task": seconds / tasks * 1e6,
-                    "instructions": len(built.program.instructions),
+                    "instructions": len(program.instructions),
                     "bytes held per task": held / tasks,
                 }
             )

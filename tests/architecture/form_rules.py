@@ -63,8 +63,9 @@ def names_say_what_they_hold(sources: Sequence[Source]) -> Iterator[str]:
     """A getter or a constructor may be called `of`."""
     for source in sources:
         for node in source.nodes if source.part in PARTS_WITH_SPELT_NAMES else ():
-            is_made = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            name = node.id if is_made else node.arg if isinstance(node, ast.arg) else ""
+            if not isinstance(node, ast.Name | ast.arg):
+                continue
+            name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node.ctx, ast.Store) else ""
             if name.strip("_") in NAMES_OF_NOTHING:
                 yield f"{source.at(node.lineno)}: {name} says only that there is something: name the thing"
 
