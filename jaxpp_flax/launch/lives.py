@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.host.signals import exit_status, signal_name
+from jaxpp_flax.launch.host.warm import NotForked
 
 __all__ = ["Cause", "Lives"]
 
@@ -27,6 +29,16 @@ class Cause:
     message: str
     status: int
     kind: Literal["end", "crash", "error"]
+
+    @classmethod
+    def asked(cls, number: int) -> Cause:
+        """A signal asks for the end."""
+        return cls(None, f"ended by {signal_name(number)}.", 128 + number, "end")
+
+    @classmethod
+    def not_forked(cls, error: NotForked) -> Cause:
+        """The interpreter that forks is lost."""
+        return cls(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
 
 
 class Lives:

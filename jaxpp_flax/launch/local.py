@@ -118,7 +118,7 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
                     life.start(run_id, attempt)
                     cause = life.follow(signals, lives)
                 except NotForked as error:
-                    cause = _asked(signals.pop(0)) if signals else _not_forked(error)
+                    cause = Cause.asked(signals.pop(0)) if signals else Cause.not_forked(error)
                 reached = max((process.progress.last for process in host.processes), default=0)
             logs.drain(seconds=1.0)
             goes_on = not (signals or life.is_asked) and lives.goes_on(cause, reached)
@@ -134,16 +134,6 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
         for line in logs.last_error(cause.index):
             console.file.write(line + "\n")
     return cause.status
-
-
-def _asked(number: int) -> Cause:
-    """The cause if a signal asks for the end."""
-    return Cause(None, f"ended by {signal_name(number)}.", 128 + number, "end")
-
-
-def _not_forked(error: NotForked) -> Cause:
-    """The cause if the interpreter that forks is lost."""
-    return Cause(None, str(error), exit_status(error.status) or 1, "crash" if error.status < 0 else "error")
 
 
 class _Life:
@@ -204,7 +194,7 @@ class _Life:
                 number = signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
-                stopping, self.is_asked = stopping or _asked(number), True
+                stopping, self.is_asked = stopping or Cause.asked(number), True
                 for process in alive:
                     process.hear(now)
                     process.signal(number if patient and process.connected else signal.SIGKILL)
