@@ -240,7 +240,8 @@ def outlive_broken_connections(timeout_s: int) -> bool:
 
     JAX's client asks the service once, for errors of the run, and waits for the answer until the end. It aborts the
     process if that call fails, also by a connection that is reset for a second. A second client with the same index
-    asks too: then the service ends the first one's call, which that one takes for a good end. So the second client may go.
+    asks too: then the service ends the first one's call, which that one takes for a good end. So the second
+    client may go.
 
     Returns:
       Whether it took effect; False if this JAX hides its client.
