@@ -212,6 +212,7 @@ def poison(connection: Any) -> bool:
     return True
 
 
+_CALLS, _PAUSE_SECONDS = 5, 0.02
 # Longer than any run. Not all that XLA computes from these seconds has room for more.
 _NEVER_SECONDS = 10**8
 
@@ -233,16 +234,16 @@ def start_coordination_service(address: str, process_count: int) -> Callable[[],
     return service.shutdown
 
 
-def outlive_broken_connections(timeout_s: int) -> Any:
+def outlive_broken_connections(timeout_s: int) -> bool:
     """Let this process live on when its connection to a service of `start_coordination_service` breaks.
 
     JAX's client asks the service once, for errors of the run, and waits for the answer until the end. It aborts the
     process if that call fails, also by a connection that is reset for a second. A second client with the same index
-    asks too: then the service ends the first one's call, which that one takes for a good end.
+    asks too: then the service ends the first one's call, which that one takes for a good end. So the second
+    client may go.
 
     Returns:
-      The second client. Give it up, and its own call ends too, once later calls of the first one have been answered.
-      None if this JAX hides its client.
+      Whether it took effect; False if this JAX hides its client.
     """
     state = _distributed_state
     try:
@@ -252,11 +253,16 @@ def outlive_broken_connections(timeout_s: int) -> Any:
             init_timeout=timeout_s,
             heartbeat_timeout=_NEVER_SECONDS,
             shutdown_on_destruction=False,
+            use_compression=True,  # as the first one: so they have one connection, which keeps their calls in order
         )
     except (AttributeError, TypeError):
-        return None
+        return False
     client.connect()
-    return client
+    # Its question has no answer. The service has certainly seen it once it has answered calls that came later.
+    for _ in range(_CALLS):
+        client.key_value_dir_get("jaxpp_flax/")
+        time.sleep(_PAUSE_SECONDS)
+    return True
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Barriers:
             # Apart from the values, which may be large.
             store.set(f"{here}/came/{self._index}", b"")
             place = store.add(f"{here}/count")
-            # Of those that come last, one at least finds all there: a broken connection may have counted some twice.
+            # A broken connection may have counted some twice; the last one finds all there.
             if place >= self._count and not self._missing(store, here):
                 store.set(f"{here}/complete", b"")
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:

@@ -111,7 +111,7 @@ class KeyValueStore:
         return {key.removeprefix(folder + "/"): value for key, value in entries}
 
     def add(self, key: str) -> int:
-        """Add one to a counter that begins at zero; returns the sum. A broken connection may add it twice."""
+        """Add one to a counter that begins at zero; returns the sum. A connection that breaks may add twice."""
         with _store_errors():
             return self._call(self._client.key_value_increment, key, 1)
 

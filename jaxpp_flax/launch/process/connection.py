@@ -220,7 +220,8 @@ def connect(
         # JAX's own service in process 0 is unused then: it gets a free port of loopback.
         coordinator_bind_address="127.0.0.1:0" if apart else listen_at,
     )
-    second = _compat.outlive_broken_connections(round(timeout_s)) if apart else None
+    if apart:
+        _compat.outlive_broken_connections(round(timeout_s))
     connected.set()
     _take_sigterm_back()
     _compat_cache.write_in_every_process()
@@ -237,7 +238,6 @@ def connect(
         print_notice(str(error))
         end_at_once(1)
     watching.set()
-    del second  # this process has talked to the service since
     return end
 
 
