@@ -17,7 +17,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import MeshOptions, ModelError, Training
+from jaxpp_flax.trainers import Memory, MeshOptions, ModelError, Training
 from jaxpp_flax.trainers.state import first_values, placement
 from tests.helpers import slow
 from tests.trainers import models as m
@@ -224,6 +224,27 @@ def test_the_state_is_born_in_its_place(tmp_path: Path, monkeypatch: pytest.Monk
     assert not moved
 
 
+def test_another_schedule_is_one_move_to_its_places():
+    """What lies there already keeps its memory; what moves is freed where it was, before the step runs."""
+    memory = Memory(optimizer_state="pinned_host")
+    trainer = PipelineTrainer(
+        Deep(WIDTH, nnx.Rngs(0)), optax.adam(1e-2), deep_loss, num_stages=2, num_microbatches=2, memory=memory,
+        logging=False,
+    )  # fmt: skip
+    trainer.train_step(DATA)
+    before = flatten(trainer.state)[0]
+    trainer.use_schedule("interleaved_1f1b", num_stages=4)
+    compiled = trainer.compile(DATA)
+    after, wanted = flatten(trainer.state)[0], flatten(compiled.in_shardings[0][0])[0]
+    assert {path: leaf.sharding for path, leaf in after.items()} == wanted
+    moved = {path for path, leaf in before.items() if after[path].sharding.ranks != leaf.sharding.ranks}
+    assert {path for path, leaf in before.items() if leaf.is_deleted()} == moved
+    assert "params/layers/2/kernel" in moved
+    assert "opt_state/0/mu/layers/2/kernel" in moved
+    assert "params/layers/0/kernel" not in moved
+    trainer.train_step(DATA)
+
+
 def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):
     lazy, eager = deep_trainer(), deep_trainer(Deep(WIDTH, nnx.Rngs(0)))
     for name, trainer in (("lazy", lazy), ("eager", eager)):
@@ -263,7 +284,7 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
 
 def test_shapes_cost_nothing():
     trainer = deep_trainer()
-    target = trainer.held.target(keeps=False)
+    target = trainer.held.target()
     assert target.params.layers[LAYERS - 1].kernel.get_value().shape == (WIDTH, WIDTH)
     assert isinstance(trainer.abstract_model, Deep)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.held.memory.params))
