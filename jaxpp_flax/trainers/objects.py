@@ -118,7 +118,7 @@ class TrainerObjects:
             after_update=training.after_update,
         )  # fmt: skip
         stage = StageContext(mesh=scheduling.mesh, specs=specs, rules=rules)
-        builders = StepBuilderCache(builder, scheduling.num_microbatches, stage, training.unused)
+        builders = StepBuilderCache(builder, scheduling.num_microbatches, stage)
         display = Display(logging.progress)
         if logging.lacks_learning_rate(update.measured):
             display.message(NO_LEARNING_RATE)

@@ -276,7 +276,7 @@ class StateHolder:
         if self._ranks is None:
             kinds = {path: self.kept.kind_of(leaf) for path, leaf in missing.items() if path.startswith("opt_state")}
             return {path: default_place(kinds.get(path)) for path in missing}
-        places = flatten(self._ranks.preliminary(self.memory))[0]
+        places = self._ranks.preliminary(self.memory)
         return {path: places[path] for path in missing}
 
     def _place(self, places: Mapping[str, Any]) -> None:
