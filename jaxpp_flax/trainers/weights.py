@@ -46,8 +46,8 @@ class WeightCalls(TrainerObjects):
     def state(self) -> TrainState:
         """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
 
-        The next `train_step` or `restore` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. If no
-        step has run yet, this makes the state on the ranks: each rank gets its share.
+        The next `train_step` or `restore` reuses the memory of these arrays. To keep weights, use
+        `trainer.gather_model()`. If no step has run yet, this makes the state on the ranks: each rank gets its share.
         """
         self._check_ready("state")
         return self.held.whole()

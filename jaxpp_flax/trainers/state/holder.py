@@ -192,6 +192,8 @@ class StateHolder:
     def forget(self, paths: Iterable[str]) -> None:
         """Forget leaves of the optimizer's state and the average: they are made from the parameters again."""
         (leaves, structure), gone = flatten(self.memory), {*paths}
+        if not gone:
+            return
         for path in gone:
             if not is_abstract(leaves[path]):
                 leaves[path].delete()
