@@ -161,7 +161,7 @@ class Scripts(RuleBasedStateMachine):
         if not hasattr(self, "trainer"):
             return
         assert self.trainer.step == self.run.state.step
-        if self.trainer.held.placed_for is not None:
+        if self.trainer.held.placed_for:
             self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())

@@ -70,7 +70,7 @@ class StateHolder:
     ) -> None:
         self.step = 0  # the number of optimizer steps done
         self.memory = shapes_of(first)  # shapes, and arrays at their places
-        self.placed_for: Any = None  # the compiled training step that finds all leaves at their places
+        self.placed_for: tuple[Any, ...] = ()  # the compiled training steps that find all leaves at their places
         self.kept = kept
         self._init, self._ranks, self._compared = init, ranks, False
         self._sources: dict[str, Source] = {}  # of the leaves that are shapes, by path
@@ -159,7 +159,7 @@ class StateHolder:
         leaves, structure = flatten(state)
         source = Arrays({path: leaf for path, leaf in leaves.items() if isinstance(leaf, np.ndarray | np.generic)})
         leaves |= {path: shapes_of(leaves[path]) for path in source.paths}
-        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), None
+        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), ()
         self._sources = dict.fromkeys(source.paths, source)
 
     def check_owned(self, call: str) -> None:
@@ -198,13 +198,13 @@ class StateHolder:
             if not is_abstract(leaves[path]):
                 leaves[path].delete()
             leaves[path] = shapes_of(leaves[path])
-        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), None
+        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), ()
         self._sources = {path: of for path, of in self._sources.items() if path not in gone}
 
     # ------------------------------------------------------------------ places
 
     def place(self, compiled: Any) -> None:
-        """Place the state where a compiled training step takes it, unless the last step was this one.
+        """Place the state where a compiled training step takes it, unless it lies there already.
 
         Leaves that lie elsewhere move, as those of another schedule do. On devices that are only described, the state
         stays shapes.
@@ -212,15 +212,20 @@ class StateHolder:
         Raises:
           ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
         """
-        if self.placed_for is not compiled and not self._is_described:
-            self._place(self._places_without_step() if self._ranks is None else _places_of(compiled))
-            self.placed_for = compiled
+        if self._is_described or any(step is compiled for step in self.placed_for):
+            return
+        places = self._places_without_step() if self._ranks is None else _places_of(compiled)
+        # Steps for batches of other shapes have the same places as a rule: so they may alternate at no cost.
+        if not self.placed_for or (self._ranks is not None and places != _places_of(self.placed_for[0])):
+            self._place(places)
+            self.placed_for = ()
+        self.placed_for += (compiled,)
 
     def place_weights(self, compiled: Any) -> None:
         """Place the leaves of `TrainState.for_inference`, unless a training step has placed the state."""
         if self._ranks is None:
             self.weights()
-        elif self.placed_for is None and not self._is_described:
+        elif not self.placed_for and not self._is_described:
             self._place(_places_of(compiled))
 
     @without_ambient_mesh
