@@ -6,7 +6,7 @@
 Three numbers: step time while saving over step time (and how long `save` blocks, over a copy of the state to the
 host); bytes written per second over a plain copy of as many bytes on the same disk; the peak of the host's memory
 while restoring, above the state's own bytes: into an empty process, in place of a state that is kept until the new
-one is whole, and in place of one that is given up once the files are known to be whole (`restore(low_memory=True)`).
+one is whole, and in place of one that is given up once the files are known to be whole (`trainer.restore`).
 On CPU the "devices" are the host's memory too, so the state's bytes count once, or twice where both are kept.
 """
 
@@ -158,7 +158,7 @@ def measure_restore(arguments: argparse.Namespace) -> None:
     """In a process of its own, whose memory holds nothing else than what is restored over."""
     import jax
 
-    from jaxpp_flax.checkpoint.reading import plan_restore
+    from jaxpp_flax.checkpoint.reading import plan_restore, read_whole_metadata
 
     size = arguments.leaf_megabytes * MIB // 4
     target = {
@@ -172,7 +172,7 @@ def measure_restore(arguments: argparse.Namespace) -> None:
         target = make_state(arguments)
         reset_peak()
     begin = time.perf_counter()
-    plan = plan_restore(arguments.restore, target)
+    plan = plan_restore(arguments.restore, read_whole_metadata(arguments.restore), target)
     if arguments.over == "released":
         for leaf in jax.tree.leaves(target):
             leaf.delete()

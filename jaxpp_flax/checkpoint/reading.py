@@ -215,6 +215,7 @@ def plan_restore(
     extra: Literal["error", "ignore"] = "error",
     widen: PathFilter = (),
     may_differ: Collection[str] = (),
+    may_stay: Collection[str] = (),
 ) -> RestorePlan:
     """Do all checks of `restore`, without reading the values.
 
@@ -223,6 +224,7 @@ def plan_restore(
       metadata: what `read_whole_metadata` has read of the checkpoint.
       widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
       may_differ: leaves that the target or the checkpoint alone may have; they are not restored.
+      may_stay: leaves that `only` or `missing` may leave out, although the target has only their shapes.
     """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
@@ -230,13 +232,14 @@ def plan_restore(
     directory = find_tree(checkpoint_location(path))
     leaves, structure = flatten(target)
     wanted, widened = choose(only), choose(widen)
+    lacking = {name for name, leaf in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)} - {*may_stay}
     stored = stored_leaves(metadata)
     places = _places(leaves, stored, rename)
     chosen: dict[str, str] = {}  # path of the target -> path on disk
     faults: list[str] = []
     for name, leaf in leaves.items():
         if not wanted(name):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
+            if name in lacking:
                 faults.append(f"{name}: left out by `only`, and the target has no value to keep there")
             continue
         if name in places:
@@ -245,7 +248,7 @@ def plan_restore(
             leaves[name] = empty(leaf)
         elif name in may_differ:
             continue
-        elif missing == "error" or isinstance(leaf, jax.ShapeDtypeStruct):
+        elif missing == "error" or name in lacking:
             renamed = rename_path(name, rename)
             looked = f" (looked for {renamed})" if renamed != name else ""
             faults.append(f"{name}: missing in the checkpoint{looked}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,36 +162,27 @@ class Checkpointing:
         only: PathFilter | None = None,
         rename: Mapping[str, str] | None = None,
         missing: Literal["error", "keep"] = "error",
-        low_memory: bool = False,
     ) -> None:
         """Make a checkpoint, or some of its leaves, the state."""
         if self.held.is_across:
-            lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
+            lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
         metadata = read_whole_metadata(path, _JSON)
         others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), stored_leaves(metadata).keys())
         plan = self._plan(path, metadata, only, rename, missing, others)
         fresh = list(filter(choose(only), others.fresh)) if missing == "error" else []
+        following = list[str]()
         if only is not None or missing == "keep":
-            plan, following = self._with_copies(plan)
-            self.held.check_kept(plan.chosen)
-            if following:
-                self.display.message(
-                    f"copies of parameters take their restored values too: {listed(following, 3, str)}"
-                )
+            restored = {path.removeprefix("params/") for path in plan.chosen if path.startswith("params/")}
+            following = [path for path in self.held.made_of(restored) if path not in plan.chosen]
+            self.held.check_kept({*plan.chosen, *following})
+        if following:
+            self.display.message(f"what is made from parameters follows the restored ones: {listed(following, 3, str)}")
         position = own_position(read_json(path, "data"))
-        if low_memory:
-            self.under_way.clear()
-        try:
-            self.held.take(Checkpoint(plan), low_memory=low_memory)
-        except CorruptCheckpointError as error:
-            if not low_memory:
-                raise
-            raise CorruptCheckpointError(
-                f"{error} The state in memory is already deleted (low_memory=True): restore a checkpoint before "
-                "training."
-            ) from error
+        self.under_way.clear()
+        self.held.take(Checkpoint(plan))
+        self.held.forget(following)
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
         own = plan.at({"step": None} if "step" in plan.chosen else {})
         step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
@@ -221,14 +212,13 @@ class Checkpointing:
         others: OtherFrozen,
     ) -> RestorePlan:
         """Compare a checkpoint with the state."""
-        target = self.held.target(keeps=only is not None or missing == "keep")
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that no trainer wrote may hold other items.
             extra = "ignore" if rename else "error"
             return plan_restore(
-                path, metadata, target, only=only, rename=rename, missing=missing, extra=extra, widen=WIDENED,
-                may_differ=others.paths,
+                path, metadata, self.held.target(), only=only, rename=rename, missing=missing, extra=extra,
+                widen=WIDENED, may_differ=others.paths, may_stay=self.held.can_stay(),
             )  # fmt: skip
         except CheckpointMismatchError as error:
             if about.get("model", self.model.name) == self.model.name:
@@ -237,23 +227,6 @@ class Checkpointing:
                 f"{error.message} It was written for the model {about['model']}; this trainer has {self.model.name}.",
                 error.faults,
             ) from None
-
-    def _with_copies(self, plan: RestorePlan) -> tuple[RestorePlan, list[str]]:
-        """Add the copies of restored parameters to a plan; return the new plan and the paths of these copies.
-
-        Refuse a leaf that was computed from a restored parameter other than by a copy: it would keep its old value.
-        """
-        restored = {path.removeprefix("params/") for path in plan.chosen if path.startswith("params/")}
-        copies, others = self.held.copies_of(restored) if restored else ({}, [])
-        if wrong := [path for path in others if path not in plan.chosen]:
-            raise CheckpointMismatchError(
-                f"{plan.directory} gives the parameters new values, but the leaves below were computed from the old "
-                "ones and would not change. Restore them too, by `only`; or make a new trainer from a model with the "
-                "checkpoint's weights.",
-                [f"{path}: the optimizer computed it from parameters, other than by copying them" for path in wrong],
-            )
-        new = {path: plan.chosen[f"params/{of}"] for path, of in copies.items() if path not in plan.chosen}
-        return replace(plan, chosen={**plan.chosen, **new}), [*new]
 
     def take_position(self, step: int, position: DataPosition | None) -> None:
         """Note that the state in memory is another one, of this step and this position in the data."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.layers.lora import find_adapters
@@ -59,13 +58,14 @@ class FileCalls(WeightCalls):
     @timed("restore")
     def restore(
         self, where: str | os.PathLike[str] | int = "latest", *, only: PathFilter | None = None,
-        rename: Mapping[str, str] | None = None, missing: Literal["error", "keep"] = "error", low_memory: bool = False,
+        rename: Mapping[str, str] | None = None, missing: Literal["error", "keep"] = "error",
     ) -> None:  # fmt: skip
         """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
 
-        Each leaf is read directly onto the devices of its ranks. Before a training step is compiled, the final ranks
-        are not known: each rank gets a share of the leaves, and the first step moves them to their final ranks. Without
-        a mesh, the state is read onto the default device.
+        All leaves are compared, and the sizes of all files, before anything changes. Each leaf is then read directly
+        onto the devices of its ranks: now, or once a step is compiled and the ranks are known. The state in memory is
+        freed before, so that memory never holds both. If a file then cannot be read, no state is left, and you must
+        restore another checkpoint.
 
         Inside a loop over data, the next step uses the next batch: the data does not go back. Checkpoints of later
         steps belong to what the loop has left: they are renamed to `<step>.abandoned` after its next step.
@@ -76,24 +76,20 @@ class FileCalls(WeightCalls):
         Args:
           where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or the path of any
             Orbax checkpoint of a tree.
-          only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
-            weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
+          only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. What is made
+            from weights (their average, `z` of schedule-free) is made from the restored ones, unless `only` names it.
           rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
             unpipelined model's parameters that stock Orbax wrote.
           missing: "keep" keeps the current value of each leaf that the checkpoint lacks.
-          low_memory: free the state in memory before the new state is read, so that memory never holds both. Paths,
-            shapes, dtypes and the sizes of all files are checked before that. If a file then cannot be read, no state
-            is left, and you must restore another checkpoint.
 
         Raises:
           CheckpointMismatchError: the message lists all leaves that do not fit.
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
-            The state in memory does not change then, except as described at `low_memory`.
         """
         self._check_ready("restore")
         self.held.meet("trainer.restore")
         path = self.checkpoints.path_of(where)
-        self.checkpoints.restore(path, only=only, rename=rename, missing=missing, low_memory=low_memory)
+        self.checkpoints.restore(path, only=only, rename=rename, missing=missing)
 
     @without_ambient_mesh
     def load_pretrained(
@@ -130,10 +126,7 @@ class FileCalls(WeightCalls):
         state = self.held.memory
         plan = plan_load(source, leaves_of_model(state), map=map, cast=cast, untie=untie, keep=keep)
         names = {own_path(path): path for path in flatten(model_part(state.params, state.model_state))[0]}
-        try:  # the old weights are freed before, so that memory never holds both
-            self.held.take(Files(plan, names), low_memory=True)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error} The old weights are deleted: load some before training.") from error
+        self.held.take(Files(plan, names))
         self.held.begin_anew()
 
     @without_ambient_mesh

@@ -118,15 +118,16 @@ class TrainerObjects:
             after_update=training.after_update,
         )  # fmt: skip
         stage = StageContext(mesh=scheduling.mesh, specs=specs, rules=rules)
-        builders = StepBuilderCache(builder, scheduling.num_microbatches, stage, training.unused)
+        builders = StepBuilderCache(builder, scheduling.num_microbatches, stage)
         display = Display(logging.progress)
         if logging.lacks_learning_rate(update.measured):
             display.message(NO_LEARNING_RATE)
         under_way = StepsUnderWay(on_nonfinite, display, tells=update.loss_scale is None)
-        self.measures = _measures(logging, scheduling, self.held, builders)
+        rows = BatchSharding(scheduling.mesh, scheduling.num_microbatches)
+        self.measures = _measures(logging, rows, self.held, builders)
         self.measures.skipped = lambda: under_way.skipped
         self.steps = CompiledSteps(
-            scheduling, assigner, builders, self.held,
+            scheduling, assigner, builders, self.held, rows,
             stage=stage, ignored=ignored, fsdp=chosen.mesh.fsdp, clock=self.clock, under_way=under_way,
         )  # fmt: skip
         self._make_loop(display, checkpoints, saves_nonfinite=on_nonfinite == "ignore")
@@ -232,8 +233,7 @@ def _check_options(loss_fn: Any, chosen: Planned, scheduling: Scheduling) -> Non
         )
 
 
-def _measures(logging: Logging, scheduling: Scheduling, held: StateHolder, builders: StepBuilderCache) -> RunMetrics:
-    rows = BatchSharding(scheduling.mesh, scheduling.num_microbatches)
+def _measures(logging: Logging, rows: BatchSharding, held: StateHolder, builders: StepBuilderCache) -> RunMetrics:
     devices = jax.devices()[:1] if rows.mesh is None else list(rows.mesh.jax_mesh.devices.flat)
 
     def flops(batch: Any, global_batch_size: int | None) -> float:

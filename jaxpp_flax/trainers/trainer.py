@@ -27,7 +27,7 @@ from jaxpp_flax.trainers.options import Checkpoints, Inference, Logging, Memory,
 from jaxpp_flax.trainers.options.planned import Planned, take_plan
 from jaxpp_flax.trainers.stages.assignment import AssignmentLike
 from jaxpp_flax.trainers.steps import StepCalls
-from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
+from jaxpp_flax.trainers.trackers import CompositeTracker, Tracker
 from jaxpp_flax.trainers.trackers.guarded import GuardedTracker
 
 __all__ = ["PipelineTrainer"]
@@ -137,7 +137,7 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
             checkpoints=Checkpoints.of(checkpoints),
         )  # fmt: skip
         sends = jax.process_index() == 0  # one process sends for all
-        self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
+        self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else CompositeTracker()
         self.guarded_tracker = GuardedTracker(self.tracker)
         """`tracker` for the trainer's own callbacks: its errors are warnings."""
         self.log_every = logged.every

@@ -46,8 +46,8 @@ class WeightCalls(TrainerObjects):
     def state(self) -> TrainState:
         """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
 
-        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.gather_model()`. If no
-        step has run yet, this makes the state on the ranks: each rank gets its share.
+        The next `train_step` or `restore` reuses the memory of these arrays. To keep weights, use
+        `trainer.gather_model()`. If no step has run yet, this makes the state on the ranks: each rank gets its share.
         """
         self._check_ready("state")
         return self.held.whole()
@@ -130,8 +130,8 @@ class WeightCalls(TrainerObjects):
 
         Leaves are matched by their paths in the model. A leaf may be trained in one trainer and frozen in the other:
         trainers of one model with different `frozen=` accept each other's weights, `a.set_weights(b.state.params)`.
-        The step, the random streams and the optimizer's moments do not change. Copies of parameters (their average,
-        `z` of schedule-free) get the new values too.
+        The step, the random streams and the optimizer's moments do not change. What is made from parameters (their
+        average, `z` of schedule-free) is made anew from the new values.
 
         Args:
           weights: a module (`other.gather_model()`), an `nnx.State`, Linen's variables or parameters, a nested dict, or
@@ -148,16 +148,8 @@ class WeightCalls(TrainerObjects):
             compare_values("the weights of set_weights", Arrays(new).hashes())
         leaves = flatten(state)[0]
         values = {path: new[own_path(path)] for path in leaves if path.startswith(OF_MODEL) and own_path(path) in new}
-        given = {path.removeprefix("params/"): value for path, value in values.items() if path.startswith("params/")}
-        copies, others = self.held.copies_of(given) if given else ({}, [])
-        if others:
-            raise ModelError(
-                f"trainer.set_weights: the optimizer computed {others[0]} from the old parameters, other than by "
-                "copying them, so this value would not fit the new ones. Nothing has changed. Make a new trainer with "
-                "the new weights."
-            )
-        values |= {path: given[of] for path, of in copies.items()}
         self.held.take(Arrays({path: self._owned(value, leaves[path].dtype) for path, value in values.items()}))
+        self.held.forget(self.held.made_of({path.removeprefix("params/") for path in values}))
 
     def set_state(self, state: TrainState) -> None:
         """Go on from a state that `compiled_step` returned, or that `jaxpp_flax.checkpoint.restore` read; no copy.

@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 
 from jaxpp_flax import DictTracker, JsonlTracker, Tracker  # noqa: E402
 from jaxpp_flax.trainers import Callback, Logging  # noqa: E402
-from jaxpp_flax.trainers.callbacks import Profile, SamplePredictions, TimeLimit  # noqa: E402
+from jaxpp_flax.trainers.callbacks import Profile, TimeLimit  # noqa: E402
 from jaxpp_flax.trainers.trackers import CompositeTracker  # noqa: E402
 from tests.checkpoint.program import batches, make_trainer  # noqa: E402
 
@@ -67,9 +67,10 @@ tracker = CompositeTracker(calls, kept, JsonlTracker(DIRECTORY / f"rows_{ME}.jso
 trainer = make_trainer(None, logging=Logging(progress=False, every=2, tracker=tracker))
 
 
-def predict(trainer: Any, inputs: Any) -> Any:
-    predicted.append(np.asarray(trainer.predict(inputs)))
-    return predicted[-1]
+class Samples(Callback):
+    def on_step(self, trainer: Any, record: Any) -> None:
+        predicted.append(np.asarray(trainer.predict(DATA[0]["x"])))
+        trainer.tracker.log({"samples": predicted[-1]}, step=record.step)
 
 
 trainer.fit(
@@ -77,7 +78,7 @@ trainer.fit(
     steps=4,
     callbacks=[
         Profile(start=2, steps=2, directory=DIRECTORY / "profile"),
-        SamplePredictions(DATA[0]["x"], every=2, function=predict),
+        Samples(every=2),
     ],
 )
 found: dict[str, Any] = {

@@ -125,7 +125,7 @@ LIVES: dict[str, Life] = {
             "first step": STEP["step"],
             "evaluate after training": lambda t, folder, x: t.evaluate([x]),
             "save": lambda t, folder, x: t.save(folder / "after"),
-            "restore in place": lambda t, folder, x: t.restore(folder / "after", low_memory=True),
+            "restore in place": lambda t, folder, x: t.restore(folder / "after"),
             "export": lambda t, folder, x: t.export_pretrained(folder / "trained"),
         }
     ),

@@ -12,19 +12,46 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
+import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.trainers import MeshOptions, ModelError, Training
+from jaxpp_flax.trainers import Memory, MeshOptions, ModelError, Training
 from jaxpp_flax.trainers.state import first_values, placement
 from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
 from tests.trainers.sharing import assign_stages, sharing_steps
 
+RULES = (
+    nnx.initializers.normal(0.02), nnx.initializers.orthogonal(), nnx.initializers.lecun_normal(),
+    nnx.initializers.glorot_uniform(),
+)  # fmt: skip
+
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+
+
+class Initialized(m.Tokens):
+    """A rule of initialization for each block, of which devices may divide the kernel; dropout, running statistics."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(len(RULES), rngs=rngs, dropout=0.1, batch_norm=True)
+        for block, rule in zip(self.blocks, RULES, strict=True):
+            init = nnx.with_partitioning(rule, (None, "cut"))
+            block.kernel = nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=init).kernel
+
+
+class InitializedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, training=True):
+        x = nn.Embed(m.VOCABULARY, m.WIDTH)(tokens)
+        for rule in RULES:
+            block = nn.Dense(m.WIDTH, kernel_init=nn.with_partitioning(rule, (None, "cut")))
+            x = jnp.tanh(linen_pipeline.PipelineStage(block)(x))
+        return nn.Dense(m.VOCABULARY)(nn.Dropout(0.1, deterministic=not training)(x))
 
 
 class Tied(m.Tokens):
@@ -76,6 +103,22 @@ def same(tree: Any, eager: Any) -> None:
             np.testing.assert_allclose(value.view(np.float32), right, rtol=1e-6, atol=1e-6 * scale, err_msg=path)
         else:
             np.testing.assert_array_equal(value, wanted[path], err_msg=path)
+
+
+@pytest.mark.parametrize("kind", ["nnx", slow("linen")])
+def test_first_values_have_the_same_bits_on_every_layout(kind: str):
+    """On one, two and four stages, and divided by `fsdp`; at the places of the compiled step."""
+    batch, cut = m.make_batch(8), MeshOptions(axes={"fsdp": 2}, sharding_rules=[("cut", "fsdp")])
+    layouts: list[Any] = [{"num_stages": 1}, {"num_stages": 2}, {"num_stages": 4}, {"num_stages": 2, "mesh": cut}]
+    linen = InitializedLinen()
+    init = lambda key: linen.init(key, batch["tokens"], training=False)  # noqa: E731
+    of = {"model": linen, "variables": init} if kind == "linen" else {"model": lambda rngs: Initialized(rngs)}
+    first, *others = (make(**of, **layout) for layout in layouts)
+    for trainer in others:
+        assign_stages(trainer, batch)
+        assert bits(trainer.state) == bits(first.state)
+    kernels = (leaf for path, leaf in flatten(others[-1].state.params)[0].items() if path.endswith("kernel"))
+    assert any(leaf.first_mpmd_replica.addressable_shards[0].data.shape[1] == leaf.shape[1] // 2 for leaf in kernels)
 
 
 @pytest.mark.parametrize("every", [False, slow(True)])
@@ -224,6 +267,29 @@ def test_the_state_is_born_in_its_place(tmp_path: Path, monkeypatch: pytest.Monk
     assert not moved
 
 
+def test_another_schedule_is_one_move_to_its_places():
+    """What lies there already keeps its memory; what moves is freed where it was, before the step runs."""
+    memory = Memory(optimizer_state="pinned_host")
+    trainer = PipelineTrainer(
+        Deep(WIDTH, nnx.Rngs(0)), optax.adam(1e-2), deep_loss, num_stages=2, num_microbatches=2, memory=memory,
+        logging=False,
+    )  # fmt: skip
+    trainer.train_step(DATA)
+    before = flatten(trainer.state)[0]
+    trainer.use_schedule("interleaved_1f1b", num_stages=4)
+    compiled = trainer.compile(DATA)
+    after, wanted = flatten(trainer.state)[0], flatten(compiled.in_shardings[0][0])[0]
+    assert {path: leaf.sharding for path, leaf in after.items()} == wanted
+    moved = {path for path, leaf in before.items() if after[path].sharding.ranks != leaf.sharding.ranks}
+    assert {path for path, leaf in before.items() if leaf.is_deleted()} == moved
+    assert "params/layers/2/kernel" in moved
+    assert "opt_state/0/mu/layers/2/kernel" in moved
+    assert "params/layers/0/kernel" not in moved
+    trainer.train_step(DATA)
+    trainer.train_step(DATA[:4])
+    assert len(trainer.held.placed_for) == 2, "a step for other batches takes the same places"
+
+
 def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):
     lazy, eager = deep_trainer(), deep_trainer(Deep(WIDTH, nnx.Rngs(0)))
     for name, trainer in (("lazy", lazy), ("eager", eager)):
@@ -263,7 +329,7 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
 
 def test_shapes_cost_nothing():
     trainer = deep_trainer()
-    target = trainer.held.target(keeps=False)
+    target = trainer.held.target()
     assert target.params.layers[LAYERS - 1].kernel.get_value().shape == (WIDTH, WIDTH)
     assert isinstance(trainer.abstract_model, Deep)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.held.memory.params))

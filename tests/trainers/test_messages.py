@@ -38,7 +38,7 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
         kept=OptimizerMemory(),
     )
     steps = CompiledSteps(
-        scheduling, Assigner("even"), unused, after_step_12,
+        scheduling, Assigner("even"), unused, after_step_12, unused,
         stage=StageContext(mesh=None), ignored={}, fsdp="microbatch", clock=Clock(), under_way=unused,
     )  # fmt: skip
     assert (

@@ -161,7 +161,7 @@ class Scripts(RuleBasedStateMachine):
         if not hasattr(self, "trainer"):
             return
         assert self.trainer.step == self.run.state.step
-        if self.trainer.held.is_placed:
+        if self.trainer.held.placed_for:
             self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
@@ -186,9 +186,9 @@ class Scripts(RuleBasedStateMachine):
 
     @rule(
         data=st.data(), part=st.sampled_from(["all", "all", "params", "opt_state"]), renamed=st.booleans(),
-        missing=st.sampled_from(["error", "keep"]), low_memory=st.booleans(),
+        missing=st.sampled_from(["error", "keep"]),
     )  # fmt: skip
-    def restore(self, data: Any, part: str, renamed: bool, missing: Any, low_memory: bool) -> None:
+    def restore(self, data: Any, part: str, renamed: bool, missing: Any) -> None:
         where: Any = data.draw(st.sampled_from(["latest", *sorted(self.run.disk), 77, *range(-len(self.elsewhere), 0)]))
         renamed = renamed and part != "opt_state"
         weights = False
@@ -208,7 +208,7 @@ class Scripts(RuleBasedStateMachine):
 
         self._expect(
             self._model(restored),
-            lambda: self.trainer.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory),
+            lambda: self.trainer.restore(where, only=only, rename=rename, missing=missing),
         )
 
     @precondition(lambda self: self.run.disk)

@@ -3,7 +3,6 @@
 from jaxpp_flax.trainers.callbacks.base import Callback, StepRecord, has_failed
 from jaxpp_flax.trainers.callbacks.profiling import Profile
 from jaxpp_flax.trainers.callbacks.reporting import OnMetrics
-from jaxpp_flax.trainers.callbacks.samples import SamplePredictions
 from jaxpp_flax.trainers.callbacks.stop_conditions import EarlyStopping, TimeLimit
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "EarlyStopping",
     "OnMetrics",
     "Profile",
-    "SamplePredictions",
     "StepRecord",
     "TimeLimit",
     "has_failed",

@@ -16,7 +16,6 @@ from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.nonfinite import OnNonFinite
-from jaxpp_flax.trainers.step.unused_parameters import OnUnused
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, check_after_update
 
 __all__ = ["Inference", "Training"]
@@ -29,8 +28,6 @@ class Training(Options):
     Args:
       wrt: an NNX filter that selects the variables to train; the optimizer does not change other variables.
       frozen: parameters that are not trained: globs of their paths (`"embed/*"`), or a function of the path.
-      unused: what to do about trained parameters that the loss does not use. Their gradients are zero, as under
-        `jax.grad`. "warn" warns once, with their names, and trains; "error" raises.
       ema_decay: the decay of a moving average of the trained parameters, kept in float32 or wider. Use the average by
         `gather_model(ema=True)` or `Inference(params=lambda state: state.ema)`. None: no average.
       on_nonfinite: "stop" raises `NonFiniteLossError` two steps after a loss that is not finite, and before anything
@@ -64,7 +61,6 @@ class Training(Options):
 
     wrt: nnx.filterlib.Filter = nnx.Param
     frozen: NameFilter | None = None
-    unused: OnUnused = "warn"
     ema_decay: float | None = None
     on_nonfinite: OnNonFinite | None = None
     after_update: AfterUpdate | None = None
@@ -74,8 +70,6 @@ class Training(Options):
     def __post_init__(self) -> None:
         if self.frozen is not None:
             check_frozen(self.frozen)
-        if self.unused not in get_args(OnUnused):
-            raise ValueError(f'unused={self.unused!r}: it must be "warn" or "error".')
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonFinite):

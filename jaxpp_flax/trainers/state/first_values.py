@@ -36,8 +36,6 @@ __all__ = ["LeafPrograms"]
 _SMALL = 1 << 8
 # What a device holds at one time of a random leaf that it makes: random bits, and values before and after an operation.
 _TIMES = 3
-# These operations return their operand unchanged.
-_COPIES = ("copy", "copy_p")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,21 +120,18 @@ class LeafPrograms:
             programs = [(path, program) for path, program in self._programs(single) if not program.arguments]
             return {path: value_text(program({}, None)) for path, program in programs}
 
-    def copies(self) -> dict[str, int | None]:
-        """Return the leaves that depend on an argument: its number for a plain copy, None for all others.
+    def reads(self) -> dict[str, set[int]]:
+        """Return the numbers of the argument's leaves that each leaf depends on.
 
         Example:
           >>> init = lambda params: {"z": params, "size": abs(params["w"]).sum(), "mu": 0 * jnp.ones(2)}
-          >>> LeafPrograms.trace(init, {"w": jnp.ones(2)}).copies()
-          {'size': None, 'z/w': 0}
+          >>> LeafPrograms.trace(init, {"w": jnp.ones(2)}).reads()
+          {'mu': set(), 'size': {0}, 'z/w': {0}}
         """
-        numbers, found = {value: i for i, value in enumerate(self._arguments)}, dict[str, int | None]()
+        numbers, found = {value: i for i, value in enumerate(self._arguments)}, dict[str, set[int]]()
         for path, atom in zip(flatten(self.shapes)[0], self.graph.outputs, strict=True):
             read = {of for maker in self._makers([atom], self.graph.inputs) for of in maker.inputs}
-            if not numbers.keys().isdisjoint({atom, *read}):
-                while isinstance(atom, Value) and atom not in numbers and self.graph.producer[atom].name in _COPIES:
-                    (atom,) = self.graph.producer[atom].inputs
-                found[path] = numbers.get(atom)  # type: ignore[arg-type]
+            found[path] = {numbers[of] for of in (atom, *read) if of in numbers}
         return found
 
     @property

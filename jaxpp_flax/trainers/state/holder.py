@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -18,7 +19,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.inference_weights import weights_of
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, default_place, fetched
-from jaxpp_flax.trainers.state.optimizer_state import copies_of
+from jaxpp_flax.trainers.state.optimizer_state import made_of
 from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
 from jaxpp_flax.trainers.state.sources import Arrays, Checkpoint, Factory, MemoryCopy, Source, compare_values
 from jaxpp_flax.trainers.state.train_state import (
@@ -30,16 +31,7 @@ from jaxpp_flax.trainers.state.train_state import (
     shapes_of,
 )
 
-__all__ = ["Kept", "StateHolder", "is_gone", "is_here"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A leaf in the target of a restore that has a value, or gets one, if it is not restored."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Any
+__all__ = ["StateHolder", "is_gone", "is_here"]
 
 
 class StateHolder:
@@ -63,8 +55,8 @@ class StateHolder:
       >>> from jaxpp_flax.trainers.step.optimizer_update import Update
       >>> update = Update(tx=optax.sgd(0.1, momentum=0.9))
       >>> held = StateHolder(update.first_state({"w": jnp.ones(2)}, {}), update.tx.init)
-      >>> is_abstract(held.memory.opt_state), is_abstract(held.whole().opt_state), held.is_placed
-      (True, False, False)
+      >>> is_abstract(held.memory.opt_state), is_abstract(held.whole().opt_state)
+      (True, False)
     """
 
     def __init__(
@@ -78,7 +70,7 @@ class StateHolder:
     ) -> None:
         self.step = 0  # the number of optimizer steps done
         self.memory = shapes_of(first)  # shapes, and arrays at their places
-        self.is_placed = False  # whether all leaves are where the compiled training step takes them
+        self.placed_for: tuple[Any, ...] = ()  # the compiled training steps that find all leaves at their places
         self.kept = kept
         self._init, self._ranks, self._compared = init, ranks, False
         self._sources: dict[str, Source] = {}  # of the leaves that are shapes, by path
@@ -121,37 +113,44 @@ class StateHolder:
             path for path, leaf in flatten(self.memory)[0].items() if path in self._sources or not is_abstract(leaf)
         }
 
-    def target(self, *, keeps: bool) -> TrainState:
-        """Return the target of a restore: shapes, with the shardings of leaves at their places. Nothing is read.
+    def target(self) -> TrainState:
+        """Return the target of a restore: shapes, with the shardings of leaves at their places. Nothing is read."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=None if is_abstract(leaf) else leaf.sharding
+            ),
+            self.memory,
+        )
 
-        With `keeps`, leaves that the restore may leave out are `Kept`.
-        """
-        leaves, structure = flatten(self.memory)
+    def can_stay(self) -> set[str]:
+        """Return the paths of leaves that a restore may leave out: they have a value, or are made from parameters."""
+        return self.valued() | {path for path in flatten(self.memory)[0] if not path.startswith(OF_MODEL)}
 
-        def one(path: str, leaf: Any) -> Any:
-            sharding = None if is_abstract(leaf) else leaf.sharding
-            if keeps and (path in self._sources or sharding is not None or not path.startswith(OF_MODEL)):
-                return Kept(shape=leaf.shape, dtype=leaf.dtype, sharding=sharding)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        return jax.tree.unflatten(structure, [one(path, leaf) for path, leaf in leaves.items()])
-
-    def copies_of(self, params: Container[str]) -> tuple[dict[str, str], list[str]]:
-        """Return what the optimizer and the average keep of some parameters; see `optimizer_state.copies_of`."""
-        return copies_of(params, self.memory, self._init, self.valued())
+    def made_of(self, params: Container[str]) -> list[str]:
+        """Return the leaves with values that were made from some parameters: the average, and the optimizer's."""
+        return sorted(self.valued().intersection(made_of(params, self.memory, self._init)))
 
     # ------------------------------------------------------------------ new sources
 
-    def take(self, source: Source, *, low_memory: bool = False) -> None:
+    def take(self, source: Source) -> None:
         """Use another source for its leaves: leaves at their places are read now, others when they are placed.
 
-        With `low_memory`, the arrays there are deleted before, so that memory never holds both.
+        For a source on disk, the arrays there are deleted before, so that memory never holds both.
+
+        Raises:
+          CorruptCheckpointError: if a file cannot be read; the message says that the state is gone.
         """
         leaves, structure = flatten(self.memory)
         now = {path: leaves[path].sharding for path in source.paths if not is_abstract(leaves[path])}
-        for path in now if low_memory else ():
+        for path in () if isinstance(source, Arrays) else now:  # those in memory may be the arrays there
             leaves[path].delete()
-        read = source.read(now) if now else {}
+        try:
+            read = source.read(now) if now else {}
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{error} The state in memory is already deleted: restore a checkpoint, or load weights, before "
+                "training."
+            ) from error
         self._sources |= dict.fromkeys([path for path in source.paths if path not in now], source)
         self.memory = jax.tree.unflatten(structure, (leaves | read).values())
 
@@ -160,7 +159,7 @@ class StateHolder:
         leaves, structure = flatten(state)
         source = Arrays({path: leaf for path, leaf in leaves.items() if isinstance(leaf, np.ndarray | np.generic)})
         leaves |= {path: shapes_of(leaves[path]) for path in source.paths}
-        self.memory, self.is_placed = jax.tree.unflatten(structure, leaves.values()), False
+        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), ()
         self._sources = dict.fromkeys(source.paths, source)
 
     def check_owned(self, call: str) -> None:
@@ -173,8 +172,8 @@ class StateHolder:
         if is_gone(next(here, self.memory.step)):
             raise RuntimeError(
                 f"{call}: the trainer has no state, since its memory was reused by a step of "
-                "`trainer.compiled_step`, or by a step or a restore (low_memory=True) that did not end. Give the "
-                "trainer the state that the step returned, `trainer.set_state(state)`, or restore a checkpoint."
+                "`trainer.compiled_step`, or by a step or a restore that did not end. Give the trainer the state that "
+                "the step returned, `trainer.set_state(state)`, or restore a checkpoint."
             )
 
     def check_kept(self, new: Container[str]) -> None:
@@ -193,33 +192,41 @@ class StateHolder:
     def forget(self, paths: Iterable[str]) -> None:
         """Forget leaves of the optimizer's state and the average: they are made from the parameters again."""
         (leaves, structure), gone = flatten(self.memory), {*paths}
+        if not gone:
+            return
         for path in gone:
             if not is_abstract(leaves[path]):
                 leaves[path].delete()
             leaves[path] = shapes_of(leaves[path])
-        self.memory, self.is_placed = jax.tree.unflatten(structure, leaves.values()), False
+        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), ()
         self._sources = {path: of for path, of in self._sources.items() if path not in gone}
 
     # ------------------------------------------------------------------ places
 
-    def place(self, shardings: Callable[[], TrainState]) -> None:
-        """Place the state for the compiled training step, once; `shardings` returns an `MpmdSharding` for each leaf.
+    def place(self, compiled: Any) -> None:
+        """Place the state where a compiled training step takes it, unless it lies there already.
 
-        On devices that are only described, the state stays shapes.
+        Leaves that lie elsewhere move, as those of another schedule do. On devices that are only described, the state
+        stays shapes.
 
         Raises:
           ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
         """
-        if not self.is_placed and not self._is_described:
-            self._place(self._places_without_step() if self._ranks is None else flatten(shardings())[0])
-            self.is_placed = True
+        if self._is_described or any(step is compiled for step in self.placed_for):
+            return
+        places = self._places_without_step() if self._ranks is None else _places_of(compiled)
+        # Steps for batches of other shapes have the same places as a rule: so they may alternate at no cost.
+        if not self.placed_for or (self._ranks is not None and places != _places_of(self.placed_for[0])):
+            self._place(places)
+            self.placed_for = ()
+        self.placed_for += (compiled,)
 
-    def place_weights(self, shardings: Callable[[], TrainState]) -> None:
+    def place_weights(self, compiled: Any) -> None:
         """Place the leaves of `TrainState.for_inference`, unless a training step has placed the state."""
         if self._ranks is None:
             self.weights()
-        elif not self.is_placed and not self._is_described:
-            self._place(flatten(shardings())[0])
+        elif not self.placed_for and not self._is_described:
+            self._place(_places_of(compiled))
 
     @without_ambient_mesh
     def whole(self) -> TrainState:
@@ -276,7 +283,7 @@ class StateHolder:
         if self._ranks is None:
             kinds = {path: self.kept.kind_of(leaf) for path, leaf in missing.items() if path.startswith("opt_state")}
             return {path: default_place(kinds.get(path)) for path in missing}
-        places = flatten(self._ranks.preliminary(self.memory))[0]
+        places = self._ranks.preliminary(self.memory)
         return {path: places[path] for path in missing}
 
     def _place(self, places: Mapping[str, Any]) -> None:
@@ -320,6 +327,11 @@ class StateHolder:
             begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
             hashes |= {**numbers, begins: programs.hash()}
         compare_values("the initial state", hashes)
+
+
+def _places_of(compiled: Any) -> dict[str, Any]:
+    """Return an `MpmdSharding` for each leaf of the state that a compiled step takes."""
+    return flatten(compiled.in_shardings[0][0])[0]
 
 
 def is_gone(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizer's first state: its shapes, its programs, its copies of parameters."""
+"""The optimizer's first state: its shapes, and what of it is made from the values of parameters."""
 
 from __future__ import annotations
 
@@ -29,39 +29,23 @@ def shapes_of_init(init: Callable[[Any], Any], params: Any) -> Any:
         ) from error
 
 
-def copies_in(init: Any, params: Any) -> dict[str, str | None]:
-    """Return the leaves of an optimizer's first state that depend on the parameters' values, by path.
+def made_of(params: Container[str], state: TrainState, init: Any) -> list[str]:
+    """Return the paths in a state of what is made from the values of some parameters: average and optimizer's state.
 
-    A plain copy of a parameter has the parameter's path; any other function of parameters has None. A leaf that only
-    has a parameter's shape, such as a moment, is left out.
+    A leaf that only has a parameter's shape, such as a moment, is not among them.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> copies_in(optax.adam(0.1).init, {"w": jnp.ones(2)})
-      {}
-      >>> copies_in(lambda params: {"z": params, "size": abs(params["w"]).sum()}, {"w": jnp.ones(2)})
-      {'size': None, 'z/w': 'w'}
+      >>> import jax.numpy as jnp
+      >>> init = lambda params: {"z": params, "size": abs(params["w"]).sum(), "mu": jnp.zeros(2)}
+      >>> params = {"v": jnp.ones(2), "w": jnp.ones(2)}
+      >>> made_of(["w"], TrainState(step=0, params=params, opt_state=(), model_state={}, ema=params), init)
+      ['ema/w', 'opt_state/size', 'opt_state/z/w']
     """
-    found, names = LeafPrograms.trace(init, shapes_of(params)).copies(), [*flatten(params)[0]]
-    return {path: None if number is None else names[number] for path, number in found.items()}
-
-
-def copies_of(
-    params: Container[str], state: TrainState, init: Any, valued: Container[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Return the copies of some parameters in a state: the path in `params` of each, by its path in the state.
-
-    Return also the paths of leaves that the optimizer made of parameters in another way. Leaves that are not `valued`
-    are left out: they are made from the new parameters.
-    """
-    leaves, copies, others = flatten(state)[0], dict[str, str](), list[str]()
-    depending = {f"opt_state/{path}".rstrip("/"): of for path, of in copies_in(init, state.params).items()}
-    for path, of in depending.items():
-        if (of is not None and of not in params) or path not in valued:
-            continue
-        if of is None or leaves[path].dtype != leaves[f"params/{of}"].dtype:
-            others.append(path)
-        else:
-            copies[path] = of
-    average = [] if state.ema is None else [path for path in flatten(state.params)[0] if path in params]
-    return copies | {f"ema/{path}": path for path in average if f"ema/{path}" in valued}, others
+    names = [*flatten(state.params)[0]]
+    average = [] if state.ema is None else [f"ema/{path}" for path in names if path in params]
+    reads = LeafPrograms.trace(init, shapes_of(state.params)).reads()
+    return average + [
+        f"opt_state/{path}".rstrip("/")
+        for path, numbers in reads.items()
+        if any(names[number] in params for number in numbers)
+    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -37,7 +38,7 @@ class Ranks:
       >>> params = {name: jnp.ones(4) for name in "abcd"}
       >>> state = TrainState(step=jnp.int32(0), params=params, opt_state={"mu": params}, model_state={})
       >>> found = Ranks(mesh=mesh).preliminary(state)
-      >>> [found.params[name].ranks for name in "abcd"], found.opt_state["mu"]["d"].ranks, found.step.ranks
+      >>> [found[f"params/{name}"].ranks for name in "abcd"], found["opt_state/mu/d"].ranks, found["step"].ranks
       ([(0,), (0,), (1,), (1,)], (1,), (0, 1))
     """
 
@@ -45,44 +46,36 @@ class Ranks:
     specs: TrainState | None = None
     kept: OptimizerMemory = ON_DEVICES
 
-    def preliminary(self, state: TrainState) -> TrainState:
-        """Return an `MpmdSharding` for each leaf of a state for which no step is compiled.
+    def preliminary(self, state: TrainState) -> dict[str, MpmdSharding]:
+        """Return the place of each leaf of a state, by path, for which no step is compiled.
 
         Neighbouring leaves share a rank, and each rank gets about the same number of bytes: at most its share plus one
         leaf. A leaf of the optimizer or the average lies beside its parameter. Single values are on all ranks. A leaf
         that lies on ranks already stays there.
         """
-        everywhere, count = tuple(range(self.mesh.mpmd_dim)), self.mesh.mpmd_dim
-        known: dict[Any, tuple[int, ...]] = {}
-        made = functools.cache(lambda ranks, spec, kind: MpmdSharding(self.mesh, ranks, spec, kind))
-
-        def spread(tree: Any, specs: Any, beside: bool = False, kept: OptimizerMemory = ON_DEVICES) -> Any:
-            leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-            listed = [None] * len(leaves) if specs is None else jax.tree.leaves(specs, is_leaf=_is_spec)
-            total, before, found = max(1, sum(_nbytes(leaf) for _, leaf in leaves)), 0, list[MpmdSharding]()
-            for (path, leaf), spec in zip(leaves, listed, strict=True):
-                tail = parameter_of(path, known) if beside else None
-                ranks = (min(before * count // total, count - 1),) if math.prod(leaf.shape) != 1 else everywhere
-                ranks = known[tail] if tail is not None and math.prod(leaf.shape) != 1 else ranks
-                if isinstance(leaf, MpmdArray):
-                    ranks, spec = leaf.sharding.ranks, leaf.spec
-                before += _nbytes(leaf)
-                if not beside:
-                    known[path] = ranks
-                found.append(made(ranks, PartitionSpec() if spec is None else spec, kept.kind_of(leaf)))
-            return jax.tree.unflatten(structure, found)
-
-        of = lambda name: getattr(self.specs, name, None)  # noqa: E731
-        rest = spread(state.model_state, of("model_state"))
-        known.clear()
-        return TrainState(
-            step=spread(state.step, None),
-            params=spread(state.params, of("params")),
-            opt_state=spread(state.opt_state, of("opt_state"), beside=True, kept=self.kept),
-            model_state=rest,
-            ema=spread(state.ema, of("ema"), beside=True),
-            loss_scale=spread(state.loss_scale, None),
-        )
+        count, (leaves, structure) = self.mesh.mpmd_dim, flatten(state)
+        specs = [None] * len(leaves) if self.specs is None else structure.flatten_up_to(self.specs)
+        totals, before = Counter[str](), Counter[str]()  # bytes of each part of the state
+        for path, leaf in leaves.items():
+            totals[path.partition("/")[0]] += _nbytes(leaf)
+        known, found = dict[tuple[str, ...], tuple[int, ...]](), dict[str, MpmdSharding]()
+        for (path, leaf), spec in zip(leaves.items(), specs, strict=True):
+            part, *own = path.split("/")
+            owner = parameter_of(tuple(own), known) if part in ("opt_state", "ema") else None
+            kind = self.kept.kind_of(leaf) if part == "opt_state" else None
+            if isinstance(leaf, MpmdArray):
+                ranks, spec = leaf.sharding.ranks, leaf.spec
+            elif math.prod(leaf.shape) == 1:
+                ranks = tuple(range(count))
+            elif owner is not None:
+                ranks = known[owner]
+            else:
+                ranks = (min(before[part] * count // totals[part], count - 1),)
+            before[part] += _nbytes(leaf)
+            if part == "params":
+                known[tuple(own)] = ranks
+            found[path] = MpmdSharding(self.mesh, ranks, PartitionSpec() if spec is None else spec, kind)
+        return found
 
 
 def check_fits(state: Any, shardings: Any) -> None:
@@ -186,10 +179,6 @@ def _narrowed(leaf: MpmdArray, target: MpmdSharding) -> MpmdArray | None:
     held = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
     parts = {rank: held[rank] for rank in target.ranks if rank in held}
     return MpmdArray(parts, target, shape=leaf.shape, dtype=leaf.dtype)
-
-
-def _is_spec(node: Any) -> bool:
-    return node is None or isinstance(node, PartitionSpec)
 
 
 def _itemsize(leaf: Any) -> int:

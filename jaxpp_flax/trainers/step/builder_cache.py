@@ -20,7 +20,7 @@ from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss, warn_of_mixing
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import StepBuilder, one_of
-from jaxpp_flax.trainers.step.unused_parameters import OnUnused, report_unused
+from jaxpp_flax.trainers.step.unused_parameters import report_unused
 
 __all__ = ["StepBuilderCache"]
 
@@ -28,11 +28,8 @@ __all__ = ["StepBuilderCache"]
 class StepBuilderCache:
     """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
 
-    def __init__(
-        self, untraced: StepBuilder, num_microbatches: int, stage: StageContext, on_unused: OnUnused = "warn"
-    ) -> None:
+    def __init__(self, untraced: StepBuilder, num_microbatches: int, stage: StageContext) -> None:
         self.untraced, self._num_microbatches, self._stage = untraced, num_microbatches, stage
-        self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
         self._has_warned = self._has_warned_of_states = self._has_warned_of_precision = False
         self._has_warned_of_evaluation = False
@@ -77,7 +74,7 @@ class StepBuilderCache:
             self._has_warned_of_states = self._has_warned_of_states or warn_of_states(found, self._num_microbatches)
             self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
             if not self._reported.issuperset(found.unused):
-                report_unused(found.unused, state.params, self._on_unused)
+                report_unused(found.unused, state.params)
                 self._reported.update(found.unused)
             self._traced[key] = found
         return self._traced[key]

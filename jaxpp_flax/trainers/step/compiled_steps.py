@@ -51,6 +51,7 @@ class CompiledSteps:
         assigner: Assigner,
         builders: StepBuilderCache,
         held: StateHolder,
+        rows: BatchSharding,
         *,
         stage: StageContext,
         ignored: Mapping[str, str],
@@ -63,7 +64,7 @@ class CompiledSteps:
         self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
         self._ignored = ignored
-        self.rows = BatchSharding(scheduling.mesh, scheduling.num_microbatches)
+        self.rows = rows
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
@@ -82,7 +83,7 @@ class CompiledSteps:
 
         compiled = self.get("train", microbatches, build, donate=True)
         with self.clock.part("placement"):
-            self._held.place(lambda: compiled.in_shardings[0][0])
+            self._held.place(compiled)
         return compiled
 
     @without_ambient_mesh
@@ -162,10 +163,9 @@ class CompiledSteps:
                 if form["in_shardings"] is not None:
                     form["in_shardings"] = (*form["in_shardings"], *[PartitionSpec()] * len(more))
                 self.compiled[key] = self._compile(function, (state, microbatches, *more), policy, **form)
-        compiled = self.compiled[key]
         if not donate:
-            held.place_weights(lambda: compiled.in_shardings[0][0])
-        return compiled
+            held.place_weights(self.compiled[key])
+        return self.compiled[key]
 
     def for_decoding(
         self, step: Callable[..., Any], kind: Any, arguments: tuple[Any, ...], specs: tuple[Any, ...]
@@ -190,9 +190,8 @@ class CompiledSteps:
                 out_shardings=(*specs, None),
                 donate_argnums=(1,),
             )
-        compiled = self.compiled[key]
-        held.place_weights(lambda: compiled.in_shardings[0][0])
-        return compiled
+        held.place_weights(self.compiled[key])
+        return self.compiled[key]
 
     def _ready_to_compile(self, kind: str, batch: Any) -> CutPolicy:
         """Return the policy of the cuts, once every process compiles this step; the engine compares the programs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,16 @@ from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.errors import ModelError, UnusedParametersWarning
 from jaxpp_flax.trainers.model.frozen import path_text
 
-OnUnused = Literal["warn", "error"]
 
-
-def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
-    """Warn of parameters that the loss does not depend on, or refuse them.
+def report_unused(unused: Sequence[str], params: Any) -> None:
+    """Warn of parameters that the loss does not depend on.
 
     Args:
       unused: their paths.
       params: all trained parameters.
-      rule: "warn" or "error".
 
     Raises:
-      ModelError: with the rule "error", or if the loss depends on no parameter.
+      ModelError: if the loss depends on no parameter.
     """
     paths = parameter_paths(params)
     if len(unused) == len(paths):
@@ -38,17 +35,12 @@ def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
         )
     globs = covering_globs(unused, [path for path in paths if path not in set(unused)])
     frozen = f"training=Training(frozen={(globs[0] if len(globs) == 1 else globs)!r})"
-    count = f"{len(unused)} of the {len(paths)} parameters: {', '.join(globs)}"
-    if rule == "error":
-        raise ModelError(
-            f"the loss does not depend on {count}. Their gradients would be zero, and weight decay would shrink them. "
-            f"Use them in the loss, remove them, freeze them, {frozen}, or leave unused='error' out."
-        )
     warn_user(
-        f"the loss does not depend on {count}. Their gradients are zero, as under jax.grad, and the optimizer updates "
-        f"them with these: weight decay shrinks them. To leave them as they are, freeze them: {frozen}. To refuse such "
-        "a model, pass Training(unused='error'). If this is meant, ignore the category "
-        "jaxpp_flax.trainers.UnusedParametersWarning.",
+        f"the loss does not depend on {len(unused)} of the {len(paths)} parameters: {', '.join(globs)}. Their "
+        "gradients are zero, as under jax.grad, and the optimizer updates them with these: weight decay shrinks them. "
+        f"To leave them as they are, freeze them: {frozen}. If this is meant, ignore the category "
+        "jaxpp_flax.trainers.UnusedParametersWarning; to refuse such a model, make it an error "
+        "(`warnings.simplefilter`).",
         UnusedParametersWarning,
     )
 

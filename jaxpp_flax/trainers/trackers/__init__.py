@@ -1,6 +1,6 @@
 """Trackers write metrics to memory, a JSONL file, TensorBoard, Weights & Biases, MLflow, or several of these."""
 
-from jaxpp_flax.trainers.trackers.base import CompositeTracker, DictTracker, NoopTracker, Tracker
+from jaxpp_flax.trainers.trackers.base import CompositeTracker, DictTracker, Tracker
 from jaxpp_flax.trainers.trackers.files import JsonlTracker, TensorBoardTracker
 from jaxpp_flax.trainers.trackers.services import MlflowTracker, WandbTracker
 
@@ -9,7 +9,6 @@ __all__ = [
     "DictTracker",
     "JsonlTracker",
     "MlflowTracker",
-    "NoopTracker",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

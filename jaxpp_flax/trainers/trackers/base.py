@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["CompositeTracker", "DictTracker", "NoopTracker", "Tracker"]
+__all__ = ["CompositeTracker", "DictTracker", "Tracker"]
 
 
 class Tracker(abc.ABC):
@@ -44,13 +44,6 @@ class Tracker(abc.ABC):
 
     def set_state(self, state: Any) -> None:  # noqa: B027 (optional)
         """Continue the run that `state`, from `get_state`, belongs to; a resumed `fit` calls this before `log`."""
-
-
-class NoopTracker(Tracker):
-    """Records nothing."""
-
-    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Record nothing."""
 
 
 class DictTracker(Tracker):

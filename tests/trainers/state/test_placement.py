@@ -25,8 +25,12 @@ def state() -> TrainState:
     )
 
 
+def places_of(tree: TrainState) -> TrainState:
+    return jax.tree.unflatten(jax.tree.structure(tree), Ranks(mesh=MESH).preliminary(tree).values())
+
+
 def test_each_rank_gets_neighbours_and_its_share():
-    places = Ranks(mesh=MESH).preliminary(state())
+    places = places_of(state())
     assert [places.params[f"w{i}"].ranks for i in range(6)] == [(0,), (0,), (1,), (1,), (2,), (2,)]
     assert places.opt_state["mu"] == places.params
     assert places.model_state["key"].ranks == places.step.ranks == (0, 1, 2)
@@ -34,13 +38,11 @@ def test_each_rank_gets_neighbours_and_its_share():
 
 def test_what_lies_on_ranks_stays_and_moves_on_request():
     first = state()
-    places = Ranks(mesh=MESH).preliminary(first)
+    places = places_of(first)
     there = MpmdSharding(MESH, {2}, P("tensor"))
     placed = put_on_ranks(MESH, first.params, {**places.params, "w0": there})
     assert not first.params["w0"].is_deleted()
-    again = Ranks(mesh=MESH).preliminary(
-        TrainState(step=first.step, params=placed, opt_state={"mu": first.params}, model_state={})
-    )
+    again = places_of(TrainState(step=first.step, params=placed, opt_state={"mu": first.params}, model_state={}))
     assert again.params["w0"] == there
     assert again.opt_state["mu"]["w0"].ranks == (2,)
     moved = put_on_ranks(MESH, placed, places.params)
@@ -62,7 +64,7 @@ def test_a_value_on_all_ranks_narrows_without_a_copy():
 
 def test_a_share_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
     first = state()
-    places = Ranks(mesh=MESH).preliminary(first)
+    places = places_of(first)
     check_fits(first, places)
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100)
     with pytest.raises(

@@ -22,7 +22,6 @@ from jaxpp_flax.trainers import (
     Tracker,
     WandbTracker,
 )
-from jaxpp_flax.trainers.callbacks import SamplePredictions
 from tests.trainers import models as m
 from tests.trainers.sharing import sharing_steps
 from tests.trainers.trackers.services import install_mlflow, install_wandb
@@ -98,16 +97,13 @@ def test_other_trackers_get_the_row():
     assert list(kept["loss"]) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["evaluation", "samples", "own loop", "error at the end"])
+@pytest.mark.parametrize("kind", ["evaluation", "own loop", "error at the end"])
 def test_wherever_a_row_comes_from(kind: str):
     trainer = make_trainer(Fails(OSError("away"), at=lambda call: call in (2, 4)))
 
     def call() -> None:
         if kind == "evaluation":
             trainer.fit(DATA, eval_data=DATA[:1], eval_every=1)
-        elif kind == "samples":
-            sample = SamplePredictions(DATA[0], every=1, function=lambda *_: 1.0)
-            trainer.fit(DATA, callbacks=[sample])
         elif kind == "own loop":
             list(trainer.training_steps([*DATA, *DATA], callbacks=[LogMetrics()]))
         else:
