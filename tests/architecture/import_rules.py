@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "globs",
         "messages",
         "error_codes",
+        "_compat_executables",
         "_compat_texts",
     },
     "verify": {"trainers", "planning", "checkpoint", "engine", "processes", "error_codes", "_compat_texts"},
