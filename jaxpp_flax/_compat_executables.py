@@ -46,6 +46,32 @@ def compile_settings() -> Hashable:
     return tuple(getattr(jax.config, name, None) for name in _COMPILE_SETTINGS)
 
 
+def called_with_few_bits(compiled: Any) -> Any:
+    """Let a `jax.stages.Compiled` be called with arrays of numbers below one byte (int4, float4); return it.
+
+    JAX 0.10 refuses such a call: it compares layouts, and those of arrays do not tell how many bits a number has. So
+    the layouts of these arguments are not compared, where they are JAX's default. Newer versions need nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.device_put(jnp.ones(2, jnp.int4), jax.devices()[0])
+      >>> compiled = called_with_few_bits(jax.jit(lambda x: x.astype(jnp.float32)).lower(x).compile())
+      >>> compiled(x)
+      Array([1., 1.], dtype=float32)
+    """
+    executable: Any = getattr(compiled, "_executable", None)
+    compared, given = (getattr(executable, name, None) for name in ("_xla_in_layouts", "_dispatch_in_layouts"))
+    if compared is None or given is None:
+        return compiled
+    few_bits = [getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in compared]
+    if any(few_bits):
+        executable._xla_in_layouts = [
+            None if bits and asked is None else layout
+            for layout, asked, bits in zip(compared, given, few_bits, strict=True)
+        ]
+    return compiled
+
+
 @dataclass(frozen=True, eq=False)
 class Origin:
     """Where an executable comes from.
@@ -149,14 +175,16 @@ class Original:
             output_shardings=moved[len(unloaded.input_shardings) :],
         ).load()
         ours = self.compiled
-        return jax.stages.Compiled(loaded, [], ours.args_info, ours.out_tree, no_kwargs=ours._no_kwargs)
+        return called_with_few_bits(
+            jax.stages.Compiled(loaded, [], ours.args_info, ours.out_tree, no_kwargs=ours._no_kwargs)
+        )
 
 
 def compile_original(lowered: Any, devices: Sequence[Any], options: Mapping[str, Any] | None) -> Original:
     """Compile a `jax.stages.Lowered` for devices; `options` are XLA's, as in `jax.jit(compiler_options=)`."""
 
     def compiled_from(lowered: Any) -> Any:
-        return lowered.compile(compiler_options=options, device_assignment=tuple(devices))
+        return called_with_few_bits(lowered.compile(compiler_options=options, device_assignment=tuple(devices)))
 
     if is_described(devices[0]):  # JAX knows their client by its class, and nothing is copied
         with nothing_cached():

@@ -106,6 +106,15 @@ def test_the_page_about_linen_runs(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.extras
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of qwix
+def test_the_page_about_number_formats_runs():
+    pytest.importorskip("qwix")
+    names = run_page("guides/formats.md", 2, files="guides/trainer.md")
+    types = {leaf.dtype.name for leaf in jax.tree.leaves(names["trainer"].state.model_state)}
+    assert "uint4" in types
+
+
+@pytest.mark.extras
 @pytest.mark.filterwarnings("ignore:::(?!jaxpp_flax)")  # of the loaders' packages
 def test_the_page_about_data_runs(capsys: pytest.CaptureFixture[str]):
     for package in ("datasets", "grain", "webdataset"):

@@ -21,6 +21,8 @@ def of_optimizer(item: Holding, kept: Sequence[tuple[float, float]]) -> list[Hol
     """Return what the optimizer keeps of a parameter, on the devices and on the host; nothing for other holdings."""
     if item.argument is None or item.kind != "parameters":
         return []
+    if -item.argument > len(kept):  # an array that the model's code holds, before the step's arguments
+        return []
     pairs = zip(("optimizer", "streamed"), kept[item.argument], strict=True)
     return [replace(item, kind=kind, nbytes=nbytes) for kind, nbytes in pairs if nbytes]
 

@@ -19,6 +19,7 @@ from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.lost_bits import lost_bits
 
 __all__ = ["StepCalls"]
 
@@ -58,6 +59,8 @@ class StepCalls(InferenceCalls):
         count = sum(leaf.size for leaf in jax.tree.leaves(self.held.memory.params))
         with display.phase(f"compiling {self.num_stages} stages, {count:,} parameters"):
             compiled = self._compiled_training(microbatches, whole)
+        for line in lost_bits(self.held.memory, self.precision.summed, self.num_microbatches):
+            display.message_once(line)
         if self.mesh is not None:
             schedule, mesh = steps.scheduling.pipeline("the table of stages")
             title = f"{schedule.num_stages} stages on {describe_mesh(mesh)}, {schedule!r}"

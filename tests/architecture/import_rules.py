@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "globs",
         "messages",
         "error_codes",
+        "_compat_executables",
         "_compat_texts",
     },
     "verify": {"trainers", "planning", "commands", "checkpoint", "engine", "processes", "error_codes", "_compat_texts"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +18,11 @@ from jaxpp_flax.engine.arrays.placing import key_impl, place, place_on_ranks
 
 
 def to_disk(leaf: Any) -> Any:
-    """Convert a leaf for Orbax: to a global array; random keys to their data."""
+    """Convert a leaf for Orbax: to a global array; random keys to their data, uint4 to uint8."""
     if is_key(leaf):
         leaf = _on_parts(leaf, jax.random.key_data)
+    elif _lacks_file_type(leaf):
+        leaf = _on_parts(leaf, lambda x: x.astype(jnp.uint8))
     if isinstance(leaf, MpmdArray):
         return leaf.as_jax_array()
     # The save runs in the background, and the user may change a NumPy array meanwhile: copy it.
@@ -41,7 +44,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The requested form of a leaf on disk. For a random key, this is the form of the key's data."""
+    """The requested form of a leaf on disk. For a random key, this is the form of the key's data; of uint4, uint8."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -57,8 +60,11 @@ class Wanted:
         if isinstance(leaf, (np.ndarray, np.generic)):
             return cls(shape=leaf.shape, dtype=leaf.dtype, sharding=None, restore_type=np.ndarray, finish=np.asarray)
         sharding = leaf.sharding if leaf.sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
+        shape = tuple(leaf.shape)
+        if _lacks_file_type(leaf):
+            narrow = partial(_on_parts, function=lambda x: x.astype(leaf.dtype))
+            return cls(shape=shape, dtype=jnp.dtype("uint8"), sharding=sharding, restore_type=jax.Array, finish=narrow)
         if not is_key(leaf):
-            shape = tuple(leaf.shape)
             return cls(shape=shape, dtype=leaf.dtype, sharding=sharding, restore_type=jax.Array, finish=lambda x: x)
         implementation, data = key_impl(leaf.dtype), _data_of_keys(leaf)
 
@@ -135,6 +141,11 @@ def _data_of_keys(leaf: Any) -> Any:
 def is_key(leaf: Any) -> bool:
     """Return True if a leaf holds random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _lacks_file_type(leaf: Any) -> bool:
+    """Return True for numbers that no file of Orbax can have: TensorStore knows int4 and float4, but no uint4."""
+    return getattr(leaf, "dtype", None) in (jnp.uint4, jnp.uint2)
 
 
 def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:

@@ -80,7 +80,7 @@ class StateInMemory:
         tell = checkpoints.display.message
         for process in sorted({number // 2 for number in self._damaged}):
             tell(f"a copy of the state in memory, by process {process}, is damaged, and not used")
-        target = flatten(checkpoints.held.target(keeps=False))[0]
+        target = flatten(checkpoints.held.target())[0]
         if found is not None and not found.fits(target):
             tell(f"the copy of step {found.step} in memory has other leaves than this trainer, and is not used")
             found = None

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax._compat_executables import called_with_few_bits
 from jaxpp_flax._compat_texts.errors import lacks_product
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
@@ -268,7 +269,7 @@ class CompiledSteps:
             jitted = jax.jit(function, donate_argnums=donate_argnums)
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # a compiled function would refuse to run operation by operation
-            return jitted.lower(*arguments).compile()
+            return called_with_few_bits(jitted.lower(*arguments).compile())
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
             return step.compile(*arguments)
