@@ -252,7 +252,7 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
         os.kill(forks(run.mark)[0], signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         # JAX aborts the processes with messages of its own; the last line is the reason all the same.
-        assert says("a killed coordination service, under `-n`").search(run.stderr)
+        assert says("a killed service, under `-n`").search(run.stderr)
         assert error_block(run.stderr).startswith(
             "the coordination service was killed by SIGKILL. JAX ends all processes"
         )

@@ -134,7 +134,7 @@ def test_without_a_launcher_the_door_of_a_killed_process_is_found_closed(killed:
     survivor = killed[victim][1 - victim]
     assert survivor.finish() == 69
     assert f"process {victim}: it was killed, or ended without a word: its last sign of life came " in survivor.stderr
-    assert says("a killed process, elsewhere, at a barrier").search(survivor.stderr)
+    assert says("a killed one at a barrier").search(survivor.stderr)
     awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
     assert awaited in survivor.stderr
     for run in killed[victim]:
