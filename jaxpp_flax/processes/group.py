@@ -25,12 +25,7 @@ from jaxpp_flax import _compat
 from jaxpp_flax._compat_texts.errors import may_come_from_a_peer
 from jaxpp_flax.processes.barriers import Barriers, SharedValues
 from jaxpp_flax.processes.doors import open_door
-from jaxpp_flax.processes.failures import (
-    DEFAULT_FAILURE_TIMEOUT,
-    PEER_FAILED_STATUS,
-    Failure,
-    await_report,
-)
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, Failure, await_report
 from jaxpp_flax.processes.store import (
     ROOT,
     CoordinationError,
@@ -87,7 +82,6 @@ class ProcessGroup:
       attempt: how often the processes of the run have been started by their launcher, from 1.
       runs: the number of runs of programs across processes that this process has begun.
       begun: a function that names what this process began last, such as a task; None if it has begun nothing.
-      begun_step: the step in which it began that.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
       on_step: called with each step that the trainer sets; None: nobody asks.
       on_memory: called when the trainer goes on from a copy in `memory_file`; None: nobody asks.
@@ -96,7 +90,6 @@ class ProcessGroup:
 
     Example:
       >>> group = ProcessGroup(None, 0, 1)
-      >>> group.barrier("compiled", timeout_s=10.0)
       >>> group.exchange("program", b"hash", timeout_s=10.0)
       [b'hash']
     """

@@ -17,7 +17,7 @@ from functools import partial
 
 import jax
 
-from jaxpp_flax import _compat, _compat_cache
+from jaxpp_flax import _compat, _compat_cache, _compat_coordination
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.host.progress import Progress
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
@@ -221,7 +221,7 @@ def connect(
         coordinator_bind_address="127.0.0.1:0" if apart else listen_at,
     )
     if apart:
-        _compat.outlive_broken_connections(round(timeout_s))
+        _compat_coordination.outlive_broken_connections(round(timeout_s))
     connected.set()
     _take_sigterm_back()
     _compat_cache.write_in_every_process()
