@@ -264,7 +264,7 @@ class _Life:
         # JAX aborts a process that loses the service, and the launcher may notice that end first.
         suspected = bool(self._alive) if found is None else found.status == exit_status(-signal.SIGABRT)
         if suspected and self._service is not None:
-            text = f"the coordination service {describe_end(self._service)}. JAX ends all processes without it."
+            text = f"the coordination service {describe_end(self._service)}: the processes cannot meet without it."
             found = Cause(None, text, exit_status(self._service) or 1, "crash")
         return found
 
