@@ -6,11 +6,14 @@ to be closed: the system of its host refuses the connection.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterable
 
-__all__ = ["Doors", "is_closed", "open_door"]
+from jaxpp_flax.processes.store import own_address
+
+__all__ = ["Doors", "is_closed", "open_door", "open_own_door"]
 
 # A network that is reset for a second refuses for that time, too.
 _CERTAIN_SECONDS = 2.0
@@ -29,6 +32,20 @@ def open_door(host: str) -> tuple[socket.socket, str]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     door = socket.create_server((host, 0), family=family, backlog=_MOST_TRIES)
     return door, f"{host}:{door.getsockname()[1]}"
+
+
+def open_own_door(service_address: str) -> tuple[socket.socket | None, str]:
+    """Open the door of this process where the coordination service's host can reach it; without one, "" is its address.
+
+    The silence of a process without a door has to say that it has ended.
+    """
+    host = os.environ.get("JAXPP_FLAX_BIND_ADDRESS")
+    try:
+        if host or service_address:
+            return open_door(host or own_address(service_address))
+    except OSError:
+        pass
+    return None, ""
 
 
 def is_closed(address: str, timeout_s: float) -> bool | None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NoReturn
 
@@ -24,7 +24,7 @@ import jax
 from jaxpp_flax import _compat
 from jaxpp_flax._compat_texts.errors import may_come_from_a_peer
 from jaxpp_flax.processes.barriers import Barriers, SharedValues
-from jaxpp_flax.processes.doors import open_door
+from jaxpp_flax.processes.doors import open_own_door
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, Failure, await_report
 from jaxpp_flax.processes.store import (
     ROOT,
@@ -33,7 +33,6 @@ from jaxpp_flax.processes.store import (
     ProcessFailedError,
     claim_index,
     claim_run,
-    own_address,
 )
 from jaxpp_flax.processes.waits import (
     REPORT_SECONDS,
@@ -302,7 +301,7 @@ class ProcessGroup:
         claim_run(self._store, self.process_index, self.run_id)
         claim_index(self._store, self.process_index, self.process_count, self.identity)
         stuck = seconds_from_environment(os.environ, "JAXPP_FLAX_STUCK_TIMEOUT", math.inf)
-        self._open_door()
+        self._door, self.door = open_own_door(self.service_address)
         self._watch = Watch(
             self,
             self._store.without_patience(),
@@ -313,12 +312,6 @@ class ProcessGroup:
         )
         self._watch.start()
         self._report_waits(f"process {self.process_index}")
-
-    def _open_door(self) -> None:
-        host = os.environ.get("JAXPP_FLAX_BIND_ADDRESS")
-        with suppress(OSError):  # without a door, the silence of this process has to say it
-            if host or self.service_address:
-                self._door, self.door = open_door(host or own_address(self.service_address))
 
     def end_process(self, failure: Failure | str) -> NoReturn:
         """Print the failure and the waits of this process on stderr, and end the process without waiting for threads.

@@ -11,7 +11,7 @@ from tests.architecture.source import NAME, Source
 # Each part of the package with the parts below it that it may import. A part that is not listed is a fault.
 MAY_IMPORT = {
     "_compat": set(),
-    "_compat_cache": {"_compat"},
+    "_compat_processes": {"_compat"},
     "_compat_executables": {"_compat"},
     "_compat_hijax": {"_compat_texts"},
     "_compat_texts": set(),
@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "_compat_texts",
     },
     "verify": {"trainers", "planning", "commands", "checkpoint", "engine", "processes", "error_codes", "_compat_texts"},
-    "launch": {"processes", "messages", "error_codes", "_compat", "_compat_cache", "_compat_texts"},
+    "launch": {"processes", "messages", "error_codes", "_compat", "_compat_processes", "_compat_texts"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},
     "tasks": {"engine", "messages"},

@@ -117,18 +117,18 @@ def _place_parts(read: Callable[..., np.ndarray], shape: tuple[int, ...], dtype:
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     index_of = sharding.addressable_devices_indices_map(shape)
     for device, index in index_of.items():
-        bounds = tuple(of.indices(size)[:2] for of, size in zip(index or (), shape, strict=True))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         devices.setdefault(bounds, []).append(device)
     pieces: dict[Any, jax.Array] = {}
     for bounds, same in devices.items():
-        piece = read(tuple(slice(*of) for of in bounds))
+        piece = read(tuple(slice(*ends) for ends in bounds))
         for device in same:
             own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             # On CPU this may be the memory of `piece`, which nothing changes: XLA copies it where a step donates it.
             pieces[device] = jax.device_put(piece, own)
         jax.block_until_ready([pieces[device] for device in same])
-    found = [pieces[device] for device in index_of]
-    return jax.make_array_from_single_device_arrays(shape, sharding, found, dtype=dtype)
+    ordered = [pieces[device] for device in index_of]
+    return jax.make_array_from_single_device_arrays(shape, sharding, ordered, dtype=dtype)
 
 
 def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
