@@ -26,7 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if options.module is not None:
         program = ["-m", *options.module]
+    names = ("hosts", "min_hosts", "wait", "gpus")
+    of_ray = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     try:
+        if of_ray and not options.ray:
+            flags = ", ".join("--" + name.replace("_", "-") for name in of_ray)
+            raise LaunchError(
+                f"{flags}: for --ray alone. `--ray --hosts 4 train.py` runs on four hosts of a Ray cluster."
+            )
         if options.cluster:
             if options.num_processes is not None:
                 raise LaunchError("-n and --cluster exclude each other: the cluster says how many processes there are.")
@@ -34,8 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.ray and options.hosts is None:
             raise LaunchError("--ray needs the number of hosts, as in `--ray --hosts 4 train.py`.")
-        if options.hosts is not None and not options.ray:
-            raise LaunchError("--hosts is for --ray: `--ray --hosts 4 train.py` runs on four hosts of a Ray cluster.")
         if options.ray and options.num_processes is None:
             options.num_processes = 1
         if options.num_processes is None:
@@ -49,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(Job(**chosen, address=options.address or LOOPBACK))
         if options.address is not None:
             raise LaunchError("--address and --ray exclude each other: hosts listen where they reach one another.")
-        names = ("hosts", "min_hosts", "wait", "gpus")
-        return run_job(RayJob(**chosen, **{name: getattr(options, name) for name in names}))
+        return run_job(RayJob(**chosen, **of_ray))
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -106,10 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     ray.add_argument("--ray", action="store_true", help="run the program on hosts of a running Ray cluster")
     ray.add_argument("--hosts", type=int, help="on how many hosts")
     ray.add_argument("--min-hosts", type=int, help="the fewest with which the run goes on (default: all)")
-    ray.add_argument(
-        "--wait", type=float, default=60.0, help="seconds to wait for a host that is missing (default: 60)"
-    )
-    ray.add_argument("--gpus", type=float, default=0.0, help="GPUs that the run requests on each host (default: 0)")
+    ray.add_argument("--wait", type=float, help="seconds to wait for a host that is missing (default: 60)")
+    ray.add_argument("--gpus", type=float, help="GPUs that the run requests on each host (default: 0)")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")
     return parser

@@ -136,7 +136,8 @@ class _Process:
     @property
     def status(self) -> int | None:
         """As `Popen.returncode`, once it has ended."""
-        return self.state.over if self.is_overdue and self.state.status is not None else self.state.status
+        # One that was killed because it did not end has ended as its program did: well, if it could not tell.
+        return (self.state.over or 0) if self.is_overdue and self.state.status is not None else self.state.status
 
     @property
     def ended_well(self) -> bool:
@@ -261,8 +262,9 @@ class _Life:
                 break
             if process.status is not None and not process.ended_well:
                 found = self._cause(process)
-        # JAX aborts a process that loses the service, and the launcher may notice that end first.
-        suspected = bool(self._alive) if found is None else found.status == exit_status(-signal.SIGABRT)
+        # A process without the service ends, by this package or by JAX, and the launcher may notice that end first.
+        by_service = (PEER_FAILED_STATUS, exit_status(-signal.SIGABRT))
+        suspected = bool(self._alive) if found is None else found.status in by_service
         if suspected and self._service is not None:
             text = f"the coordination service {describe_end(self._service)}: the processes cannot meet without it."
             found = Cause(None, text, exit_status(self._service) or 1, "crash")

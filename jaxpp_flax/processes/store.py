@@ -27,7 +27,7 @@ __all__ = [
 ROOT = "jaxpp_flax"
 """The folder in the store that belongs to this package."""
 
-# By then the watch has ended the process if the service is gone.
+# By then the watch has ended the process if the service is gone, with the usual failure timeout.
 _PATIENCE_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
 

@@ -98,7 +98,10 @@ class Watch:
 
     def has_ended(self, process: int) -> bool:
         """Whether the door of a process is closed. A firewall could do the same: it is no proof."""
-        told = self._store.get(f"{ROOT}/beats/{process}", 0.1)
+        try:
+            told = self._store.get(f"{ROOT}/beats/{process}", 0.1)
+        except CoordinationError:  # the service may have ended with that process: the watch will say so
+            return False
         return told is not None and is_closed(Beat.read(told).door, self._patience.interval) is True
 
     def stop(self) -> None:
@@ -163,7 +166,8 @@ class Watch:
         silence = now - self._watcher_heard
         first = self._group.process_index == 0 and not told and self._term == 0
         interval = self._patience.interval
-        ended = silence > interval and self._has_closed(self._watcher_door, interval, self._watcher_heard)
+        # A door keeps the connection of each that has tried it: so only of those that are silent for longer than usual.
+        ended = silence > 1.5 * interval and self._has_closed(self._watcher_door, interval, self._watcher_heard)
         if not first and not ended and silence <= self._patience.silence:
             return
         # If the one that takes over now dies at once, the next term begins after another silence.
@@ -188,7 +192,7 @@ class Watch:
         told = {int(index): Beat.read(text) for index, text in beats.items()}
         judge.hear(told, now)
         self._doors.learn([beat.door for beat in told.values()], self._patience.interval / 2)
-        silent = judge.silent(now, self._patience.interval)
+        silent = judge.silent(now, 1.5 * self._patience.interval)
         seconds = self._patience.interval / max(1, len(silent))
         ended = [i for i, heard in silent.items() if self._has_closed(told[i].door, seconds, heard)]
         if (failure := judge.ended(ended[0], now) if ended else judge.failure(now)) is not None:

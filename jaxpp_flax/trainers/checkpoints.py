@@ -180,12 +180,12 @@ class Checkpointing:
         if following:
             self.display.message(f"what is made from parameters follows the restored ones: {listed(following, 3, str)}")
         position = own_position(read_json(path, "data"))
+        own = plan.at({"step": None} if "step" in plan.chosen else {})
+        step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
         self.under_way.clear()
         self.held.take(Checkpoint(plan))
         self.held.forget(following)
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
-        own = plan.at({"step": None} if "step" in plan.chosen else {})
-        step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
         self.take_position(step, None if only is not None else position)
 
     def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:

@@ -251,10 +251,10 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
         run.wait_for_output(" pid ", times=2)
         os.kill(forks(run.mark)[0], signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
-        # JAX aborts the processes with messages of its own; the last line is the reason all the same.
+        # The processes end with messages of their own; the last line is the reason all the same.
         assert says("a killed service, under `-n`").search(run.stderr)
         assert error_block(run.stderr).startswith(
-            "the coordination service was killed by SIGKILL. JAX ends all processes"
+            "the coordination service was killed by SIGKILL: the processes cannot meet without it."
         )
         run.check_nothing_is_left()
 

@@ -8,11 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxpp_flax.launch.cli import main
+from jaxpp_flax.launch.host.host import HostReport
+from jaxpp_flax.launch.host.supervised_process import ProcessState
+from jaxpp_flax.launch.ray import hosts
 from tests.launch.running import QUICK, REAL, Run, marked, started
 from tests.running import MARK, ROOT, wait_for
 
@@ -164,7 +168,8 @@ def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]):
         (["--ray", "--hosts", "2", "--min-hosts", "3"], "--min-hosts 3: it must be 1 to 2 (--hosts)"),
         (["--ray", "--hosts", "2", "--wait", "-1"], "--wait -1.0: it must be a number of seconds, 0 or more"),
         (["--ray", "--hosts", "2", "--address", "10.0.0.1"], "--address and --ray exclude each other"),
-        (["-n", "2", "--hosts", "2"], "--hosts is for --ray"),
+        (["-n", "2", "--hosts", "2", "--wait", "3"], "--hosts, --wait: for --ray alone"),
+        (["--cluster", "--gpus", "1"], "--gpus: for --ray alone"),
     ):
         assert main([*options, __file__]) == 2
         assert text in capsys.readouterr().err
@@ -176,3 +181,30 @@ def test_without_ray_the_command_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["--ray", "--hosts", "2", __file__]) == 2
     assert "pip install 'jaxpp-flax[ray]'" in capsys.readouterr().err
+
+
+def test_a_host_that_answers_one_call_after_another_is_not_given_up(monkeypatch: pytest.MonkeyPatch):
+    clock, ready, killed = [0.0], set[str](), list[Any]()
+    report = HostReport((ProcessState(0),))
+    ray = SimpleNamespace(
+        wait=lambda calls, timeout: ([call for call in calls if call in ready], []),
+        get=lambda call: ("10.0.0.1:4000", report, []), kill=killed.append,
+        exceptions=SimpleNamespace(RayError=RuntimeError, RayTaskError=KeyError),
+    )  # fmt: skip
+    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda method, *_: method))
+    head = SimpleNamespace(check=lambda: None, is_lost=False)
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    host = hosts.RayHost(ray, actor, "a", "node", None, head, 5.0)  # type: ignore[arg-type]
+    host.prepare()
+    host.start(None)  # type: ignore[arg-type]
+    host.poll()
+    clock[0] = 8.0  # it has imported until now
+    ready.add("prepare")
+    host.poll()
+    clock[0] = 12.0
+    host.poll()
+    assert host.lost is None
+    clock[0] = 14.0
+    host.poll()
+    assert host.lost == "it has not answered for 5 s."
+    assert killed == [actor]

@@ -71,3 +71,12 @@ def test_a_lost_host_is_the_cause_with_its_processes(other: list[int | None]):
     )
     if other == [None]:
         assert there.heard == ["- host a is lost, with process 0 of 2: Ray says: it is gone."]
+
+
+def test_a_process_that_does_not_end_after_the_program_of_another_is_killed_and_ends_well():
+    errors = io.StringIO()
+    logs = Logs(2, Console(file=errors, width=1000), io.StringIO())
+    hosts = [Told("a", [None, 0]), Told("b", [None])]  # b never tells that its program is over
+    job = Job(program=[__file__], num_processes=1, grace=0.3)
+    assert supervise(job, logs, [], lambda: hosts) == 0
+    assert "process 1 of 2 has ended its program, but is still running" in errors.getvalue()

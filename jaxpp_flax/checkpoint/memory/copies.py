@@ -79,6 +79,14 @@ class StateCopy:
         """Return True if the copy has the leaves of `target`, arrays or shapes by path, and no others."""
         return self.types == {path: _type(leaf) for path, leaf in target.items()}
 
+    def nonfinite(self, index: int, count: int) -> str | None:
+        """Return the path of a parameter with a value that is not finite, of one share of `count`; None if all are."""
+        for path in sorted(path for path in self.types if path.startswith("params/"))[index::count]:
+            for _, part in self._parts[path]:
+                if jnp.issubdtype(part.dtype, jnp.inexact) and not np.isfinite(part).all():
+                    return path
+        return None
+
     def place(self, path: str, leaf: Any) -> Any:
         """Return a new array: the values of a leaf, with the type and the sharding of `leaf`."""
         want = Wanted.of(leaf)

@@ -150,14 +150,17 @@ def _checksum(values: np.ndarray) -> int:
 
 
 def free_bytes() -> int:
-    """Return the bytes of memory that this host has free, and that the limit of this process's group leaves."""
+    """Return the bytes of memory that this host has free, and that the limits of this process's groups leave."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     own = next((line[4:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::/")), "")
-    group = Path("/sys/fs/cgroup", own)
-    try:
-        most, used, more = ((group / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-    except OSError:  # no limit, or an old kernel's groups
-        return free
-    files = next(int(line.split()[1]) for line in more.splitlines() if line.startswith("inactive_file"))
-    return free if most.strip() == "max" else min(free, int(most) - int(used) + files)
+    # SLURM and systemd limit a group around this one.
+    for group in (Path("/sys/fs/cgroup", own), *Path("/sys/fs/cgroup", own).parents):
+        try:
+            most, used, more = ((group / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        except OSError:  # no limit, or an old kernel's groups
+            continue
+        if most.strip() != "max":
+            files = next(int(line.split()[1]) for line in more.splitlines() if line.startswith("inactive_file"))
+            free = min(free, int(most) - int(used) + files)
+    return free

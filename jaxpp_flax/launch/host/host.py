@@ -49,7 +49,7 @@ class Host:
       forks: whether the processes are forks of one interpreter with the imports. Else each imports by itself.
       address: of this host, where the coordination service listens.
       follow: reads the output of a process: its index, a stream, and whether that has errors.
-      signals: grows when the user wants the end of the run; then nothing more starts.
+      signals: grows when the user wants the end of the run; then no more forks are made.
       keeps_state: whether the processes may leave copies of their state to those of the next life. They lie in a file
         in memory without a name, so nothing is left of them once this process and those that it has started end.
 
@@ -143,7 +143,7 @@ class Host:
 
     def poll(self) -> HostReport:
         """What has become of the processes."""
-        # JAX aborts a process that loses the service: who looks at the service last misses no reason.
+        # A process that loses the service ends: who looks at the service last misses no reason.
         states = tuple(process.look() for process in self._processes)
         if self._service is None:
             return HostReport(states)

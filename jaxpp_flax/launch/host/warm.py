@@ -72,7 +72,7 @@ class Forked:
         return self.returncode
 
 
-class NotForked(LaunchError):  # noqa: N818 the launcher catches it, and a user never sees it
+class NotForked(LaunchError):  # noqa: N818 the launcher catches it
     """The warm interpreter did not fork: it has ended, a signal has stopped it, or the user wants the end of the run.
 
     Attributes:

@@ -98,18 +98,18 @@ class RayHost:
       timeout_s: how long it may leave a call without an answer.
 
     Attributes:
-      made: the time when its actor was asked for.
+      asked: the time when it was asked to prepare.
       address, lost: as of `Host`. The address is empty until the host has answered to `prepare`.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str, node: str, logs: Logs, head: Head, timeout_s: float) -> None:
         self._ray, self._actor, self._logs, self._head, self._timeout = ray, actor, logs, head, timeout_s
-        self.name, self.node, self.made = name, node, time.monotonic()
+        self.name, self.node, self.asked = name, node, time.monotonic()
         self.address = ""
         self.lost: str | None = None
         self._report = HostReport()
         self._calls: list[tuple[Any, float]] = []  # not answered yet, with the times when they were made
-        self._asked = 0.0
+        self._asked = self._answered = 0.0
 
     def _ask(self, method: str, *arguments: Any) -> None:
         self._asked = time.monotonic()
@@ -118,6 +118,7 @@ class RayHost:
 
     def prepare(self) -> None:
         """As `Host.prepare`; the answer comes later."""
+        self.asked = time.monotonic()
         self.address, self._report = "", HostReport()
         self._ask("prepare")
 
@@ -144,7 +145,8 @@ class RayHost:
             self._ask("poll")
         self._hear(0.0)
         limit = self._timeout if self._report.processes else max(_START_SECONDS, self._timeout)
-        if self._calls and time.monotonic() - self._calls[0][1] > limit:
+        # One call after another is answered, so a call waits for those before it.
+        if self._calls and time.monotonic() - max(self._calls[0][1], self._answered) > limit:
             self.give_up(f"it has not answered for {limit:g} s.")
         return self._report
 
@@ -153,7 +155,7 @@ class RayHost:
         self._ask("end")
         deadline = time.monotonic() + self._timeout
         while self._calls and time.monotonic() < deadline:
-            self._hear(deadline - time.monotonic())
+            self._hear(max(0.0, deadline - time.monotonic()))
         if self._calls:
             self.give_up(f"it has not answered for {self._timeout:g} s.")
 
@@ -167,6 +169,7 @@ class RayHost:
         """Take the answers that have come, in the order of the calls."""
         while self._calls and self._ray.wait([self._calls[0][0]], timeout=seconds)[0]:
             call, _ = self._calls.pop(0)
+            self._answered = time.monotonic()
             try:
                 self.address, self._report, lines = self._ray.get(call)
             except self._ray.exceptions.RayTaskError as error:

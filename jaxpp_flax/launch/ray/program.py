@@ -111,7 +111,7 @@ class _Hosts:
                 host.poll()
             self._hosts = [host for host in self._hosts if host.lost is None]
             now, coming = time.monotonic(), [host for host in self._hosts if not host.address]
-            patient = now - begun < job.wait or any(now - host.made < _SECONDS_TO_START for host in coming)
+            patient = now - begun < job.wait or any(now - host.asked < _SECONDS_TO_START for host in coming)
             enough = job.hosts if patient and coming else self._used if patient else 0
             if len(self._hosts) - len(coming) >= enough:
                 return self._begin(job)

@@ -258,7 +258,9 @@ class CallbackStates:
         self._callbacks = callbacks
 
     def to_json(self) -> dict[str, Any]:
-        """Return the states of the callbacks that have one."""
+        """Return the states of the callbacks that have one; before a loop has begun, those of the run it resumes."""
+        if not self._callbacks and self._restored:
+            return {**self._restored}
         # Copies: the checkpoint is written later, and a callback may return an object that it changes.
         states = {name: copy.deepcopy(callback.get_state()) for name, callback in named(self._callbacks).items()}
         return {name: state for name, state in states.items() if state is not None}

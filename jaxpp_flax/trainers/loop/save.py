@@ -57,6 +57,7 @@ class Save(Callback):
         self._beginning: int | None = None
         self._last: int | None = None  # the last step whose metrics are known
         self._waiting = False
+        self._owes = False  # whether a save was due in an earlier life, which did not end it
 
     @property
     def _step(self) -> int:
@@ -112,6 +113,9 @@ class Save(Callback):
         self._ranking.begin(trainer.callbacks)
         if self._memory is not None:
             self._memory.reserve()
+            if self._memory.has_resumed and self._store is not None:
+                past = range(self._memory.latest_on_disk + 1, self._step + 1)
+                self._owes = any(map(self._store.wants, past))
 
     def on_step(self, trainer: Any, record: StepRecord) -> None:
         if self._store is not None:
@@ -188,7 +192,10 @@ class Save(Callback):
     def _save_if_due(self) -> None:
         if self._memory is not None and not self._waiting:
             self._memory.copy_if_due()
-        if self._store is not None and not self._waiting and self._by_itself and self._store.wants(self._step):
+        if self._store is None or self._waiting or not self._by_itself:
+            return
+        if self._owes or self._store.wants(self._step):
+            self._owes = False
             self._checkpoints.save(wait=False)
 
     def _look_for_metric(self, step: int) -> None:

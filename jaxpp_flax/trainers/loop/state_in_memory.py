@@ -25,8 +25,8 @@ __all__ = ["StateInMemory"]
 # For a description that gets longer during the run, such as by the state of the data's iterator.
 _ROOM = 1 << 16
 _NO_EFFECT = (
-    "Checkpoints(memory_every={}) has no effect here: it is for a run on Linux whose launcher starts it again after a "
-    "failure, `python -m jaxpp_flax.launch --max-restarts 3 ...`"
+    "Checkpoints(memory_every={}) has no effect here: it is for a run on one host of Linux whose launcher starts it "
+    "again after a failure, `python -m jaxpp_flax.launch -n 4 --max-restarts 3 ...`"
 )
 
 
@@ -47,17 +47,18 @@ class StateInMemory:
         heads = self._slots.heads()
         marked = sorted(heads)
         mine = list(filter(self._slots.is_intact, marked[index::count]))  # each process looks at its share
-        self._intact = set[int]().union(*exchange_values(self._group, "the whole copies in memory", mine))
-        self._damaged = [number for number in marked if number not in self._intact]
+        intact = set[int]().union(*exchange_values(self._group, "the whole copies in memory", mine))
+        self._damaged = [number for number in marked if number not in intact]
         store = checkpoints.need_store("Checkpoints(memory_every=)")
         self._owner = {"run": self._group.run_id, "directory": str(store.directory)}
-        self._found = newest_copy(self._slots, self._intact, self._owner)
+        self._found = newest_copy(self._slots, intact, self._owner)
         # The next copy must not overwrite the newest one. Another process may have written one more when it was killed.
         self._serial = max((head.serial for head in heads.values()), default=0)
         if self._found is not None and (self._serial - self._found.serial) % 2:
             self._serial += 1
         self._has_copied = False
         self.has_resumed = False  # whether `resume` has gone on from a copy
+        self.latest_on_disk = 0  # the step of the newest checkpoint then
 
     @classmethod
     def of(cls, checkpoints: Checkpointing, every: int | None) -> StateInMemory | None:
@@ -75,15 +76,24 @@ class StateInMemory:
     def resume(self, how: Resume) -> DataPosition | None:
         """As `Checkpointing.resume`, from the copy of an earlier life if it is at least as new as any checkpoint."""
         checkpoints, found = self._checkpoints, self._found
-        if self._group.attempt == 1 or checkpoints.held.step:
-            return checkpoints.resume(how)
         tell = checkpoints.display.message
+        if self._group.attempt == 1 or checkpoints.held.step:
+            if self._group.attempt > 1 and found is not None:
+                at = checkpoints.held.step
+                tell(f"the copy of step {found.step} in memory is not used: the trainer is at step {at} already")
+            return checkpoints.resume(how)
         for process in sorted({number // 2 for number in self._damaged}):
             tell(f"a copy of the state in memory, by process {process}, is damaged, and not used")
         target = flatten(checkpoints.held.target())[0]
         if found is not None and not found.fits(target):
             tell(f"the copy of step {found.step} in memory has other leaves than this trainer, and is not used")
             found = None
+        if found is not None and not checkpoints.saves_nonfinite:  # as no checkpoint of such a step is written
+            bad = found.nonfinite(self._group.process_index, self._group.process_count)
+            bad = next(filter(None, exchange_values(self._group, "whether the copy in memory is finite", bad)), None)
+            if bad is not None:
+                tell(f"the copy of step {found.step} in memory is not used: {bad} holds a value that is not finite")
+                found = None
         store = checkpoints.need_store("fit(resume=True)")
         latest = exchange_values(self._group, "the latest step", store.latest())[0]
         if found is None or found.step < (latest or 0):
@@ -97,7 +107,7 @@ class StateInMemory:
         checkpoints.take_position(found.step, position)
         checkpoints.callbacks.restored(first["callbacks"])
         checkpoints.measured.add(found.step, first["metrics"] or {})
-        self.has_resumed = True
+        self.has_resumed, self.latest_on_disk = True, latest or 0
         if self._group.on_memory is not None:
             self._group.on_memory()
         on_disk = "there is no checkpoint" if latest is None else f"the latest checkpoint is of step {latest}"

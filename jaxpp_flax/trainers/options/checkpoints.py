@@ -29,7 +29,7 @@ class Checkpoints:
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
         `fit` saves its last step alone, and `training_steps` nothing.
       memory_every: steps between two copies of the state in the host's memory, from which `fit` goes on when the
-        launcher starts the run again after a failure (`python -m jaxpp_flax.launch --max-restarts 3 ...`, on Linux),
+        launcher starts the run again on its one host (`python -m jaxpp_flax.launch -n 4 --max-restarts 3 ...`, Linux),
         unless a checkpoint is newer. The host holds two copies, and none after the end of the run. A copy waits for its
         step. None makes no copies.
       keep: how many of the latest checkpoints to keep, or an Orbax preservation policy. None keeps all.

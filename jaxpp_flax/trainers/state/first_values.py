@@ -82,7 +82,8 @@ class LeafPrograms:
           places: an `MpmdSharding` for each path, a sharding of JAX, or None for a new array on the default device. A
             leaf that no rank of this process holds is not computed here.
           whole: makes each leaf whole on one device, and then puts it to its place: XLA rounds random values otherwise
-            in a program for parts. A leaf that one device cannot hold is made in parts all the same.
+            in a program for parts. A leaf that one device cannot hold is made in parts all the same, if its rank
+            belongs to this process alone.
         """
         inputs = dict(zip(self._arguments, jax.tree.leaves(argument), strict=True))
         shapes, found = flatten(self.shapes)[0], dict[str, Any]()

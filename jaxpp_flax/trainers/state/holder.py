@@ -37,9 +37,10 @@ __all__ = ["StateHolder", "is_gone", "is_here"]
 class StateHolder:
     """Holds the `TrainState` and counts its steps. A large state is never on a single device.
 
-    A leaf begins as a shape, with a source that can read its value: the user's arrays, a factory, a checkpoint, or
-    files of weights. `place` brings all leaves to their places, once a step is compiled and the shardings are known:
-    they are read, moved if they lie elsewhere, or made from the parameters (the optimizer's first state, the average).
+    A leaf begins as a shape, with a source that can read its value: the user's arrays, a factory, a checkpoint, a
+    copy in memory, or files of weights. `place` brings all leaves to their places, once a step is compiled and the
+    shardings are known: they are read, moved if they lie elsewhere, or made from the parameters (the optimizer's first
+    state, the average).
     Inference places the weights alone. A call that needs values before that (a save, `trainer.state`) places them on
     the ranks too, each with its share; the first step moves what belongs to another rank.
 
@@ -148,8 +149,7 @@ class StateHolder:
             read = source.read(now) if now else {}
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(
-                f"{error} The state in memory is already deleted: restore a checkpoint, or load weights, before "
-                "training."
+                f"{error} The state in memory is already deleted: restore another checkpoint before training."
             ) from error
         self._sources |= dict.fromkeys([path for path in source.paths if path not in now], source)
         self.memory = jax.tree.unflatten(structure, (leaves | read).values())
@@ -168,8 +168,7 @@ class StateHolder:
         Raises:
           RuntimeError: the message says how the trainer gets a state.
         """
-        here = (leaf for leaf in jax.tree.leaves((self.memory.step, self.memory.params)) if is_here(leaf))
-        if is_gone(next(here, self.memory.step)):
+        if any(is_gone(leaf) for leaf in jax.tree.leaves(self.memory) if is_here(leaf)):
             raise RuntimeError(
                 f"{call}: the trainer has no state, since its memory was reused by a step of "
                 "`trainer.compiled_step`, or by a step or a restore that did not end. Give the trainer the state that "
@@ -217,6 +216,8 @@ class StateHolder:
         places = self._places_without_step() if self._ranks is None else _places_of(compiled)
         # Steps for batches of other shapes have the same places as a rule: so they may alternate at no cost.
         if not self.placed_for or (self._ranks is not None and places != _places_of(self.placed_for[0])):
+            if self.placed_for:
+                self.check_owned("a step for other places")
             self._place(places)
             self.placed_for = ()
         self.placed_for += (compiled,)

@@ -70,7 +70,7 @@ class Ranks:
             elif owner is not None:
                 ranks = known[owner]
             else:
-                ranks = (min(before[part] * count // totals[part], count - 1),)
+                ranks = (min(before[part] * count // max(1, totals[part]), count - 1),)
             before[part] += _nbytes(leaf)
             if part == "params":
                 known[tuple(own)] = ranks

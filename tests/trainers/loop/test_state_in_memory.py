@@ -18,6 +18,7 @@ import pytest
 
 from jaxpp_flax.checkpoint import CheckpointSaveError
 from jaxpp_flax.checkpoint.memory.slots import Slots
+from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers import Callback, Checkpoints
 from jaxpp_flax.trainers.loop import state_in_memory
@@ -175,7 +176,24 @@ def test_a_copy_of_the_last_step_is_saved_as_a_checkpoint(tmp_path: Path, slots:
     assert "nothing to do: step 7 of 7 is done" in said
     assert (tmp_path / "7").exists()
     assert trainer.checkpoints.metrics()["loss"] > 0
+    assert read_json(tmp_path / "7", "callbacks") == {"Counted": {"seen": [1, 2, 3, 4, 5, 6, 7]}}
     check_same(trainer, undisturbed)
+
+
+def test_a_save_that_was_due_and_did_not_end_is_made_up_for(tmp_path: Path, slots: Slots):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpp_flax.trainers.checkpoints.Checkpointing.save", lambda *_, **__: None)
+        live(tmp_path, kill_at=6, every=4)
+    live(tmp_path, every=4, kill_at=7)  # from the copy of step 5
+    assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == ["6"]
+
+
+def test_a_copy_that_is_not_finite_is_not_used(tmp_path: Path, slots: Slots, monkeypatch: pytest.MonkeyPatch):
+    live(tmp_path, kill_at=5)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.memory.copies.StateCopy.nonfinite", lambda *_: "params/a")
+    _, counted, said = live(tmp_path, steps=1)
+    assert "the copy of step 4 in memory is not used: params/a holds a value that is not finite" in said
+    assert counted.seen == [1]
 
 
 def test_a_step_that_the_last_evaluation_follows_is_copied_after_it(tmp_path: Path, slots: Slots):

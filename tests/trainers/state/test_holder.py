@@ -30,6 +30,15 @@ def on_disk(path: Path, target: StateHolder) -> Checkpoint:
     return Checkpoint(plan_restore(path, read_whole_metadata(path), target.target(), widen=WIDENED))
 
 
+def test_a_state_of_which_a_leaf_is_gone_is_none():
+    there = held(1.0)
+    there.whole()
+    there.check_owned("trainer.fit")
+    there.memory.params["w"].delete()
+    with pytest.raises(RuntimeError, match=r"trainer.fit: the trainer has no state.*restore a checkpoint"):
+        there.check_owned("trainer.fit")
+
+
 STEP = object()  # a compiled step: without ranks nobody asks for its places
 PLACES: list[Any] = [StateHolder.whole, lambda other: other.place(STEP)]
 

@@ -36,6 +36,12 @@ def test_each_rank_gets_neighbours_and_its_share():
     assert places.model_state["key"].ranks == places.step.ranks == (0, 1, 2)
 
 
+def test_leaves_without_elements_have_a_rank():
+    empty = {"buffer": jnp.zeros((0, 3))}
+    first = TrainState(step=jnp.int32(0), params={"w": jnp.ones(4)}, opt_state={}, model_state=empty)
+    assert places_of(first).model_state["buffer"].ranks == (0,)
+
+
 def test_what_lies_on_ranks_stays_and_moves_on_request():
     first = state()
     places = places_of(first)
