@@ -120,8 +120,7 @@ def launched(folder: Path, processes: int, restarts: int = 0, **settings: Any) -
 
 def processes_of(run: Run) -> list[int]:
     """The ids of the coordination service and of the processes, whether they have said anything or not."""
-    forker = _children(run.popen.pid)[:1]  # the launcher starts nothing before it
-    return [pid for parent in forker for pid in _children(parent)]
+    return sorted(_children(run.popen.pid))[1:]  # the interpreter that forks them started before
 
 
 def _children(pid: int) -> list[int]:
