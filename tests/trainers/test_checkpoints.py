@@ -21,6 +21,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     CorruptCheckpointError,
+    reading,
 )
 from jaxpp_flax.checkpoint.format.integrity import needed_bytes
 from jaxpp_flax.trainers import Checkpoints, DataPositionError, Precision, Training
@@ -186,13 +187,18 @@ def test_a_restore_checks_everything_before_it_gives_the_state_up(after_four: Pa
 
 
 def test_a_restore_that_breaks_off_says_that_the_state_is_gone(whole: Whole, monkeypatch):
-    def fail(*_):
-        raise CorruptCheckpointError("the disk broke.")
+    left, read = [1], reading._read
+
+    def fail(*arguments):
+        if not left:
+            raise CorruptCheckpointError("the disk broke.")
+        left.pop()
+        return read(*arguments)
 
     trainer = whole.trainer
-    monkeypatch.setattr("jaxpp_flax.checkpoint.reading._read", fail)
+    monkeypatch.setattr(reading, "_read", fail)
     with pytest.raises(CorruptCheckpointError, match=r"the disk broke. The state in memory is already deleted"):
-        trainer.restore(4)
+        trainer.restore(4)  # the number of the step is read before the state is deleted
     with pytest.raises(RuntimeError, match=r"the trainer has no state.* a restore that did not end"):
         trainer.train_step(OTHER[0])
     monkeypatch.undo()
