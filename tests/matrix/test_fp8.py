@@ -74,6 +74,11 @@ def loss_fn(model: Any, batch: Any) -> jax.Array:
     return jnp.square(model(batch["x"]) - batch["y"]).mean()
 
 
+# To the bit on JAX 0.10. The newer XLA for CPU adds up a product's terms in another order in a program of other shape:
+# the largest values that histories keep then differ by up to two units of float32's rounding.
+HISTORIES = 0.0 if jax.__version_info__ < (0, 11) else 5e-7
+
+
 @functools.cache
 def accumulated(module: nn.Module) -> Any:
     """Return plain accumulation: gradients are added up, and of what overwrites its variable the largest is taken."""
@@ -104,7 +109,7 @@ def test_equals_plain_accumulation(schedule: str, formats: str, data: int):
     for batch in map(batch_of, range(STEPS)):
         trainer.train_step(batch)
         after, expected = trainer.gather_variables(), accumulated(module)(before, batch)
-        tree_allclose(after[OVERWRITE_WITH_GRADIENT], expected[OVERWRITE_WITH_GRADIENT], rtol=0, atol=0)
+        tree_allclose(after[OVERWRITE_WITH_GRADIENT], expected[OVERWRITE_WITH_GRADIENT], rtol=HISTORIES, atol=0)
         tree_allclose(after["params"], expected["params"])
         before = jax.tree.map(jnp.asarray, after)
     assert all(jnp.max(leaf) > 0 for leaf in jax.tree.leaves(before[OVERWRITE_WITH_GRADIENT])), "all of them move"
