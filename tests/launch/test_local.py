@@ -120,6 +120,7 @@ def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str, laun
         run.check_nothing_is_left()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # what runs between fork and exec here is one call of `signal`
 @pytest.mark.parametrize("more", [[], ["--no-fork"]], ids=["forks", "no forks"])
 def test_a_launcher_that_is_started_to_ignore_its_children_sees_them_fail(tmp_path: Path, more: list[str]):
     # The system would not keep their exit statuses, and a failure would look like a good end.
@@ -340,6 +341,7 @@ def test_ctrl_c_while_processes_connect_ends_them_at_once(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # what runs between fork and exec here is one call of `signal`
 def test_ctrl_c_while_the_launcher_imports_ends_it(tmp_path: Path):
     # As JAX's callback does, a module swallows the exception of Python's handler.
     (tmp_path / "jax.py").write_text(
