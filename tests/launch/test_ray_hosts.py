@@ -20,7 +20,7 @@ from jaxpp_flax.launch.ray import hosts
 from tests.launch.running import QUICK, REAL, Run, marked, started
 from tests.running import MARK, ROOT, wait_for
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:os.fork")]  # Ray forks its own programs
 
 BEGIN = """
 import os, signal, sys, time
