@@ -14,8 +14,9 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax import _compat, _compat_processes
+from jaxpp_flax import _compat
 from jaxpp_flax._compat import copy_arrays, copy_arrays_public, private_names_in_use
+from jaxpp_flax._compat_processes import coordination
 
 both_ways = pytest.mark.parametrize("copy", [copy_arrays, copy_arrays_public], ids=["private", "public"])
 Copy = Callable[..., list[jax.Array]]
@@ -221,8 +222,8 @@ def test_without_private_names_every_other_feature_says_that_it_is_not_there(mon
     monkeypatch.setenv("SLURM_JOB_ID", "3")  # JAX would look further
     assert _compat.coordination_client() is None
     assert _compat.coordinator_address() is None
-    assert _compat_processes.start_coordination_service("127.0.0.1:0", 2) is None
-    assert not _compat_processes.outlive_broken_connections(1)
+    assert coordination.start_coordination_service("127.0.0.1:0", 2) is None
+    assert not coordination.outlive_broken_connections(1)
     assert _compat.detect_cluster(1) is None
     assert not _compat.bind_cpu_collectives("127.0.0.1")
     assert "one process" in str(_compat.why_one_process())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax import _compat_processes
+from jaxpp_flax._compat_processes import cache
 from tests.helpers import cache_on_disk
 from tests.launch.running import REAL, launched
 
@@ -46,20 +46,20 @@ def test_every_process_finds_what_it_compiled_in_the_run_before(tmp_path: Path, 
 def test_an_entry_is_written_by_any_process_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = pytest.importorskip("jax._src.compiler")
     jax.devices()  # else the backend would be that of process 1, for all tests that follow
-    monkeypatch.setattr(compiler, "_cache_write", _compat_processes._write)
-    monkeypatch.setattr(_compat_processes._files, "put", _compat_processes._put)
+    monkeypatch.setattr(compiler, "_cache_write", cache._write)
+    monkeypatch.setattr(cache._files, "put", cache._put)
     monkeypatch.setattr("jax._src.distributed.global_state.process_id", 1)
     with cache_on_disk(tmp_path):
         jax.jit(lambda x: x + 40)(jnp.arange(3.0)).block_until_ready()
         assert not list(tmp_path.iterdir())  # JAX itself
-        assert _compat_processes.write_in_every_process()
+        assert cache.write_in_every_process()
         jax.jit(lambda x: x + 41)(jnp.arange(3.0)).block_until_ready()
         assert list(tmp_path.iterdir())
         assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    cache = SimpleNamespace(eviction_enabled=False, path=tmp_path)
+    files = SimpleNamespace(eviction_enabled=False, path=tmp_path)
 
     def fill(path: Path, value: bytes) -> None:
         path.touch()
@@ -68,16 +68,16 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", fill)
         with pytest.raises(OSError, match="No space left"):
-            _compat_processes._put_whole(cache, "key", b"value")
+            cache._put_whole(files, "key", b"value")
     assert not list(tmp_path.iterdir())
-    _compat_processes._put_whole(cache, "key", b"value")
-    _compat_processes._put_whole(cache, "key", b"another")  # an entry stays
+    cache._put_whole(files, "key", b"value")
+    cache._put_whole(files, "key", b"another")  # an entry stays
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"value"]
 
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_our_own_directory_keeps_what_was_read_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: bool):
-    monkeypatch.setattr(_compat_processes, "_MOST_BYTES", 250)
+    monkeypatch.setattr(cache, "_MOST_BYTES", 250)
     (tmp_path / "folder").mkdir()  # not ours
     for age, name in enumerate(["new", "read", "old", "older", "killed.unfinished"]):
         (tmp_path / name).write_bytes(bytes(100))
@@ -86,27 +86,27 @@ def test_our_own_directory_keeps_what_was_read_last(tmp_path: Path, monkeypatch:
     with cache_on_disk(tmp_path):
         if not chosen:
             jax.config.update("jax_compilation_cache_dir", None)
-        _compat_processes.use_directory(tmp_path)
+        cache.use_directory(tmp_path)
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == (
         {"new", "read", "old", "older", "killed.unfinished"} if chosen else {"new", "read"}
     )
 
 
 def test_a_limit_of_the_user_is_left_to_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_compat_processes, "_MOST_BYTES", 0)
+    monkeypatch.setattr(cache, "_MOST_BYTES", 0)
     (tmp_path / "entry").write_bytes(b"value")
     with cache_on_disk(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_compilation_cache_max_size", 1 << 40)
         try:
-            _compat_processes.use_directory(tmp_path)
+            cache.use_directory(tmp_path)
         finally:
             jax.config.update("jax_compilation_cache_max_size", -1)
     assert (tmp_path / "entry").exists()
 
 
 def test_files_that_another_process_deletes_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _compat_processes._prune(tmp_path / "missing", 0)
+    cache._prune(tmp_path / "missing", 0)
     (tmp_path / "entry").write_bytes(b"value")
 
     def gone(path: str) -> None:
@@ -114,5 +114,5 @@ def test_files_that_another_process_deletes_are_no_error(tmp_path: Path, monkeyp
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "unlink", gone)
-    _compat_processes._prune(tmp_path, 0)
+    cache._prune(tmp_path, 0)
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,8 @@ from jax.experimental import transfer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax import _compat, _compat_processes
+from jaxpp_flax import _compat
+from jaxpp_flax._compat_processes import coordination
 from jaxpp_flax._compat_texts import errors, traces
 from jaxpp_flax._compat_texts.errors import MeshFault
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
@@ -258,7 +259,7 @@ def test_a_wait_for_the_coordination_service_that_ends_without_an_answer():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    stop = _compat_processes.start_coordination_service(address, 1)
+    stop = coordination.start_coordination_service(address, 1)
     assert stop is not None
     client = _compat._runtime.get_distributed_runtime_client(address, 0, init_timeout=10)
     client.connect()

@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from jaxpp_flax import _compat_processes
+from jaxpp_flax._compat_processes import cache
 from jaxpp_flax.launch.process.connection import ConnectionOptions, connect_program
 from jaxpp_flax.launch.process.process_end import ProgramExitError
 from jaxpp_flax.launch.process.variables import applied_at_first_import
@@ -27,7 +27,7 @@ def main(
     """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
-    _compat_processes.use_directory(compilation_cache(os.environ))
+    cache.use_directory(compilation_cache(os.environ))
     end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
     try:
         with applied_at_first_import():

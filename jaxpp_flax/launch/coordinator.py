@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpp_flax import _compat_processes
+from jaxpp_flax._compat_processes import coordination
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
 __all__ = ["arguments", "connections", "is_taken", "reserve_port", "say_goodbye", "start"]
@@ -115,7 +115,7 @@ def main(given: Sequence[str]) -> None:
     # SLURM tells all processes of a job to end, and those of the run still need the service for a last checkpoint.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address, num_processes, linger = given[0], int(given[1]), float(given[2])
-    stop = _compat_processes.start_coordination_service(address, num_processes)
+    stop = coordination.start_coordination_service(address, num_processes)
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
     said = sys.stdin.buffer.read()

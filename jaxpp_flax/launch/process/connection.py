@@ -17,7 +17,8 @@ from functools import partial
 
 import jax
 
-from jaxpp_flax import _compat, _compat_processes
+from jaxpp_flax import _compat
+from jaxpp_flax._compat_processes import cache, coordination
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.host.progress import Progress
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
@@ -221,10 +222,10 @@ def connect(
         coordinator_bind_address="127.0.0.1:0" if apart else listen_at,
     )
     if apart:
-        _compat_processes.outlive_broken_connections(round(timeout_s))
+        coordination.outlive_broken_connections(round(timeout_s))
     connected.set()
     _take_sigterm_back()
-    _compat_processes.write_in_every_process()
+    cache.write_in_every_process()
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()

@@ -1,29 +1,23 @@
-"""What several processes of a run need of JAX: a cache of compilations that each of them writes, and a coordination
-service in a process of its own, with clients that outlive a broken connection to it.
+"""JAX's cache of compilations on disk, written by every process of a run.
 
-By itself JAX writes the cache in process 0 alone. Each process of a pipeline compiles stages of its own, so all others
-would compile everything again at each start.
+By itself JAX writes it in process 0 alone. Each process of a pipeline compiles stages of its own, so all others would
+compile everything again at each start.
 """
-
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import jax
 
-from jaxpp_flax import _compat
 from jaxpp_flax._compat import private
 
-__all__ = ["outlive_broken_connections", "start_coordination_service", "use_directory", "write_in_every_process"]
+__all__ = ["use_directory", "write_in_every_process"]
 
 # JAX's own function that writes an entry. It asks whether this is process 0, and no setting changes the answer.
 _write = private("jax._src.compiler", "_cache_write")
@@ -33,9 +27,6 @@ _files = private("jax._src.lru_cache", "LRUCache")
 _suffix = private("jax._src.lru_cache", "_CACHE_SUFFIX")
 # Of a directory that this package has chosen: some hundred starts of large models.
 _MOST_BYTES = 10 << 30
-_CALLS, _PAUSE_SECONDS = 5, 0.02
-# Longer than any run. Not all that XLA computes from these seconds has room for more.
-_NEVER_SECONDS = 10**8
 
 
 def write_in_every_process() -> bool:
@@ -116,51 +107,3 @@ def _prune(directory: Path, most: int) -> None:
         with contextlib.suppress(OSError):
             os.unlink(path)
         excess -= size
-
-
-def start_coordination_service(address: str, process_count: int) -> Callable[[], None] | None:
-    """Serve JAX's coordination service in this process, for other processes to connect to.
-
-    It ends no process because of another one, and counts none as lost.
-
-    Returns:
-      A function that ends the service; None if this JAX hides the service: then process 0 serves it.
-    """
-    try:
-        service = _compat._runtime.get_distributed_runtime_service(
-            address, process_count, heartbeat_timeout=_NEVER_SECONDS, shutdown_timeout=5, recoverable=True
-        )
-    except (AttributeError, TypeError):
-        return None
-    return service.shutdown
-
-
-def outlive_broken_connections(timeout_s: int) -> bool:
-    """Let this process live on when its connection to a service of `start_coordination_service` breaks.
-
-    JAX's client asks the service once, for errors of the run, and waits for the answer until the end. It aborts the
-    process if that call fails, also by a connection that is reset for a second. A second client with the same index
-    asks too: then the service ends the first one's call, which that one takes for a good end. So the second
-    client may go.
-
-    Returns:
-      Whether it took effect; False if this JAX hides its client.
-    """
-    state = _compat._distributed_state
-    try:
-        client = _compat._runtime.get_distributed_runtime_client(
-            state.coordinator_address,
-            state.process_id,
-            init_timeout=timeout_s,
-            heartbeat_timeout=_NEVER_SECONDS,
-            shutdown_on_destruction=False,
-            use_compression=True,  # as the first one: so they have one connection, which keeps their calls in order
-        )
-    except (AttributeError, TypeError):
-        return False
-    client.connect()
-    # Its question has no answer. The service has certainly seen it once it has answered calls that came later.
-    for _ in range(_CALLS):
-        client.key_value_dir_get("jaxpp_flax/")
-        time.sleep(_PAUSE_SECONDS)
-    return True

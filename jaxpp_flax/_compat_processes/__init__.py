@@ -1,0 +1,1 @@
+"""What several processes of a run need of JAX's private names."""
