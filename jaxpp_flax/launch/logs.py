@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import IO
 
 from rich.console import Console
 
-__all__ = ["Logs"]
+__all__ = ["Logs", "lines_of"]
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _KEPT_LINES = 400  # the tracebacks of libraries that chain several errors are long
@@ -59,9 +60,8 @@ class Logs:
         reader.start()
 
     def _read(self, index: int, stream: IO[str], errors: bool) -> None:
-        with contextlib.suppress(ValueError), stream:
-            for line in stream:
-                self.print_line(index, line.rstrip("\n"), errors)
+        for line in lines_of(stream):
+            self.print_line(index, line, errors)
 
     def print_line(self, index: int, line: str, errors: bool) -> None:
         """Print one line of a process."""
@@ -99,6 +99,13 @@ class Logs:
         own = [start for start in starts if not lines[max(start - 1, 0)].startswith("Exception in thread")]
         shown = lines[(own or starts)[-1] :] if starts else lines[-20:]
         return [f"{self._prefixes[index]}{line}" for line in shown]
+
+
+def lines_of(stream: IO[str]) -> Iterator[str]:
+    """The lines of a process's output, until it ends or is closed."""
+    with contextlib.suppress(ValueError), stream:
+        for line in stream:
+            yield line.rstrip("\n")
 
 
 def _write(file: IO[str], text: str) -> None:

@@ -13,7 +13,7 @@ from typing import IO
 
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.host.progress import Progress
-from jaxpp_flax.launch.host.signals import is_stopped, kill_group
+from jaxpp_flax.launch.host.signals import is_stopped, kill_group, signal_group
 from jaxpp_flax.launch.host.supervised_process import ProcessState, SupervisedProcess
 from jaxpp_flax.launch.host.warm import Forked, WarmInterpreter, inherited
 from jaxpp_flax.launch.settings import LaunchSettings, device_environment, join_host_and_port
@@ -159,8 +159,7 @@ class Host:
     def signal(self, index: int | None, number: int) -> None:
         """Send a signal to a process, and to those that it has started, if it lives; None is the service."""
         if index is None and self._service is not None and self._service.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._service.pid, number)
+            signal_group(self._service.pid, number)
         for process in self._processes:
             if process.index == index and process.status is None:
                 process.signal(number)

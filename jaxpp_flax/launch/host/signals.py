@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["describe_end", "exit_status", "handled_signals", "is_stopped", "kill_group", "signal_name"]
+__all__ = ["describe_end", "exit_status", "handled_signals", "is_stopped", "kill_group", "signal_group", "signal_name"]
 
 
 @contextlib.contextmanager
@@ -36,10 +36,16 @@ def handled_signals() -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
+def signal_group(group: int, number: int) -> None:
+    """Send a signal to a group of processes, if there still is one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
 def kill_group(group: int) -> None:
-    """Kill a group of processes, if there still is one."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+    """Kill a group of processes, if there still is one, as far as this process may."""
+    with contextlib.suppress(PermissionError):
+        signal_group(group, signal.SIGKILL)
 
 
 def is_stopped(process: int) -> bool:

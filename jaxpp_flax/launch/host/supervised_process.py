@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 from dataclasses import dataclass
 
 from jaxpp_flax.launch.host.progress import Progress
-from jaxpp_flax.launch.host.signals import is_stopped, kill_group
+from jaxpp_flax.launch.host.signals import is_stopped, kill_group, signal_group
 from jaxpp_flax.launch.host.warm import Forked
 
 __all__ = ["ProcessState", "SupervisedProcess"]
@@ -81,8 +80,7 @@ class SupervisedProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to it and to the processes that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, number)
+        signal_group(self.popen.pid, number)
 
     def close(self) -> None:
         """Give up what is kept of it."""

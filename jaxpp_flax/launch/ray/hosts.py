@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from jaxpp_flax.launch.host.host import Host, HostReport
 from jaxpp_flax.launch.host.warm import NotForked
-from jaxpp_flax.launch.logs import Logs
+from jaxpp_flax.launch.logs import Logs, lines_of
 from jaxpp_flax.launch.ray.cluster import Head
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
@@ -66,17 +66,17 @@ class HostActor:
 
     def _follow(self, index: int, stream: IO[str], errors: bool) -> None:
         def read() -> None:
-            with suppress(ValueError), stream:
-                for line in stream:
-                    self._lines.put((index, line.rstrip("\n"), errors))
+            for line in lines_of(stream):
+                self._lines.put((index, line, errors))
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
 
-    def call(self, method: str, *arguments: Any) -> Answer:
-        """Call a method of the `Host`; returns its address, its report, and what its processes have printed."""
-        getattr(self._host, method)(*arguments)
+    def call(self, method: str | None, *arguments: Any) -> Answer:
+        """Call a method of the `Host`, or none; returns its address and report, and what its processes have printed."""
+        if method is not None:
+            getattr(self._host, method)(*arguments)
         lines: list[Line] = []
         deadline = time.monotonic() + _SECONDS_FOR_LAST_LINES
         while method == "end" and any(reader.is_alive() for reader in self._readers) and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ class RayHost:
         self._calls: list[tuple[Any, float]] = []  # not answered yet, with the times when they were made
         self._asked = self._answered = 0.0
 
-    def _ask(self, method: str, *arguments: Any) -> None:
+    def _ask(self, method: str | None, *arguments: Any) -> None:
         self._asked = time.monotonic()
         if self.lost is None:
             self._calls.append((self._actor.call.remote(method, *arguments), self._asked))
@@ -142,7 +142,7 @@ class RayHost:
         """The latest news; asks for more, and does not wait for it."""
         self._head.check()
         if not self._calls and time.monotonic() - self._asked >= _POLL_SECONDS:
-            self._ask("poll")
+            self._ask(None)
         self._hear(0.0)
         limit = self._timeout if self._report.processes else max(_START_SECONDS, self._timeout)
         # One call after another is answered, so a call waits for those before it.
