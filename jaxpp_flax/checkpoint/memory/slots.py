@@ -155,7 +155,8 @@ def free_bytes() -> int:
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     own = next((line[4:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::/")), "")
     # SLURM and systemd limit a group around this one.
-    for group in (Path("/sys/fs/cgroup", own), *Path("/sys/fs/cgroup", own).parents):
+    innermost = Path("/sys/fs/cgroup", own)
+    for group in (innermost, *innermost.parents):
         try:
             most, used, more = ((group / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
         except OSError:  # no limit, or an old kernel's groups
