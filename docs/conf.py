@@ -29,6 +29,7 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "_extensions.first_uses",
     "_extensions.public_names",
 ]
 exclude_patterns = ["_extensions"]

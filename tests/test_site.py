@@ -17,6 +17,7 @@ import pytest
 
 import jaxpp_flax
 from jaxpp_flax.trainers import options
+from tests.helpers import python_blocks
 from tests.running import ROOT
 
 DOCS = ROOT / "docs"
@@ -118,6 +119,22 @@ def test_a_broken_link_is_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("[a](there.md#a-heading) [b](there.md#no) [c](gone.md) [d](#no) [e](https://example.org/no)\n")
     assert broken_links(page) == ["there.md#no", "gone.md", "#no"]
+
+
+@pytest.mark.parametrize(
+    ("page", "file", "beginning"),
+    [
+        ("start/first_training", "first_training", ""),
+        ("guides/trainer", "model", "# model.py"),
+        ("guides/linen", "linen_model", "# linen_model.py"),
+    ],
+)
+def test_a_file_that_a_page_offers_is_what_the_page_shows(page: str, file: str, beginning: str):
+    blocks = [block for block in python_blocks(DOCS / f"{page}.md") if block.startswith(beginning)]
+    shown = "\n\n".join(block.removeprefix(beginning).strip() for block in blocks)
+    offered = (DOCS / page).parent.joinpath(f"{file}.py").read_text(encoding="utf-8")
+    assert offered.partition('"""\n\n')[2].strip() == shown
+    assert f"]({file}.py)" in (DOCS / f"{page}.md").read_text(encoding="utf-8")
 
 
 def packages_with_names() -> list[str]:
