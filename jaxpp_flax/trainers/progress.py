@@ -5,6 +5,7 @@ It gets values that are already on the host; it never asks a device for values.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,8 +14,11 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 __all__ = ["Display", "Rate"]
+
+_WHOLE = ("loss", "rate", "left")  # what a bar always shows whole
 
 
 class Rate:
@@ -77,10 +81,13 @@ class Display:
         """Show that a loop begins at `done` and ends at `total`, if known."""
         self._total = total
         if self._shows and (terminal := self._terminal()) is not None:
-            columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=terminal)
+            # On a narrow terminal the last column alone is cut: the loss, the rate and the time left stay.
+            rest = TextColumn("{task.fields[rest]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+            whole = [TextColumn(f"{{task.fields[{name}]}}", table_column=Column(no_wrap=True)) for name in _WHOLE]
+            columns = (BarColumn(bar_width=16), MofNCompleteColumn(), *whole, rest)
+            self._bar = Progress(*columns, console=terminal, expand=True)
             self._bar.start()
-            self._task = self._bar.add_task("", total=total, completed=done)
+            self._task = self._bar.add_task("", total=total, completed=done, loss="", rate="", left="", rest="")
 
     def advance(self, step: int) -> None:
         """Show that `step` was started; its metrics are not known yet."""
@@ -89,12 +96,17 @@ class Display:
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
         """Show the metrics of `step`, units per second, and seconds left."""
-        fields = _fields(metrics, rate, unit, left)
+        values = _values(metrics)
+        loss = f"loss {values.pop('loss')}" if "loss" in values else ""
+        rest = "  ".join(f"{name} {value}" for name, value in values.items())
+        speed = "" if rate is None else f"{_short(rate)} {unit}/s"
+        time_left = "" if left is None else f"ETA {_clock(left)}"
         if self._bar is not None:
-            self._bar.update(self._task, description="  ".join(fields))
+            self._bar.update(self._task, loss=loss, rate=speed, left=time_left, rest=rest)
         else:
             total = f"/{self._total}" if self._total is not None else ""
-            self.message("  ".join([f"step {step}{total}", *fields]))
+            fields = (f"step {step}{total}", loss, rest, speed, time_left)
+            self.message("  ".join(filter(None, fields)))
 
     def message(self, text: Any) -> None:
         """Print a line, or anything that rich can draw, without disturbing a bar."""
@@ -105,7 +117,7 @@ class Display:
         elif isinstance(text, str) and self._console is None:
             print(text, flush=True)
         else:
-            (self._console or Console(width=80)).print(text, highlight=False, soft_wrap=isinstance(text, str))
+            (self._console or Console(width=int(os.environ.get("COLUMNS") or 80))).print(text, highlight=False, soft_wrap=isinstance(text, str))
 
     def message_once(self, text: str | None) -> None:
         """Print a line that was not printed before; None prints nothing."""
@@ -135,18 +147,15 @@ class Display:
         return console if console.is_terminal else None
 
 
-def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:
+def _values(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of scalars. A learning rate of 3e-5 would be 0.0000."""
     shown = {name: value for name, value in metrics.items() if isinstance(value, float) and name != "weight"}
-    # A learning rate of 3e-5 would be 0.0000.
-    fields = [
-        f"{name} {value:.4f}" if not 0 < abs(value) < 1e-2 else f"{name} {value:.2e}" for name, value in shown.items()
-    ]
-    if rate is not None:
-        fields.append(f"{_short(rate)} {unit}/s")
-    if left is not None:
-        hours, seconds = divmod(round(left), 3600)
-        fields.append(f"ETA {hours}:{seconds // 60:02d}:{seconds % 60:02d}")
-    return fields
+    return {name: f"{value:.4f}" if not 0 < abs(value) < 1e-2 else f"{value:.2e}" for name, value in shown.items()}
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
 def _short(value: float) -> str:

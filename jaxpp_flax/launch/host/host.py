@@ -200,8 +200,11 @@ def child_environment(
       >>> child = child_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, settings, 1, 2)
       >>> child["JAX_NUM_CPU_DEVICES"], child["JAX_LOCAL_DEVICE_IDS"], child["XLA_FLAGS"]
       ('2', '2,3', '')
+      >>> child["COLUMNS"]  # "[3] " stands before each line
+      '76'
     """
     first = place * devices_per_process
+    beside = int(environment.get("COLUMNS") or 80) - len(f"[{settings.num_processes - 1}] ")
     proxies: dict[str, str] = {}
     if any(name.lower().endswith("_proxy") for name in environment):
         # gRPC would look for this machine behind the proxy.
@@ -212,5 +215,6 @@ def child_environment(
         **settings.to_environment(),
         **device_environment(environment, devices_per_process),
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + devices_per_process))),
+        "COLUMNS": str(beside),
         **proxies,
     }

@@ -204,9 +204,11 @@ class TrainingLoop:
             begin = trainer.step
             try:
                 result = self._fit(trainer, data, arguments, position, evaluation, stop, save)
-            except BaseException:
+            except BaseException as error:
                 if self.stopping_group().process_count == 1:  # others might not come to read it together
                     self.held.load()
+                if isinstance(error, KeyboardInterrupt) and stop.interruption.requested:
+                    raise error.with_traceback(None)  # it came within a step: where it was raised tells nothing
                 raise
             self.held.load()  # a checkpoint that no step has read
             if arguments.resume and trainer.step == begin:

@@ -57,10 +57,14 @@ class InterruptsAfter(Callback):
             interrupt()
 
 
-def notes_of(trainer: PipelineTrainer, *callbacks: Callback) -> str:
+def notes_of(trainer: PipelineTrainer, *callbacks: Callback, within_step: bool = False) -> str:
     with pytest.raises(KeyboardInterrupt) as raised:
         trainer.fit(BATCHES, callbacks=callbacks)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if within_step:
+        names = [entry.name for entry in raised.traceback]
+        assert names[-1] == "fit", "the traceback goes on into the loop"
+        assert len(names) < 5
     return "\n".join(raised.value.__notes__)
 
 
@@ -76,7 +80,7 @@ def test_the_step_is_finished_and_saved(within: bool, tmp_path: Path, monkeypatc
     trainer = make_trainer(tmp_path / "run")
     if within:
         interrupted_within(trainer, 2, monkeypatch)
-    notes = notes_of(trainer, *([] if within else [InterruptsAfter()]))
+    notes = notes_of(trainer, *([] if within else [InterruptsAfter()]), within_step=within)
     assert trainer.step == 2
     assert f"Step 2 is saved in {tmp_path / 'run'}: fit(..., resume=True) goes on" in notes
     assert ("Ctrl-C ends the run after this step" in capfd.readouterr().err) == within

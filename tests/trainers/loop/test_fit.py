@@ -270,6 +270,19 @@ def test_bars_and_lines_go_to_a_console():
     assert stream.getvalue() == "step 3  loss 1.2500\n"
 
 
+def test_a_narrow_terminal_shows_loss_rate_and_time_left_whole():
+    metrics = {"gradient_norm": 2.0, "learning_rate": 0.01, "loss": 1.25, "parameter_norm": 8.6, "update_ratio": 0.02}
+    stream = io.StringIO()
+    bar = Display(console=Console(file=stream, force_terminal=True, width=80))
+    bar.start(100, 0)
+    bar.update(3, metrics, 1500.0, "tokens", 3725.0)
+    bar.stop()
+    text = stream.getvalue()
+    for part in ("0/100", "loss 1.2500", "1.5k tokens/s", "ETA 1:02:05", "gradient_norm"):
+        assert part in text
+    assert "update_ratio" not in text
+
+
 def test_metrics_are_fetched_one_step_late_and_only_when_wanted(monkeypatch):
     from jaxpp_flax.trainers.callbacks import log_metrics
 
