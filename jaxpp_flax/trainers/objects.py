@@ -119,7 +119,7 @@ class TrainerObjects:
         )  # fmt: skip
         stage = StageContext(mesh=scheduling.mesh, specs=specs, rules=rules)
         builders = StepBuilderCache(builder, scheduling.num_microbatches, stage)
-        display = Display(logging.progress)
+        display = Display(messages=logging.messages, progress=logging.progress)
         if logging.lacks_learning_rate(update.measured):
             display.message(NO_LEARNING_RATE)
         under_way = StepsUnderWay(on_nonfinite, display, tells=update.loss_scale is None)

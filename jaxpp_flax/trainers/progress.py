@@ -60,7 +60,8 @@ class Display:
     """Shows messages at any time, and between `start` and `stop` the progress of a loop.
 
     Args:
-      shows: False shows nothing. With several processes, process 0 alone shows anything.
+      messages: False shows no message. With several processes, process 0 alone shows anything.
+      progress: False shows no progress.
       console: where to write; None: the standard output of the moment.
 
     Example:
@@ -70,17 +71,23 @@ class Display:
       step 10/100  loss 2.5000  12.3k tokens/s  ETA 0:01:05
     """
 
-    def __init__(self, shows: bool = True, console: Console | None = None) -> None:
-        self._shows, self._console = shows and jax.process_index() == 0, console
+    def __init__(self, *, messages: bool = True, progress: bool = True, console: Console | None = None) -> None:
+        is_first = jax.process_index() == 0
+        self._messages, self._progress, self._console = messages and is_first, progress and is_first, console
         self._total: int | None = None
         self._bar: Progress | None = None
         self._task: Any = None
         self._told: set[str] = set()
 
+    @classmethod
+    def silent(cls) -> Display:
+        """A display that shows nothing."""
+        return cls(messages=False, progress=False)
+
     def start(self, total: int | None, done: int) -> None:
         """Show that a loop begins at `done` and ends at `total`, if known."""
         self._total = total
-        if self._shows and (terminal := self._terminal()) is not None:
+        if self._progress and (terminal := self._terminal()) is not None:
             # On a narrow terminal the last column alone is cut: the loss, the rate and the time left stay.
             rest = TextColumn("{task.fields[rest]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
             whole = [TextColumn(f"{{task.fields[{name}]}}", table_column=Column(no_wrap=True)) for name in _WHOLE]
@@ -106,18 +113,23 @@ class Display:
         else:
             total = f"/{self._total}" if self._total is not None else ""
             fields = (f"step {step}{total}", loss, rest, speed, time_left)
-            self.message("  ".join(filter(None, fields)))
+            self._print("  ".join(filter(None, fields)), self._progress)
 
     def message(self, text: Any) -> None:
         """Print a line, or anything that rich can draw, without disturbing a bar."""
-        if not self._shows:
+        self._print(text, self._messages)
+
+    def _print(self, text: Any, is_shown: bool) -> None:
+        if not is_shown:
             return
         if (terminal := self._terminal()) is not None:
             terminal.print(text, highlight=False)
         elif isinstance(text, str) and self._console is None:
             print(text, flush=True)
         else:
-            (self._console or Console(width=int(os.environ.get("COLUMNS") or 80))).print(text, highlight=False, soft_wrap=isinstance(text, str))
+            (self._console or Console(width=int(os.environ.get("COLUMNS") or 80))).print(
+                text, highlight=False, soft_wrap=isinstance(text, str)
+            )
 
     def message_once(self, text: str | None) -> None:
         """Print a line that was not printed before; None prints nothing."""
@@ -130,7 +142,7 @@ class Display:
         """Show work that takes long, such as compilation, and then its seconds."""
         begin = time.perf_counter()
         # A spinner beside a bar needs rich 14.1.
-        terminal = self._terminal() if self._shows and self._bar is None else None
+        terminal = self._terminal() if self._messages and self._bar is None else None
         with nullcontext() if terminal is None else terminal.status(text):
             yield
         self.message(f"{text}: {time.perf_counter() - begin:.1f} s")

@@ -77,7 +77,7 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
       memory: `Memory(remat="full", residuals=ResidualPlan(...), optimizer_state="pinned_host")`: what is recomputed,
         and what is kept in host memory; see `docs/guides/memory.md`.
       inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
-      logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
+      logging: `Logging(tracker=, every=, progress=, messages=)`: metrics, progress and messages; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/guides/checkpointing.md`.
 
     Raises:

@@ -65,7 +65,7 @@ class LogMetrics(Callback):
         hurries: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self._display, self._total, self._ranking = display or Display(False), total, ranking
+        self._display, self._total, self._ranking = display or Display.silent(), total, ranking
         self._directory, self._hurries = directory, hurries
         self._state: Any = None  # of the trackers, from a checkpoint
         self._tracker: Any = None

@@ -29,7 +29,7 @@ class RemainderRule:
 
     how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
     # Prints a message about the first batch that is left out.
-    display: Display = field(default_factory=lambda: Display(False))
+    display: Display = field(default_factory=Display.silent)
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

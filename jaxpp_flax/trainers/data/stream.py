@@ -56,7 +56,7 @@ class Batches(Source, Iterator[Any]):
     ) -> None:
         steps = None if steps is None else check_count("steps", steps)
         epochs = None if epochs is None else check_count("epochs", epochs)
-        super().__init__(data, _iterator_of(data, epochs), display or Display(False), at or BEGINNING)
+        super().__init__(data, _iterator_of(data, epochs), display or Display.silent(), at or BEGINNING)
         if resume_data not in ("fast_forward", "refuse", "restart"):
             raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
         self.at = replace(self.at, batches=0, epoch=0)

@@ -25,13 +25,14 @@ _OF_STEP, _OF_RUN = get_args(StepMetric), get_args(RunMetric)
 class Logging(Options):
     """The options of metrics and of the progress display: `logging=`.
 
-    A boolean alone means `Logging(progress=...)`: `logging=False` shows nothing.
+    A boolean alone means `Logging(progress=..., messages=...)`: `logging=False` shows nothing.
 
     Args:
       tracker: gets the configuration and the metrics; with several processes, only in process 0.
       config: a mapping or a dataclass. The tracker gets it together with the number of stages and other facts.
       every: steps between two rows of metrics.
-      progress: True shows a progress bar on a terminal, and prints lines elsewhere. False shows nothing.
+      progress: True shows a progress bar on a terminal, and prints lines of metrics elsewhere.
+      messages: True prints the table of stages, the summary at the end, and what happens between: saves, compilations.
       metrics: the names of the metrics to measure; True measures all. "learning_rate", "gradient_norm",
         "parameter_norm" and "update_ratio" (the norm of the update divided by the norm of the parameters before it) are
         computed inside the step over all trained parameters, and `train_step` returns them. The other metrics are in
@@ -59,6 +60,7 @@ class Logging(Options):
     config: Any = None
     every: int = 10
     progress: bool = True
+    messages: bool = True
     metrics: Sequence[StepMetric | RunMetric] | bool = ()
     learning_rate: float | Callable[[Any], Any] | None = None
     throughput: Throughput = field(default_factory=Throughput)
@@ -79,14 +81,14 @@ class Logging(Options):
             )
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise ValueError(f"peak_flops={self.peak_flops!r}: it must be above 0, or None.")
-        if not isinstance(self.progress, bool):
-            kind = type(self.progress).__name__
-            raise TypeError(f"progress={self.progress!r} ({kind}): it must be True or False.")
+        for name, value in (("progress", self.progress), ("messages", self.messages)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} ({type(value).__name__}): it must be True or False.")
 
     @classmethod
     def of(cls, value: Logging | bool | None) -> Logging:
         """Convert the trainer's `logging=`."""
-        return cls(progress=value) if isinstance(value, bool) else super().of(cast(Any, value))
+        return cls(progress=value, messages=value) if isinstance(value, bool) else super().of(cast(Any, value))
 
     @property
     def run_config(self) -> dict[str, Any]:

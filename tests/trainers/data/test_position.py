@@ -259,7 +259,7 @@ def test_a_deleted_trainer_takes_its_step_with_it():
 
     def used() -> weakref.ref[Held]:
         held = Held()
-        data = TrainingData(lambda: held.step, Display(False))
+        data = TrainingData(lambda: held.step, Display.silent())
         batches = data.batches(in_batches(4), steps=3)
         data.begin(batches)
         next(batches)

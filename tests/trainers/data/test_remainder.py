@@ -151,7 +151,7 @@ def test_a_resumed_run_goes_on_at_the_right_batch(it, tmp_path):
 
 
 def test_the_steps_left_are_counted_without_the_batches_that_are_left_out():
-    rule, passes = RemainderRule.of("drop", None, Display(False)), data(8, 8, 5)
+    rule, passes = RemainderRule.of("drop", None, Display.silent()), data(8, 8, 5)
     assert Batches(passes, epochs=2, remainder=rule).steps_left() == 4
     assert Batches(passes, steps=3, epochs=2, remainder=rule).steps_left() == 3
     assert Batches(passes, epochs=1).steps_left() == 3

@@ -270,6 +270,14 @@ def test_bars_and_lines_go_to_a_console():
     assert stream.getvalue() == "step 3  loss 1.2500\n"
 
 
+def test_without_progress_the_messages_stay(capsys: pytest.CaptureFixture[str]):
+    display = Display(progress=False)
+    display.start(10, 0)
+    display.update(3, {"loss": 1.25}, None, "tokens", None)
+    display.message("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
 def test_a_narrow_terminal_shows_loss_rate_and_time_left_whole():
     metrics = {"gradient_norm": 2.0, "learning_rate": 0.01, "loss": 1.25, "parameter_norm": 8.6, "update_ratio": 0.02}
     stream = io.StringIO()

@@ -24,7 +24,7 @@ BATCHES = [m.make_batch(4, seed) for seed in range(4)]
 
 class Lines(Display):
     def __init__(self):
-        super().__init__(False)
+        super().__init__(messages=False, progress=False)
         self.lines = []
 
     def message(self, text):

@@ -53,7 +53,7 @@ def test_plain_values_are_short_forms():
     assert MeshOptions.of(mesh.jax_mesh) == MeshOptions(mesh=mesh.jax_mesh)
     assert MeshOptions.of({}) == MeshOptions(axes={})
     assert MeshOptions.of(None) == MeshOptions()
-    assert Logging.of(False) == Logging(progress=False)
+    assert Logging.of(False) == Logging(progress=False, messages=False)
     assert (Training.of(None), Memory.of(None), Inference.of(None)) == (Training(), Memory(), Inference())
     for options in (Checkpoints("run"), MeshOptions(), Logging(), Training()):
         assert type(options).of(options) is options
