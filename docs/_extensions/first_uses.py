@@ -1,6 +1,6 @@
-"""The first use of a glossary's word on a page is a link to it.
+"""The words of `concepts/words.md` are a glossary, and the first use of each on another page is a link to it.
 
-Pages stay plain Markdown, which GitHub shows as well, and no page can forget a word that it uses.
+Pages stay plain Markdown, which GitHub shows as well, and no page can forget to link a word.
 """
 
 from __future__ import annotations
@@ -33,15 +33,25 @@ class FirstUses(SphinxTransform):
     default_priority = 500
 
     def apply(self, **options: object) -> None:
+        if self.env.docname == GLOSSARY:
+            return self._note_terms()
         if not self.env.docname.startswith(FOLDERS):
-            return
+            return None
         left = dict(WORDS)
         for paragraph in list(self.document.findall(nodes.paragraph)):
             for text in list(paragraph.findall(nodes.Text)):
-                if (
-                    left and text.parent is paragraph
-                ):  # not in code, in a link or in bold
+                # Not in code, in a link or in bold.
+                if left and text.parent is paragraph:
                     self._link(text, left)
+        return None
+
+    def _note_terms(self) -> None:
+        """Makes a term of each list item that begins with a word in bold."""
+        for item in self.document.findall(nodes.list_item):
+            if (bold := item.next_node(nodes.strong)) is not None:
+                term = bold.astext()
+                item["ids"].append(f"term-{term}")
+                self.env.get_domain("std").note_object("term", term, f"term-{term}")
 
     def _link(self, text: nodes.Text, left: dict[str, str]) -> None:
         """Links the words of ``left`` that the text has, and takes them out of ``left``."""

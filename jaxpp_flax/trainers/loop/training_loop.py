@@ -208,7 +208,7 @@ class TrainingLoop:
                 if self.stopping_group().process_count == 1:  # others might not come to read it together
                     self.held.load()
                 if isinstance(error, KeyboardInterrupt) and stop.interruption.requested:
-                    raise error.with_traceback(None)  # it came within a step: where it was raised tells nothing
+                    error.with_traceback(None)  # it came within a step: where it was raised tells nothing
                 raise
             self.held.load()  # a checkpoint that no step has read
             if arguments.resume and trainer.step == begin:
