@@ -301,7 +301,7 @@ def unmarked() -> dict[str, Any]:
         ("index.md", 1, False),
         ("guides/choosing.md", 1, True),
         ("guides/when_not_to_pipeline.md", 1, False),
-        ("guides/quote.md", 2, False),
+        slow("guides/quote.md", 2, False),
         slow("guides/experts.md", 1, False),
         ("coming_from/plain_flax.md", 2, False),
         ("coming_from/torch.md", 1, False),

@@ -49,7 +49,7 @@ def _notes(found: Ranking, device: Device) -> Iterator[str]:
     best = found.steps[0]
     if any(step.layout.gather == "step" for step in found.steps):
         yield "*: parameters are gathered once a step, not in every task."
-    yield f"best: {best.layout}: {best.tokens / best.seconds:,.0f} tokens/s{_price(best, device)}"
+    yield f"best: {best.layout}: {best.tokens / best.seconds:,.0f} {best.unit}/s{_price(best, device)}"
     plain = found.plain
     if plain is None:
         yield "Without a pipeline nothing fits."
@@ -66,7 +66,7 @@ def _notes(found: Ranking, device: Device) -> Iterator[str]:
 
 
 def _price(step: QuotedStep, device: Device) -> str:
-    return f", {step.cost(device):.3g} a million tokens" if device.price else ""
+    return f", {step.cost(device):.3g} a million {step.unit}" if device.price else ""
 
 
 def _difference(best: QuotedStep, other: QuotedStep) -> str:
@@ -83,7 +83,7 @@ def explanation(step: QuotedStep, device: Device) -> str:
         str(step.layout),
         f"{step.num_microbatches} microbatches on {step.layout.devices} x {device.name}",
         f"{amount(step.seconds, 's')} a step (80 %: {amount(low, 's')} to {amount(high, 's')}), "
-        f"{step.tokens / step.seconds:,.0f} tokens/s, MFU {step.mfu:.1%}{_price(step, device)}",
+        f"{step.tokens / step.seconds:,.0f} {step.unit}/s, MFU {step.mfu:.1%}{_price(step, device)}",
         "blocks of each stage: " + " ".join(map(str, step.sizes)),
         "",
         "seconds of the busiest rank",
@@ -101,4 +101,5 @@ def _shares(parts: dict[str, float], whole: float, unit: str) -> Sequence[str]:
     return [
         f"  {name:<24} {amount(value, unit):>10} {value / whole:>6.1%} {'#' * round(30 * value / whole)}"
         for name, value in sorted(parts.items(), key=lambda pair: -pair[1])
+        if value > 1e-9 * whole  # else what rounding left
     ]

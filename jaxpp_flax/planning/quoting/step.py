@@ -38,7 +38,8 @@ class QuotedStep:
       nbytes: the bytes of each device of the fullest rank, by kind; "workspace" is an estimate.
       host_bytes: the bytes on the host for each device of the fullest rank.
       num_microbatches: the number of microbatches of a step.
-      tokens: the number of tokens of a step.
+      tokens: the number of tokens of a step; of its examples, if they are no sequences.
+      unit: "tokens" or "examples": what `tokens` counts.
       mfu: the model's floating-point operations as a share of the devices' peak.
       work: the seconds of each block for one microbatch.
       peaks: for each rank, the largest number of bytes on each device.
@@ -54,6 +55,7 @@ class QuotedStep:
     num_microbatches: int
     tokens: float
     mfu: float
+    unit: str = "tokens"
     work: Sequence[Work] = field(repr=False, default=())
     peaks: tuple[float, ...] = ()
 
@@ -73,7 +75,7 @@ class QuotedStep:
         return sum(self.nbytes.values())
 
     def cost(self, device: Device) -> float:
-        """Return the price of a million tokens; 0 if the device has no price."""
+        """Return the price of a million of `unit`; 0 if the device has no price."""
         return device.price / 3600 * self.layout.devices * self.seconds / self.tokens * 1e6
 
 
@@ -319,6 +321,7 @@ class Quoter:
             host_bytes=found.host_bytes[rank] + found.state_host_bytes[rank],
             num_microbatches=count,
             tokens=tokens,
+            unit="tokens" if self.model.tokens > 1 else "examples",
             mfu=self.model.flops * self.model.global_batch / (seconds * layout.devices * peak),
             work=tuple(of.work for of in self.work(layout.microbatch, self.axes(layout))),
             peaks=found.peak_bytes,

@@ -159,7 +159,7 @@ def test_the_plan_of_a_quote_trains(tmp_path, capsys):
     command = ["quote", f"{file}:make_four", "--hardware", "h100-sxm", "--depth", "layers", "--devices"]
     assert main([*command, "4", "--price", "2"]) == 0
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("best: ", "a million tokens", "simulated"))
+    assert all(text in shown for text in ("best: ", "a million examples", "simulated"))
     assert max(map(len, shown.splitlines()[:-6])) <= 80
     assert main([*command, "4", "--measure", "--explain", "PP=2,TP=2,MB=6", "--save", str(saved)]) == 0
     shown = capsys.readouterr().out
