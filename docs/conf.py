@@ -50,6 +50,7 @@ nb_merge_streams = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 88  # longer ones have a line for each parameter
 default_role = "code"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -78,6 +79,16 @@ def _name_the_moment(
             ]
 
 
+def _tell_modules_apart(app, what, name, obj, options, signature, returns):
+    """NNX and Linen both have a `Module`."""
+
+    def named(text):
+        text = re.sub(r"~?flax\.nnx\.[\w.]*\bModule\b", "nnx.Module", text or "")
+        return re.sub(r"~?flax\.linen\.[\w.]*\bModule\b", "nn.Module", text) or None
+
+    return named(signature), named(returns)
+
+
 def _as_rst(app, what, name, obj, options, lines):
     """Docstrings are Markdown in two ways: `code` may have letters behind it, and pages are named by their path."""
     text = re.sub(r"`docs/([\w/]+)\.md`", r":doc:`/\1`", "\n".join(lines))
@@ -100,4 +111,5 @@ def setup(app):
     app.connect(
         "autodoc-process-docstring", _name_the_moment, priority=100
     )  # before Napoleon, which has 500
+    app.connect("autodoc-process-signature", _tell_modules_apart)
     app.connect("autodoc-process-docstring", _as_rst, priority=900)

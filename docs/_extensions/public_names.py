@@ -42,8 +42,8 @@ MODULES = (
 
 
 def public_names(module: str) -> list[str]:
-    """The names that the module exports, sorted."""
-    return sorted(import_module(module).__all__)
+    """The names that the module exports, in its own order."""
+    return list(import_module(module).__all__)
 
 
 def home(module: str, name: str) -> str:
@@ -87,7 +87,7 @@ def _class(module: str, name: str, value: type) -> list[str]:
     """A class under its own name; or another name of a class, which is described here if nothing else exports it."""
     own = value.__name__
     if own == name:
-        return [f".. autoclass:: {module}.{name}", "   :members:", ""]
+        return [f".. autoclass:: {module}.{name}", *_members(value), ""]
     lines = [f".. py:data:: {name}", ""]
     for other in (module, *MODULES):
         if getattr(import_module(other), own, None) is value and own in public_names(
@@ -104,9 +104,20 @@ def _class(module: str, name: str, value: type) -> list[str]:
         f"   Another name of :py:class:`{own} <{real}>`.",
         "",
         f".. autoclass:: {real}",
-        "   :members:",
+        *_members(value),
         "",
     ]
+
+
+def _members(value: type) -> list[str]:
+    """The options that show the members of a class, with those that it has from bases without an entry of their own."""
+    described = [
+        base.__name__
+        for base in value.__mro__[1:]
+        if not base.__module__.startswith("jaxpp_flax")
+        or any(base.__name__ in public_names(module) for module in MODULES)
+    ]
+    return ["   :members:", f"   :inherited-members: {' '.join(described)}"]
 
 
 class PublicNames(SphinxDirective):
