@@ -77,8 +77,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
-      >>> from jaxpp_flax.engine.tracing.treduce import treduce
+      >>> from jaxpp_flax import mark_stage_end
+      >>> from jaxpp_flax import treduce
       >>> from jaxpp_flax.schedules import Std1F1B
       >>> def loss(w, x):
       ...     x = mark_stage_end(jnp.tanh(x @ w[0]))
@@ -305,7 +305,7 @@ def mpmd_jit(
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
+      >>> from jaxpp_flax import mark_stage_end
       >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> forward = mpmd_jit(lambda w, x: mark_stage_end(x @ w[0]) @ w[1], mesh)
       >>> forward([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))

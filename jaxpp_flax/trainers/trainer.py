@@ -41,7 +41,7 @@ class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
     parts. Scalars in the batch go to each part unchanged.
 
     `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
-    `(loss, metrics)`. The step's loss and gradients are those of the whole batch: `jaxpp_flax.trainers.loss.loss_rule`.
+    `(loss, metrics)`. The step's loss and gradients are those of the whole batch; `docs/guides/loss.md` has the rule.
     For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
     keys of this microbatch; it has the attributes `params`, `variables`, `rngs` and `training`.
 

@@ -81,7 +81,7 @@ def register() -> None:
     Example:
       >>> import tempfile, jax.numpy as jnp, numpy as np
       >>> from jax.sharding import Mesh, PartitionSpec as P
-      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> from jaxpp_flax import MpmdMesh
       >>> register()
       >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> sharding = MpmdSharding(mesh, {1}, P())

@@ -57,7 +57,7 @@ class MpmdArray:
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jax.sharding import Mesh, PartitionSpec as P
-      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> from jaxpp_flax import MpmdMesh
       >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> sharding = MpmdSharding(mesh, {1}, P())
       >>> x = MpmdArray([jax.device_put(jnp.arange(3.0), sharding.local_sharding(1))], sharding)

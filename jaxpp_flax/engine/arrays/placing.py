@@ -78,7 +78,7 @@ def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
 
     Example:
       >>> from jax.sharding import Mesh, PartitionSpec as P
-      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> from jaxpp_flax import MpmdMesh
       >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> place_on_ranks(np.arange(3), MpmdSharding(mesh, {1}, P())).mpmd_idxs
       (1,)

@@ -143,8 +143,8 @@ def collect_task_times_ms(enabled: bool = True) -> Generator[TaskTimes | None]:
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jaxpp_flax.engine.jit import mpmd_jit
-      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
-      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> from jaxpp_flax import mark_stage_end
+      >>> from jaxpp_flax import MpmdMesh
       >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> forward = mpmd_jit(lambda w, x: mark_stage_end(x @ w[0]) @ w[1], mesh)
       >>> with collect_task_times_ms() as times:

@@ -38,8 +38,7 @@ class QuotedStep:
       nbytes: the bytes of each device of the fullest rank, by kind; "workspace" is an estimate.
       host_bytes: the bytes on the host for each device of the fullest rank.
       num_microbatches: the number of microbatches of a step.
-      tokens: the number of tokens of a step; of its examples, if they are no sequences.
-      unit: "tokens" or "examples": what `tokens` counts.
+      tokens: the number of tokens of a step; of its examples, if they are no sequences: `unit` says which.
       mfu: the model's floating-point operations as a share of the devices' peak.
       work: the seconds of each block for one microbatch.
       peaks: for each rank, the largest number of bytes on each device.

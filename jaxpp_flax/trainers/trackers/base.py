@@ -35,7 +35,7 @@ class Tracker(abc.ABC):
         """Write the remaining metrics; a loop calls this at its end, also after an error. A later `log` opens it again.
 
         Args:
-          error: the exception that ended the loop, or None; see `jaxpp_flax.trainers.callbacks.has_failed`.
+          error: the exception that ended the loop, or None.
         """
 
     def get_state(self) -> Any:
