@@ -14,8 +14,6 @@ from pathlib import Path
 from jaxpp_flax import schedules
 from jaxpp_flax.schedules.tools.drawing import svg
 from jaxpp_flax.schedules.tools.drawing.scene import Panels
-from step_figure import svg_of_passes
-from trainer_figure import svg_of_trainer
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -142,17 +140,7 @@ def schedule_v() -> Panels:
     return [(title, step(name, 8, stages_per_rank=2)) for title, name in named]
 
 
-def passes() -> str:
-    """The passes of the compiler, and the structures between them."""
-    return svg_of_passes()
-
-
-def trainer() -> str:
-    """A batch and a leaf on their ways through the trainer."""
-    return svg_of_trainer()
-
-
-FIGURES: tuple[Callable[[], Panels | str], ...] = (
+FIGURES: tuple[Callable[[], Panels], ...] = (
     first,
     bubble,
     orders,
@@ -162,8 +150,6 @@ FIGURES: tuple[Callable[[], Panels | str], ...] = (
     choosing_schedule,
     schedule_zero_bubble,
     schedule_v,
-    passes,
-    trainer,
 )
 
 
@@ -177,11 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     check = parser.parse_args(arguments).check
     stale = []
     for draw in FIGURES:
-        drawn = draw()
-        path, text = (
-            IMAGES / f"{draw.__name__}.svg",
-            drawn if isinstance(drawn, str) else svg(drawn),
-        )
+        path, text = IMAGES / f"{draw.__name__}.svg", svg(draw())
         if not check:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import jaxpp_flax
+from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.trainers import options
 from tests.helpers import python_blocks
 from tests.running import ROOT
@@ -136,6 +137,19 @@ def test_a_file_that_a_page_offers_is_what_the_page_shows(page: str, file: str, 
     offered = (DOCS / page).parent.joinpath(f"{file}.py").read_text(encoding="utf-8")
     assert offered.partition('"""\n\n')[2].strip() == shown
     assert f"]({file}.py)" in (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_passes_is_that_of_the_compiler():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| `\w+` \|$", (DOCS / "internals/engine.md").read_text(), re.MULTILINE)
+    assert rows == [(each.name, each.ensures) for each in PASSES.rows]
+
+
+def test_a_hop_of_the_trainers_walks_stands_in_its_file():
+    hops = re.findall(r"`(\w+)`, `([\w/]+\.py)` \|$", (DOCS / "internals/trainer.md").read_text(), re.MULTILINE)
+    assert len(hops) == 19
+    for name, file in hops:
+        text = (ROOT / "jaxpp_flax" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(class|def) {name}\b", text, re.MULTILINE), f"{file} has no {name}"
 
 
 def packages_with_names() -> list[str]:
