@@ -52,6 +52,9 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88  # longer ones have a line for each parameter
 default_role = "code"
+highlight_language = (
+    "none"  # a block without a language is a picture or what a program prints
+)
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

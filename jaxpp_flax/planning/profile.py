@@ -21,6 +21,7 @@ from jaxpp_flax.schedules import (
     Schedule,
     TaskKind,
     Timeline,
+    Units,
     draw,
     replay,
     simulate,
@@ -77,7 +78,7 @@ class StepProfile:
     @property
     def panels(self) -> list[tuple[str, Timeline]]:
         """Both timelines with titles, for `jaxpp_flax.schedules.draw`."""
-        return [("measured (seconds)", self.measured), ("simulated (seconds)", self.simulated)]
+        return [("measured", self.measured), ("simulated", self.simulated)]
 
     def draw(
         self,
@@ -91,7 +92,7 @@ class StepProfile:
           path: a `.svg`, `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
           width: columns of the text.
         """
-        return draw(self.panels, path, width=width, microseconds=1e6)
+        return draw(self.panels, path, width=width, microseconds=1e6, units=Units("s", "B"))
 
 
 def profile_of(

@@ -31,7 +31,7 @@ from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.simulation.simulate import Event, Timeline, replay, simulate
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
-from jaxpp_flax.schedules.tools.drawing import draw
+from jaxpp_flax.schedules.tools.drawing import Units, draw
 from jaxpp_flax.schedules.tools.table import read_csv, write_csv
 from jaxpp_flax.schedules.validate import validate
 
@@ -64,6 +64,7 @@ __all__ = [
     "ZeroBubbleH2",
     "by_name",
     "draw",
+    "Units",
     "merge_order",
     "names",
     "normalize",

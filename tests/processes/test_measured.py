@@ -31,7 +31,7 @@ def test_all_processes_have_one_picture(found: list[dict[str, Any]]):
     assert first == second
     assert first["equal"], "a measured step trains as any other"
     assert [[name for name, _, _ in rank] for rank in first["measured"]] == first["order"]
-    assert "measured (seconds)" in first["drawn"]
+    assert "measured: makespan" in first["drawn"]
     for rank in first["measured"]:
         assert all(start < end for _, start, end in rank)
         assert all(a[2] <= b[1] for a, b in itertools.pairwise(rank))

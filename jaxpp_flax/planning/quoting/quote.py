@@ -18,7 +18,7 @@ from jaxpp_flax.planning.quoting.report import explanation, table
 from jaxpp_flax.planning.quoting.search import Ranking, rank
 from jaxpp_flax.planning.quoting.step import QuotedStep, Quoter
 from jaxpp_flax.planning.quoting.traced import trace_model
-from jaxpp_flax.schedules import draw, simulate
+from jaxpp_flax.schedules import Units, draw, simulate
 
 __all__ = ["Quote", "quote"]
 
@@ -84,8 +84,8 @@ class Quote:
             model.schedule, model.costs, hardware.transfer, num_microbatches=count, residuals=layout.plan,
             host_link=hardware.host_link, gathers=model.gathers,
         )  # fmt: skip
-        title = f"{count} of {step.num_microbatches} microbatches (seconds)"
-        return draw([(title, timeline)], width=width, microseconds=1e6, max_lines=_PICTURE_LINES)
+        title = f"{count} of {step.num_microbatches} microbatches"
+        return draw([(title, timeline)], width=width, microseconds=1e6, max_lines=_PICTURE_LINES, units=Units("s", "B"))
 
     def plan(self, step: QuotedStep | None = None) -> Plan:
         """Return the plan of a step (by default the best) for `PipelineTrainer(plan=)`."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.simulation.simulate import Timeline
 from jaxpp_flax.schedules.tools.drawing.grid import grid, sketch
-from jaxpp_flax.schedules.tools.drawing.scene import Panels
+from jaxpp_flax.schedules.tools.drawing.scene import NO_UNITS, Panels, Units
 from jaxpp_flax.schedules.tools.drawing.svg import svg
 from jaxpp_flax.schedules.tools.drawing.trace import chrome_trace
 
-__all__ = ["chrome_trace", "draw", "grid", "sketch", "svg"]
+__all__ = ["chrome_trace", "draw", "grid", "sketch", "svg", "Units"]
 
 
 def draw(
@@ -23,6 +23,7 @@ def draw(
     width: int = 120,
     microseconds: float = 1000.0,
     max_lines: int | None = None,
+    units: Units = NO_UNITS,
 ) -> str:
     """Draw a simulated or measured step, or several steps below one another on one scale of time.
 
@@ -35,6 +36,7 @@ def draw(
         microseconds: the length of one unit of time in a Chrome trace.
         max_lines: the most lines of the text grid of a timeline: it leaves out ranks in the middle, and the end of the
             step. None draws everything.
+        units: the names of the units of time and memory, such as ``Units("s", "B")``: figures get them, with a prefix.
 
     Returns:
         The text grid.
@@ -55,9 +57,9 @@ def draw(
         raise ScheduleError("nothing to draw: give at least one timeline")
     if path is not None:
         writers = {
-            ".svg": lambda: svg(panels),
+            ".svg": lambda: svg(panels, units),
             ".json": lambda: chrome_trace(panels, microseconds),
-            ".txt": lambda: grid(panels, width) + "\n",
+            ".txt": lambda: grid(panels, width, units=units) + "\n",
         }
         target = Path(path)
         if target.suffix not in writers:
@@ -65,4 +67,4 @@ def draw(
                 f"{os.fspath(path)}: cannot draw a {target.suffix!r} file. Use .svg, .json (Chrome trace) or .txt"
             )
         target.write_text(writers[target.suffix]())
-    return grid(panels, width, max_lines)
+    return grid(panels, width, max_lines, units)

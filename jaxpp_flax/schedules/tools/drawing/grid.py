@@ -6,12 +6,22 @@ import math
 
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
-from jaxpp_flax.schedules.tools.drawing.scene import Panels, bars, caption, labels, shortest, styles_of
+from jaxpp_flax.schedules.tools.drawing.scene import (
+    NO_UNITS,
+    Panels,
+    Units,
+    bars,
+    caption,
+    in_unit,
+    labels,
+    shortest,
+    styles_of,
+)
 
 _ENDS = 8  # ranks that a short picture shows at each end
 
 
-def grid(panels: Panels, width: int = 120, max_lines: int | None = None) -> str:
+def grid(panels: Panels, width: int = 120, max_lines: int | None = None, units: Units = NO_UNITS) -> str:
     """A row for each rank, time to the right; a step too long for ``width`` is folded.
 
     Each pass is its letter and microbatch, drawn as long as it takes: ``F`` forward ``-``, ``B``
@@ -23,7 +33,7 @@ def grid(panels: Panels, width: int = 120, max_lines: int | None = None) -> str:
     longest = max(timeline.makespan for _, timeline in panels)
     # Very uneven passes would make the picture endless for the sake of its shortest one.
     scale = min(scale, 12 * width / longest if longest else scale)
-    parts = [_panel(title, timeline, scale, width, max_lines) for title, timeline in panels]
+    parts = [_panel(title, timeline, scale, width, max_lines, units) for title, timeline in panels]
     legend = (f"{style.letter} {style.name} {style.fill}" for style in styles_of(panels))
     return "\n\n".join(parts) + "\n\n" + "  ".join([*legend, ". idle"])
 
@@ -37,7 +47,7 @@ def sketch(schedule: Schedule, num_microbatches: int) -> str:
     rank 1 |...F0-F1-B0====B1====...
     """
     step = simulate(schedule, num_microbatches=num_microbatches)
-    return "\n".join(_panel("", step, _columns_per_unit(step), 1000).splitlines()[1:])
+    return "\n".join(_panel("", step, _columns_per_unit(step), 1000, None, NO_UNITS).splitlines()[1:])
 
 
 def _cell(timeline: Timeline) -> int:
@@ -50,7 +60,7 @@ def _columns_per_unit(timeline: Timeline) -> float:
     return _cell(timeline) / shortest(timeline)
 
 
-def _panel(title: str, timeline: Timeline, scale: float, width: int, max_lines: int | None = None) -> str:
+def _panel(title: str, timeline: Timeline, scale: float, width: int, max_lines: int | None, units: Units) -> str:
     label = labels(timeline)
     columns = max(1, math.ceil(timeline.makespan * scale - 1e-6))
     rows = [["."] * columns for _ in timeline.events]
@@ -69,7 +79,7 @@ def _panel(title: str, timeline: Timeline, scale: float, width: int, max_lines: 
     if is_short and len(rows) > 2 * _ENDS + 1:
         shown = [*shown[:_ENDS], *shown[-_ENDS:]]
     kept = pieces if not is_short or max_lines is None else pieces[: max(1, (max_lines - 2) // (len(shown) + 2))]
-    lines = [caption(title, timeline)]
+    lines = [caption(title, timeline, units)]
     for begin in kept:
         if begin:
             lines.append("")
@@ -78,5 +88,7 @@ def _panel(title: str, timeline: Timeline, scale: float, width: int, max_lines: 
                 lines.append(f"... ranks {before + 1} to {rank - 1}")
             lines.append(f"rank {rank:>{number}} |" + "".join(rows[rank][begin : begin + room]))
     if len(kept) < len(pieces):
-        lines.append(f"... until {timeline.makespan:.4g}: the first {len(kept)} of {len(pieces)} pieces")
+        lines.append(
+            f"... until {in_unit(timeline.makespan, units.time)}: the first {len(kept)} of {len(pieces)} pieces"
+        )
     return "\n".join(lines)

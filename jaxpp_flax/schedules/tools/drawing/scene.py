@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules.simulation.costs import CostTable
 from jaxpp_flax.schedules.simulation.simulate import Event, Timeline
 from jaxpp_flax.schedules.task import MEANING, TaskKind
 
 Panels = Sequence[tuple[str, Timeline]]
 """Titled timelines, drawn one under the other on one scale of time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a timeline's times and memory; by default those of its costs, which have no names."""
+
+    time: str = ""
+    memory: str = ""
+
+
+NO_UNITS = Units()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,13 @@ def shortest(timeline: Timeline) -> float:
     return lengths[len(lengths) // 10] if lengths else 1.0
 
 
-def caption(title: str, timeline: Timeline) -> str:
+def caption(title: str, timeline: Timeline, units: Units) -> str:
     """One line on a timeline: its title and the figures that matter."""
     peak = max(timeline.peak_memory, default=0.0)
-    return f"{title}: makespan {timeline.makespan:.4g}, bubble {timeline.bubble:.1%}, peak memory {peak:.4g}"
+    length, held = in_unit(timeline.makespan, units.time), in_unit(peak, units.memory)
+    return f"{title}: makespan {length}, bubble {timeline.bubble:.1%}, peak memory {held}"
+
+
+def in_unit(value: float, unit: str) -> str:
+    """A number with its unit, if it has one."""
+    return amount(value, unit) if unit else f"{value:.4g}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
+from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules.tools.drawing.scene import (
     DARKER,
+    NO_UNITS,
     Bar,
     Panels,
+    Units,
     bars,
     caption,
     colour,
@@ -18,19 +21,19 @@ from jaxpp_flax.schedules.tools.drawing.scene import (
 
 _ROW, _GAP, _LEFT, _TOP = 22, 4, 62, 34
 _IDLE = "#eeeeee"
-_IDLE_AND_NUMBERS = "idle; a number is a microbatch; time and memory are in the units of the costs"
+_WIDEST = 1600.0  # what a page can show; a bar without room for its number has it as a tip
 
 
-def svg(panels: Panels) -> str:
+def svg(panels: Panels, units: Units = NO_UNITS) -> str:
     """The panels as one SVG image, wide enough for the labels."""
     longest = max((timeline.makespan for _, timeline in panels), default=0.0) or 1.0
     needed = 13 * longest / min(shortest(timeline) for _, timeline in panels)
-    width = min(max(760.0, needed), 6000.0)
+    width = min(max(760.0, needed), _WIDEST)
     scale = width / longest
     out: list[str] = []
     y = 8.0
     for title, timeline in panels:
-        out.append(_text(_LEFT, y + 16, caption(title, timeline), 14, weight="bold"))
+        out.append(_text(_LEFT, y + 16, caption(title, timeline, units), 14, weight="bold"))
         y += _TOP
         tops = [y + rank * (_ROW + _GAP) for rank in range(len(timeline.events))]
         for rank, top in enumerate(tops):
@@ -42,7 +45,11 @@ def svg(panels: Panels) -> str:
         for i in range(int(longest / step + 1e-9) + 1):
             x = _LEFT + i * step * scale
             out.append(f'<line x1="{x:.1f}" y1="{y:g}" x2="{x:.1f}" y2="{y + 5:g}" stroke="#555555"/>')
-            out.append(_text(x, y + 17, f"{i * step:g}", 11, anchor="middle"))
+            out.append(
+                _text(
+                    x, y + 17, f"{i * step:g}" if not units.time else amount(i * step, units.time), 11, anchor="middle"
+                )
+            )
         y += 34
     x = float(_LEFT)
     for style in styles_of(panels):
@@ -51,9 +58,14 @@ def svg(panels: Panels) -> str:
         x += 46 + 7 * len(style.name)
     y += 22
     out.append(f'<rect x="{_LEFT}" y="{y:g}" width="16" height="14" fill="{_IDLE}"/>')
-    text = f"{_IDLE_AND_NUMBERS}; {DARKER}" if several_stages(panels) else _IDLE_AND_NUMBERS
+    text = "idle; a number is a microbatch"
+    if units == NO_UNITS:
+        text += "; time and memory are in the units of the costs"
+    if several_stages(panels):
+        text += f"; {DARKER}"
     out.append(_text(_LEFT + 21, y + 12, text, 12))
-    size = f'width="{_LEFT + width + 20:.0f}" height="{y + 26:.0f}"'
+    wide, high = f"{_LEFT + width + 20:.0f}", f"{y + 26:.0f}"
+    size = f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(out)}</svg>\n'
