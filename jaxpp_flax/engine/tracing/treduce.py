@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxpp_flax._compat import needs_devices
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, struct_of
@@ -212,6 +212,7 @@ def treduce_i(
         num_carry=len(carry_leaves),
         length=length,
         operations=tuple(_broadcast_operations(operation, result_shapes)),
+        partial_over=tuple(_partial_over(atom.aval) for atom in graph.outputs),
         schedule=schedule,
         carry_names=tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(carry)),
         lowered_for=_for_devices(graph),
@@ -221,14 +222,21 @@ def treduce_i(
     return (jax.tree.unflatten(carry_tree, carried), results) if has_carry else results
 
 
+def _partial_over(aval: Any) -> frozenset[str]:
+    """Return the mesh axes over which a type keeps partial sums (`unreduced=`), on an Explicit mesh."""
+    sharding = struct_of(aval).sharding
+    return frozenset() if sharding is None else frozenset(sharding.spec.unreduced)
+
+
 def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
     """Return `leaf` unsharded along the axis of the microbatches: JAX cannot index an axis that is typed as sharded."""
     sharding = struct_of(jax.typeof(leaf)).sharding
-    spec = () if sharding is None else (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+    given = () if sharding is None else sharding.spec.partitions
+    spec = (*given, *[None] * (leaf.ndim - len(given)))
     if sharding is None or spec[axis] is None:
         return leaf
     entries = [None if i == axis % leaf.ndim else entry for i, entry in enumerate(spec)]
-    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, sharding.spec.update(partitions=tuple(entries))))
 
 
 def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:

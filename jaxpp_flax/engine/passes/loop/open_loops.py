@@ -11,11 +11,11 @@ from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import Task, TaskKind
 
-__all__ = ["OnePass", "check_opened", "check_supported", "open_loops", "refuse_ordered_effects"]
+__all__ = ["OnePass", "check_opened", "open_loops", "refuse_ordered_effects"]
 
 
 class OnePass(Schedule):
@@ -61,9 +61,10 @@ def open_loops(graph: Graph, num_ranks: int) -> Graph:
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
-      ValueError, NotImplementedError: if the step has what no pipeline runs; see `check_supported`.
+      ValueError: if a side effect has `ordered=True`.
+      NotImplementedError: if partial sums are carried, or reduced by a user's own operation.
     """
-    check_supported(graph)
+    refuse_ordered_effects(graph)
     if not any(e.primitive is treduce_p for e in graph.equations):
         raise ValueError(
             "the step given to mpmd_jit_with_loop holds no `treduce`: there is no loop over microbatches to pipeline. "
@@ -85,13 +86,31 @@ def check_opened(step: Graph) -> None:
 def _open(equation: Equation, num_ranks: int) -> Loop:
     schedule = _read_schedule(equation, num_ranks)
     graph = inline(equation.params["body"], flatten=_mixes, hints=False)
-    check_supported(graph)
+    refuse_ordered_effects(graph)
     body = LoopBody.of(graph, equation.params)
+    _check_partial_sums(body, equation.where)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
     none = (None,) * len(body.operations)
     # What the parameters say stands in the body from here on.
     return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)
+
+
+def _check_partial_sums(body: LoopBody, where: str) -> None:
+    """Refuse partial sums (`unreduced=`) where only an operation of this package keeps them in parts."""
+    carried = [name for name, axes in zip(body.carry_names, body.partial_over, strict=False) if axes]
+    own = [
+        operation
+        for operation, axes in zip(body.operations, body.partial_over[body.num_carry :], strict=True)
+        if axes and not isinstance(operation, (AddOp, Concat, LastOp))
+    ]
+    if carried or own:
+        what = f"carries {carried[0]}" if carried else f"reduces a result by {own[0]!r}"
+        raise NotImplementedError(
+            f"the treduce at {where} {what}, whose type keeps partial sums (`jax.P(unreduced=)`). It would be reduced "
+            "over the devices in every microbatch. Return it as a result of the body with the operation `Add`, and "
+            "`jax.sharding.reshard` the sum behind the loop; or drop `unreduced=` from its type."
+        )
 
 
 def _mixes(call: Equation) -> bool:
@@ -144,19 +163,12 @@ def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:
     return schedule
 
 
-def check_supported(graph: Graph) -> None:
-    """Check a step, or the body of its loop.
+def refuse_ordered_effects(graph: Graph) -> None:
+    """Refuse ordered effects: stages run at the same time, so there is no order over the whole step.
 
     Raises:
-      NotImplementedError: if a value is typed as a partial sum.
       ValueError: if a side effect has `ordered=True`.
     """
-    _refuse_partial_sums(graph)
-    refuse_ordered_effects(graph)
-
-
-def refuse_ordered_effects(graph: Graph) -> None:
-    """Refuse ordered effects: stages run at the same time, so there is no order over the whole step."""
     for equation in graph.equations:
         if equation.primitive is treduce_p:
             refuse_ordered_effects(equation.params["body"])
@@ -168,19 +180,3 @@ def refuse_ordered_effects(graph: Graph) -> None:
                 "is kept. Leave out ordered=True: each call still happens once for each microbatch. Pass what "
                 "tells the calls apart (the microbatch's index, the layer's name) to the callback."
             )
-
-
-def _refuse_partial_sums(graph: Graph) -> None:
-    """Refuse arrays typed as partial sums (`unreduced=`): this part of a type is lost between tasks."""
-    for equation in graph.equations:
-        for value in equation.outputs:
-            axes = getattr(getattr(value.aval.sharding, "spec", None), "unreduced", None)
-            if axes:
-                what = value.aval.str_short(short_dtypes=True)
-                raise NotImplementedError(
-                    f"`{equation.name}` at {equation.where} gives {what}, whose type keeps partial sums over "
-                    f"{sorted(axes)} (`unreduced=`). A pipeline cannot hand such values from task to task, and needs "
-                    "none: gradients of parameters that are replicated over a data axis are reduced once, after the "
-                    "loop, without being told. Drop `reduced=` and `unreduced=` from the step, with the `reshard` "
-                    "behind the loop."
-                )
