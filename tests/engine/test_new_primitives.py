@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add
 from jaxpp_flax.schedules import Std1F1B
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.matrix.harness import mesh_of
 
 try:
@@ -85,7 +85,7 @@ def waves(x: jax.Array, w: jax.Array, mark: Callable[[jax.Array], jax.Array]) ->
 
 
 @needs_order
-@pytest.mark.parametrize(("enforce", "inside"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("enforce", "inside"), [slow(True, False), slow(False, True)])
 def test_calls_in_an_order(enforce: bool, inside: bool):
     """A call that keeps no order may hold marks."""
 
@@ -158,5 +158,5 @@ def test_a_mutable_array_around_the_loop_is_refused():
 
         return treduce(body, batch, Std1F1B(2), operation=Add), total[...]
 
-    with pytest.raises(NotImplementedError, match="reads or writes a mutable array of the step.* `Add`"):
+    with pytest.raises(NotImplementedError, match=r"reads or writes a mutable array of the step.* `Add`"):
         mpmd_jit_with_loop(step, mesh_of(2)).place(PARAMS, BATCH)
