@@ -161,5 +161,5 @@ def test_a_mutable_array_around_the_loop_is_refused():
 
         return treduce(body, batch, Std1F1B(2), operation=Add), total[...]
 
-    with pytest.raises(NotImplementedError, match=r"reads or writes a mutable array of the step.* `Add`"):
+    with pytest.raises(NotImplementedError, match=r"reads or writes a mutable array of the step.*`Add`"):
         mpmd_jit_with_loop(step, mesh_of(2)).place(PARAMS, BATCH)
