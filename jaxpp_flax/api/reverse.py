@@ -126,6 +126,6 @@ def _shardings(
     """Return the sharding of each leaf of a tree, on its ranks; a leaf without a request is replicated there."""
     shardings = broadcast_shardings(prefix, tree, what, mpmd_mesh)
     return [
-        MpmdSharding(mpmd_mesh, ids, sharding.spec or PartitionSpec(), sharding.memory_kind)
+        MpmdSharding(mpmd_mesh, ids, sharding.placement or PartitionSpec(), sharding.memory_kind)
         for ids, sharding in zip(ranks, shardings, strict=True)
     ]

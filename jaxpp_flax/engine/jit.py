@@ -195,7 +195,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
     def _trace(self, tree: Any, types: Types, places: Sequence[RankSharding]) -> Traced:
         refuse_disabled_jit("a pipelined step")
         mesh, paths = self.mpmd_mesh, [f"argument{path}" for path in paths_of(without_statics(tree))]
-        in_specs = [place.spec or PartitionSpec() for place in places]
+        in_specs = [place.placement or PartitionSpec() for place in places]
         structs, sizes = structs_of(types), dict(mesh.unstack[0].shape)
         check_divides(paths, structs, in_specs, sizes)
         traced, donated = self._trace_for_stages(tree, structs, places)
@@ -217,7 +217,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         with passes_context(mesh):
             step = prepare(graph, settings, observe)
         wanted = broadcast_shardings(self._out_specs, traced.out_info, "out_specs", mesh)
-        out_specs = [place.spec for place in wanted]
+        out_specs = [place.placement for place in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
         return Traced(
@@ -238,7 +238,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
 
         def typed(struct: Any, place: RankSharding, abstract: AbstractMesh) -> Any:
             """Add an argument's memory to its type; on an Explicit mesh, add its partition too."""
-            spec = place.spec or PartitionSpec()
+            spec = PartitionSpec() if place.spec is None else place.spec  # a spec with `reduced` alone is false
             sharding = NamedSharding(abstract, spec) if mesh.is_explicit else None
             return struct.update(sharding=in_memory(sharding, place.memory_kind))
 

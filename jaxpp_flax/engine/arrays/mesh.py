@@ -7,7 +7,7 @@ axes (data, fsdp, tensor, expert), which shard the arrays inside each rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -310,7 +310,14 @@ def keep_axes(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec
     """
     entries = (tuple(filter(keep, axes_in((entry,)))) for entry in spec.partitions)
     unreduced, reduced = (frozenset(filter(keep, axes)) for axes in (spec.unreduced, spec.reduced))
-    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
+    return with_sums(entries, unreduced, reduced, spec)
+
+
+def with_sums(entries: Iterable[Any], unreduced: Set[str], reduced: Set[str], like: PartitionSpec) -> PartitionSpec:
+    """Return a spec with JAX's types of sums over some axes, of the kind (sum, maximum) that `like` has."""
+    kind = getattr(like, "unreduced_kind", None) if unreduced else None  # JAX 0.10 has sums alone
+    options: dict[str, Any] = {} if kind is None else {"unreduced_kind": kind}
+    return PartitionSpec(*entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced), **options)
 
 
 def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
@@ -324,7 +331,7 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
                 kept.append(name)
                 shards *= mesh.shape[name]
         entries.append(tuple(kept) or None)
-    return canonical(PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced))
+    return canonical(with_sums(entries, spec.unreduced, spec.reduced, spec))
 
 
 def named_memory(sharding: Any) -> str | None:
@@ -376,4 +383,4 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     entries = list(spec.partitions)
     while entries and not entries[-1]:
         entries.pop()
-    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+    return with_sums(entries, spec.unreduced, spec.reduced, spec)

@@ -31,10 +31,18 @@ __all__ = [
 
 
 class RankSharding(NamedTuple):
-    """A spec over the axes inside a rank, and a kind of memory; in a request, None leaves either one open."""
+    """A spec over the axes inside a rank, and a kind of memory; in a request, None leaves either one open.
+
+    An argument's spec may have `reduced` axes, which the trace of the step reads; they place nothing.
+    """
 
     spec: PartitionSpec | None
     memory_kind: str | None
+
+    @property
+    def placement(self) -> PartitionSpec | None:
+        """The spec without `reduced` axes."""
+        return None if self.spec is None else PartitionSpec(*self.spec.partitions)
 
     def over(self, own: RankSharding) -> RankSharding:
         """Return this request, with open parts taken from an argument's own sharding."""
@@ -46,7 +54,7 @@ def rank_sharding_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> R
     """Return an argument's own partition, without the stage axis, and its memory.
 
     Raises:
-      ValueError: if no type of JAX can express its kind of memory, or its type tells of sums over a mesh axis.
+      ValueError: if no type of JAX can express its kind of memory, or it is partial sums over a mesh axis.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -60,11 +68,18 @@ def rank_sharding_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> R
 
 
 def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh, where: str) -> PartitionSpec:
-    if spec.unreduced or spec.reduced:
+    if spec.unreduced:
         raise ValueError(
-            f"{where} has the spec {spec}. Types of sums (`reduced=`, `unreduced=`) are lost between tasks, and a "
-            "pipeline needs none: gradients of parameters that are replicated over a data axis are reduced once, after "
-            "the loop, without being told. Leave them out of the spec."
+            f"{where} has the spec {spec}: each device would hold a part of a sum over {sorted(spec.unreduced)}. "
+            "Partial sums (`unreduced=`) neither enter nor leave a pipelined step. Reduce the array in the program "
+            "that makes it: `jax.sharding.reshard(x, jax.P())`."
+        )
+    if spec.reduced and not mesh.is_explicit:
+        raise ValueError(
+            f"{where} has the spec {spec}, but JAX has types of sums (`reduced=`) on Explicit axes alone. Leave it "
+            "out: gradients of parameters that are replicated over a data axis are reduced once, after the loop, "
+            "without being told. Or make the mesh with axis_types=(jax.sharding.AxisType.Explicit,) * "
+            f"{len(mesh.jax_mesh.axis_names)}."
         )
     names = set(mesh.jax_mesh.axis_names) - {mesh.mpmd_axis_name}
     return canonical(keep_axes(spec, names.__contains__))
@@ -74,13 +89,14 @@ def broadcast_shardings(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> li
     """Return the request for each leaf of `tree`; a prefix may hold specs or shardings, and None for no request.
 
     Raises:
-      ValueError: if `prefix` is not a prefix of `tree`, or names an unknown axis, sums or an unsupported memory.
+      ValueError: if `prefix` is not a prefix of `tree`, or names an unknown axis, partial sums or an unsupported
+        memory.
     """
     names = set(mesh.jax_mesh.axis_names)
     shardings: list[RankSharding] = []
     for where, node in broadcast_prefix(prefix, tree, what):
         spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
-        for name in axes_in(spec or ()):
+        for name in () if spec is None else (*axes_in(spec), *spec.unreduced, *spec.reduced):
             if name not in names:
                 raise ValueError(
                     f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "

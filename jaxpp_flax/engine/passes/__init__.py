@@ -47,8 +47,7 @@ PREPARING = (
         "open_loops",
         lambda graph, settings: open_loops(graph, settings.num_ranks),
         requires="loops at the top",
-        ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side "
-        "effects, no partial sums among the types",
+        ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side effects",
         check=check_opened,
     )
     .then(

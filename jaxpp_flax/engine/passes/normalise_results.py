@@ -7,6 +7,7 @@ results that are one value, one is a copy: a step that takes one of them donated
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -60,10 +61,14 @@ def _narrowed(equation: Equation, needed: set[Value]) -> Equation:
     used = [k for k, v in enumerate(equation.outputs[carries:]) if v in needed]
     if len(used) == len(params["operations"]):
         return equation
-    outputs = (*body.outputs[:carries], *(body.outputs[carries + k] for k in used))
-    operations = tuple(params["operations"][k] for k in used)
+    kept = [*range(carries), *(carries + k for k in used)]
+    narrowed: dict[str, Any] = {
+        "body": prune(replace(body, outputs=tuple(body.outputs[k] for k in kept))),
+        "operations": tuple(params["operations"][k] for k in used),
+        "partial_over": tuple(params["partial_over"][k] for k in kept),
+    }
     return replace(
         equation,
-        params={**params, "body": prune(replace(body, outputs=outputs)), "operations": operations},
+        params={**params, **narrowed},
         outputs=(*equation.outputs[:carries], *(equation.outputs[carries + k] for k in used)),
     )

@@ -4,6 +4,10 @@
 stage, the same partition is over the submesh. `jax.shard_map` over the mesh of a rank runs over that of each; its
 manual axes stay manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps. What names
 none stays the same object.
+
+JAX's types of sums (`jax.P(reduced=, unreduced=)`) leave a step here. They change no value: `reduced` tells
+differentiation, which is done, to keep a gradient as one part for each device, and `unreduced` is the type of such a
+gradient. `defer_reductions` keeps these parts apart by itself, also from task to task, where JAX's types cannot go.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jaxpp_flax._compat_texts.traces import context_on_mesh
 from jaxpp_flax.engine.analyses.equation_facts import place_of
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, with_sums
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened, plain_literal
 
 __all__ = ["on_submesh", "onto_mesh"]
@@ -27,22 +31,28 @@ __all__ = ["on_submesh", "onto_mesh"]
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
     """Return the same graph, with the abstract submesh in place of the whole mesh and of every rank's submesh.
 
+    The types of sums are dropped.
+
     Raises:
       ValueError: if a `shard_map` is over the whole mesh.
+      NotImplementedError: if a `shard_map` takes or returns a value with a type of sums.
     """
-    return _Rewriter([mesh.jax_mesh, *mesh.unstack], mesh.abstract_submesh, mesh.mpmd_axis_name).graph(graph)
+    meshes = [mesh.jax_mesh, *mesh.unstack]
+    return _Rewriter(meshes, mesh.abstract_submesh, mesh.mpmd_axis_name, keeps_sums=False).graph(graph)
 
 
 def onto_mesh(meshes: Iterable[Mesh], target: AbstractMesh) -> Callable[[Graph], Graph]:
-    """Return a function that replaces any of `meshes` in a graph by `target`."""
+    """Return a function that replaces any of `meshes` in a graph by `target`, and keeps the types of sums."""
     return _Rewriter(meshes, target).graph
 
 
 class _Rewriter:
-    def __init__(self, meshes: Iterable[Mesh], submesh: AbstractMesh, stage_axis: str | None = None) -> None:
+    def __init__(
+        self, meshes: Iterable[Mesh], submesh: AbstractMesh, stage_axis: str | None = None, *, keeps_sums: bool = True
+    ) -> None:
         self.known = {key for mesh in meshes for key in (_identity(mesh), _identity(mesh.abstract_mesh))}
         self.submesh = submesh
-        self.stage_axis = stage_axis
+        self.stage_axis, self.keeps_sums = stage_axis, keeps_sums
         self.axes = {None, *(name for name in submesh.axis_names if name != stage_axis)}
         self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the old object alive, so that no other one gets its id
 
@@ -50,7 +60,7 @@ class _Rewriter:
         """Return the mesh that replaces `mesh` in a stage: the submesh, with the same manual axes as `mesh`."""
         if mesh is self.submesh or mesh.empty or _identity(mesh) not in self.known:
             return mesh
-        manual = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Manual]
+        manual = _manual_axes(mesh)
         if any(self.submesh.shape.get(n) != mesh.shape[n] for n in manual):
             return mesh  # the shards would have other shapes
         moved = self.submesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual)) if manual else self.submesh
@@ -93,6 +103,7 @@ class _Rewriter:
     def _equation(self, equation: Any, atoms: Callable[[Any], Any]) -> Any:
         """Move an equation of ours or of JAX."""
         self._check_shard_map(equation)
+        self._check_sums_of_shard_map(equation)
         of_ours = isinstance(equation, Equation)
         names = ("inputs", "outputs", "context") if of_ours else ("invars", "outvars", "ctx")
         inputs, outputs, context = (getattr(equation, name) for name in names)
@@ -140,15 +151,17 @@ class _Rewriter:
         return aval if moved is sharding else aval.update(sharding=moved)
 
     def _sharding(self, sharding: NamedSharding) -> NamedSharding:
-        mesh = self.mesh(sharding.mesh)
-        if mesh is sharding.mesh:
+        mesh, unreduced, reduced = self.mesh(sharding.mesh), sharding.spec.unreduced, sharding.spec.reduced
+        if not self.keeps_sums:  # inside of a shard_map, types of sums over its manual axes stay
+            unreduced, reduced = (axes & _manual_axes(mesh) for axes in (unreduced, reduced))
+        if mesh is sharding.mesh and (unreduced, reduced) == (sharding.spec.unreduced, sharding.spec.reduced):
             return sharding
         entries: list[Any] = []
         for entry in sharding.spec.partitions:  # a spec with `reduced` or `unreduced` cannot be iterated
             names = entry if isinstance(entry, tuple) else (entry,)
             kept = tuple(name for name in names if name in self.axes)
             entries.append(entry if len(kept) == len(names) else kept or None)
-        spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
+        spec = with_sums(entries, unreduced, reduced, sharding.spec)
         return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
     def _check_shard_map(self, equation: Any) -> None:
@@ -162,6 +175,24 @@ class _Rewriter:
                 f"on one rank of its axis {axis!r}. Leave `mesh=` out, or pass the stage's mesh, "
                 "`mpmd_mesh.lowering_mesh()`."
             )
+
+    def _check_sums_of_shard_map(self, equation: Any) -> None:
+        """Refuse a `shard_map` with types of sums in its specs: its body works with them, device by device."""
+        if self.keeps_sums or equation.primitive.name != "shard_map":
+            return
+        for spec in (*equation.params["in_specs"], *equation.params["out_specs"]):
+            if spec.unreduced or spec.reduced:
+                raise NotImplementedError(
+                    f"the shard_map at {place_of(equation)} has the spec {spec} (in the backward, JAX makes "
+                    "`unreduced=` of a forward's `reduced=`). In a pipelined step, types of sums (`reduced=`, "
+                    "`unreduced=`) may not enter or leave a shard_map. Give it plain specs, and `jax.sharding.reshard` "
+                    "its operands to plain types: the sums of its gradients over a data axis wait for the end of the "
+                    "loop all the same."
+                )
+
+
+def _manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Manual)
 
 
 def _with_type(atom: Any, aval: Any) -> Any:

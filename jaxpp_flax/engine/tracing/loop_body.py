@@ -20,7 +20,8 @@ class LoopBody(Graph):
 
     `operations` are the reductions of the results over the `length` microbatches, one for each result. `carry_names`
     are the paths of the carry's leaves, for messages. `numbers` are the values that hold the parts of a single number,
-    one for each shard of the batch.
+    one for each shard of the batch. `partial_over` are, for each output, the mesh axes over which the step's own types
+    kept it as partial sums (`jax.P(unreduced=)`).
     """
 
     num_consts: int
@@ -29,6 +30,7 @@ class LoopBody(Graph):
     length: int
     carry_names: tuple[str, ...] = ()
     numbers: frozenset[Value] = frozenset()
+    partial_over: tuple[frozenset[str], ...] = ()
 
     @classmethod
     def of(cls, graph: Graph, params: Mapping[str, Any]) -> LoopBody:
@@ -42,6 +44,7 @@ class LoopBody(Graph):
             operations=params["operations"],
             length=params["length"],
             carry_names=params["carry_names"],
+            partial_over=params["partial_over"],
         )
 
     @property

@@ -15,7 +15,10 @@ __all__ = ["FsdpRule", "FsdpWarning", "Gather"]
 
 @documented("JPF902")
 class FsdpWarning(UserWarning):
-    """A parameter is gathered, or its gradient is reduced, more often or at more cost than `fsdp=` asks for."""
+    """A parameter is gathered, or its gradient reduced, more often, or at more cost, than the step asks for.
+
+    It asks by `fsdp=`, or by a type of partial sums (`jax.P(unreduced=)`).
+    """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

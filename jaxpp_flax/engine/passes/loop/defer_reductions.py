@@ -8,7 +8,8 @@ the loop, is the only reduction. A gradient qualifies if it is linear in contrac
 parameter may be sharded over the last ones (FSDP): its gradient has a part for each shard over the first ones.
 
 On an Explicit mesh JAX has a type for such a gradient, `unreduced`. It does not decide this question: JAX 0.10 to 0.12
-let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to divide them.
+let parts of floats be converted to integers, which cuts each of them off, and refuse to scale or to divide them. A step
+that uses the type asks for one reduction: a warning names a result for which this pass does not find it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts
 from jaxpp_flax.engine.analyses.batch_flow import BatchFlow, batch_in, batch_of
+from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.analyses.inner_bodies import shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
 from jaxpp_flax.engine.arrays.mesh import axes_in, entry_of, keep_axes
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpWarning
 from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.program.specs import followed_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, emit, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
+from jaxpp_flax.messages import warn_user
 
 __all__ = ["defer_in_loops", "defer_reductions"]
 
@@ -79,6 +83,7 @@ def _defer_in_loop(
         deferred = deferred.and_then(defer_reductions(deferred.body, fewer, shards, may_defer, later))
     body, axes, batch_dims = deferred
     parts = math.prod(map(shards, over))
+    _warn_of_reductions(deferred, batch, shards, loop.where)
     return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts)
 
 
@@ -123,7 +128,9 @@ def defer_reductions(
     def may_wait(position: int, value: Value, axes: Any) -> bool:
         k = position - len(body.carry)
         linear = k >= 0 and type(body.operations[k]) in (AddOp, Concat, LastOp)
-        return linear and accumulates(value.aval.dtype) and may_defer(value, axes)
+        asked = body.partial_over[position : position + 1]  # none in a body that no step of a user made
+        allowed = any(over.issuperset(axes_in((axes,))) for over in asked) or may_defer(value, axes)
+        return linear and accumulates(value.aval.dtype) and allowed
 
     flow.keep_in_parts(body, may_wait)
     axes = tuple(map(flow.parts_over, body.results))
@@ -136,6 +143,22 @@ def defer_reductions(
     graph, numbers = _InParts(flow).rewritten(body)
     body = replace(body.rewritten(graph), operations=operations, numbers=body.numbers | numbers)
     return Deferred(body, axes, dims)
+
+
+def _warn_of_reductions(deferred: Deferred, batch: Collection[Value], shards: ShardCounts, where: str) -> None:
+    """Warn of results that the step's types keep as partial sums, and that are reduced in every microbatch."""
+    body = deferred.body
+    for k, (value, asked) in enumerate(zip(body.results, body.partial_over[body.num_carry :], strict=True)):
+        missing = {name for name in asked if shards(name) > 1}.difference(axes_in((deferred.axes[k],)))
+        if missing and not set(ancestors([value], body.producer)).isdisjoint(batch):
+            warn_user(
+                f"result {k} of the treduce at {where}, {value.aval.str_short()}, has a type of partial sums over "
+                f"{sorted(missing)} (`jax.P(unreduced=)`), but it is no sum over examples in its dtype: it is reduced "
+                "in every microbatch, not once, which is right and slower. Sum it in the dtype in which it is "
+                "computed; docs/internals/engine.md, 'Data axes', has the rules. For parameters that are sharded over "
+                'these axes, pass `fsdp="step"` in place of the types.',
+                FsdpWarning,
+            )
 
 
 def _of_parts(op: Op, value: Atom) -> Op:

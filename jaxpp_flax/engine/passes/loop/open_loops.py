@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax._compat import is_ordered
+from jaxpp_flax._compat_texts.traces import is_future
 from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import facts_of
-from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import Task, TaskKind
 
-__all__ = ["OnePass", "check_opened", "check_supported", "open_loops", "refuse_ordered_effects"]
+__all__ = ["OnePass", "check_opened", "open_loops", "refuse_ordered_effects"]
 
 
 class OnePass(Schedule):
@@ -61,9 +62,12 @@ def open_loops(graph: Graph, num_ranks: int) -> Graph:
 
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
-      ValueError, NotImplementedError: if the step has what no pipeline runs; see `check_supported`.
+      ValueError: if a side effect has `ordered=True`.
+      NotImplementedError: if partial sums are carried, or reduced by a user's own operation; if a collective that is
+        not done yet leaves its `shard_map`.
     """
-    check_supported(graph)
+    refuse_ordered_effects(graph)
+    _refuse_futures(graph)
     if not any(e.primitive is treduce_p for e in graph.equations):
         raise ValueError(
             "the step given to mpmd_jit_with_loop holds no `treduce`: there is no loop over microbatches to pipeline. "
@@ -85,13 +89,32 @@ def check_opened(step: Graph) -> None:
 def _open(equation: Equation, num_ranks: int) -> Loop:
     schedule = _read_schedule(equation, num_ranks)
     graph = inline(equation.params["body"], flatten=_mixes, hints=False)
-    check_supported(graph)
+    refuse_ordered_effects(graph)
+    _refuse_futures(graph)
     body = LoopBody.of(graph, equation.params)
+    _check_partial_sums(body, equation.where)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
     none = (None,) * len(body.operations)
     # What the parameters say stands in the body from here on.
     return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)
+
+
+def _check_partial_sums(body: LoopBody, where: str) -> None:
+    """Refuse partial sums (`unreduced=`) where only an operation of this package keeps them in parts."""
+    carried = [name for name, axes in zip(body.carry_names, body.partial_over, strict=False) if axes]
+    own = [
+        operation
+        for operation, axes in zip(body.operations, body.partial_over[body.num_carry :], strict=True)
+        if axes and not isinstance(operation, (AddOp, Concat, LastOp))
+    ]
+    if carried or own:
+        what = f"carries {carried[0]}" if carried else f"reduces a result by {own[0]!r}"
+        raise NotImplementedError(
+            f"the treduce at {where} {what}, whose type keeps partial sums (`jax.P(unreduced=)`). It would be reduced "
+            "over the devices in every microbatch. Return it as a result of the body with the operation `Add`, and "
+            "`jax.sharding.reshard` the sum behind the loop; or drop `unreduced=` from its type."
+        )
 
 
 def _mixes(call: Equation) -> bool:
@@ -144,19 +167,12 @@ def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:
     return schedule
 
 
-def check_supported(graph: Graph) -> None:
-    """Check a step, or the body of its loop.
+def refuse_ordered_effects(graph: Graph) -> None:
+    """Refuse ordered effects: stages run at the same time, so there is no order over the whole step.
 
     Raises:
-      NotImplementedError: if a value is typed as a partial sum.
       ValueError: if a side effect has `ordered=True`.
     """
-    _refuse_partial_sums(graph)
-    refuse_ordered_effects(graph)
-
-
-def refuse_ordered_effects(graph: Graph) -> None:
-    """Refuse ordered effects: stages run at the same time, so there is no order over the whole step."""
     for equation in graph.equations:
         if equation.primitive is treduce_p:
             refuse_ordered_effects(equation.params["body"])
@@ -170,17 +186,12 @@ def refuse_ordered_effects(graph: Graph) -> None:
             )
 
 
-def _refuse_partial_sums(graph: Graph) -> None:
-    """Refuse arrays typed as partial sums (`unreduced=`): this part of a type is lost between tasks."""
+def _refuse_futures(graph: Graph) -> None:
+    """Refuse collectives that start in one equation and end in another: the two could come into different tasks."""
     for equation in graph.equations:
-        for value in equation.outputs:
-            axes = getattr(getattr(value.aval.sharding, "spec", None), "unreduced", None)
-            if axes:
-                what = value.aval.str_short(short_dtypes=True)
-                raise NotImplementedError(
-                    f"`{equation.name}` at {equation.where} gives {what}, whose type keeps partial sums over "
-                    f"{sorted(axes)} (`unreduced=`). A pipeline cannot hand such values from task to task, and needs "
-                    "none: gradients of parameters that are replicated over a data axis are reduced once, after the "
-                    "loop, without being told. Drop `reduced=` and `unreduced=` from the step, with the `reshard` "
-                    "behind the loop."
-                )
+        if any(is_future(value.aval) for value in equation.outputs):
+            raise NotImplementedError(
+                f"the `{equation.name}` at {equation.where} returns a collective that is not done yet. The stages of a "
+                "pipeline are programs of their own, and such a future cannot pass from one to the next. Call its "
+                "`.done()` inside the function that starts it, before the shard_map returns."
+            )
