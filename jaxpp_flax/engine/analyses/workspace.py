@@ -198,7 +198,9 @@ class _Device:
         dimension of the result that both operands have, the first one is cut instead.
         """
         out, nbytes = equation.outputs[0], 0.0
-        first, *others = zip(equation.inputs, ways(equation, out.aval.shape), strict=False)
+        if not (known := ways(equation, out.aval.shape)):  # of a `ragged_dot`, say, nothing is known
+            return 0.0
+        first, *others = zip(equation.inputs, known, strict=False)
         taken = self._places(*first)
         for atom, way in (*others, (out, range(out.aval.ndim))):
             places = self._places(atom, way)
