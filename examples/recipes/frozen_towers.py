@@ -1,7 +1,7 @@
 """Trains a projector between two frozen towers, for pictures and text; then all three.
 
     python examples/recipes/frozen_towers.py projector --output run
-    python examples/recipes/frozen_towers.py all --output run      # from its checkpoint
+    python examples/recipes/frozen_towers.py all --output run --start run/projector/100
 
 A vision tower looks at a picture; a projector turns what it saw into tokens in front of
 the text, which a language model continues (the two phases of LLaVA: Liu et al., 2023).
@@ -43,12 +43,10 @@ class Block(nnx.Module):
 
 
 class Tower(nnx.Module):
-    def __init__(
-        self, name: str, width: int, blocks: int, causal: bool, rngs: nnx.Rngs
-    ):
-        made = [Block(width, causal, rngs=rngs) for _ in range(blocks)]
-        named = [PipelineStage(x, name=f"{name}_{i}") for i, x in enumerate(made)]
+    def __init__(self, name: str, width: int, blocks: int, rngs: nnx.Rngs):
         self.place = nnx.Embed(2 * PATCHES, width, rngs=rngs)
+        made = [Block(width, name == "language", rngs=rngs) for _ in range(blocks)]
+        named = [PipelineStage(x, name=f"{name}_{i}") for i, x in enumerate(made)]
         self.blocks = nnx.List(named)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -60,13 +58,13 @@ class Tower(nnx.Module):
 
 class Vision(Tower):
     def __init__(self, *, rngs: nnx.Rngs):
-        super().__init__("vision", VISION, VISION_BLOCKS, False, rngs)
+        super().__init__("vision", VISION, VISION_BLOCKS, rngs)
         self.patch = nnx.Linear(16, VISION, rngs=rngs)
 
 
 class Language(Tower):
     def __init__(self, *, rngs: nnx.Rngs):
-        super().__init__("language", LANGUAGE, LANGUAGE_BLOCKS, True, rngs)
+        super().__init__("language", LANGUAGE, LANGUAGE_BLOCKS, rngs)
         self.embed = nnx.Embed(WORDS, LANGUAGE, rngs=rngs)
         self.head = nnx.Linear(LANGUAGE, WORDS, rngs=rngs)
 
@@ -100,7 +98,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a projector, then all.")
     parser.add_argument("trained", choices=list(FROZEN))
     parser.add_argument("--output", required=True, help="a directory for both runs")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--start", help="a checkpoint whose weights this run begins with"
+    )
+    parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)  # takes effect on CPU alone
     trainer = PipelineTrainer(
@@ -109,8 +110,8 @@ def main() -> None:
         training=Training(frozen=FROZEN[args.trained]),
         checkpoints=Checkpoints(f"{args.output}/{args.trained}", every=100),
     )  # fmt: skip
-    if args.trained == "all":
-        trainer.restore(f"{args.output}/projector/{args.steps}", only="params/*")
+    if args.start is not None:
+        trainer.restore(args.start, only="params/*")
     rng = np.random.default_rng(1)
     trainer.fit((make_batch(rng) for _ in range(args.steps)), steps=args.steps)
 
