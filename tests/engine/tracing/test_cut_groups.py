@@ -26,7 +26,7 @@ def block(w: Any, x: Any, name: str | None = "Block", closes_block: bool = True)
 
 
 def body_of(fun: Callable[..., Any]) -> LoopBody:
-    """The body of `fun(v, w, x)`, differentiated by v and w, without its last mark if the loss needs none; x is the index's part of the data."""
+    """The body of `fun(v, w, x)`, differentiated by v and w; x is the index's part of the data."""
 
     def body(v: Any, w: Any, data: Any, index: Any) -> Any:
         return jax.grad(fun, (0, 1))(v, w, jax.lax.dynamic_slice(data, (index, 0, 0), (1, *X.shape))[0])
