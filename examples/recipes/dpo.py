@@ -1,4 +1,4 @@
-"""Preference training (DPO, arXiv 2305.18290); the reference is the model, adapters off.
+"""Preference training (DPO, arXiv 2305.18290); the reference has adapters off.
 
     python examples/recipes/dpo.py
 
