@@ -60,14 +60,9 @@ def make_trainer(config: LlamaConfig, **options: Any) -> PipelineTrainer:
 
 def at_real_size(layers: int = 32, **options: Any) -> tuple[PipelineTrainer, Batch]:
     """Llama 3.1 8B on 64 pairs of 1,024 tokens, for `plan quote`."""
-    sizes = {"width": 4096, "hidden": 14336, "heads": 32, "head_size": 128}
-    config = LlamaConfig(
-        vocabulary=128_256,
-        layers=layers,
-        key_value_heads=8,
-        dtype=jnp.bfloat16,
-        **sizes,
-    )
+    sizes = {"width": 4096, "hidden": 14336, "heads": 32, "key_value_heads": 8}
+    sizes |= {"vocabulary": 128_256, "head_size": 128}
+    config = LlamaConfig(layers=layers, dtype=jnp.bfloat16, **sizes)
     shape = jax.ShapeDtypeStruct((64, 2, 1025), jnp.int32)
     return make_trainer(config, **options), {"texts": shape}
 

@@ -70,7 +70,7 @@ def at_real_size(layers: int = 32, **options: Any) -> tuple[PipelineTrainer, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     if not jax.distributed.is_initialized():  # else the launcher knows the devices
         jax.config.update("jax_num_cpu_devices", 2)  # takes effect on CPU alone

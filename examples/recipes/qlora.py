@@ -57,7 +57,7 @@ def with_adapters(base: Llama, weights: str = "nf4") -> Llama:
 
 
 def merged(adapted: Llama, base: Llama) -> Llama:
-    """Give a plain model the weights that were trained: those of 4 bits, and adapters."""
+    """Give a plain model the trained weights: those of 4 bits, with the adapters."""
     trained = dict(nnx.iter_modules(adapted))
     for path, layer in nnx.iter_modules(base):
         of = trained[path]
@@ -65,8 +65,7 @@ def merged(adapted: Llama, base: Llama) -> Llama:
             bits, scale = of.kernel.array.qvalue[...], of.kernel.array.scale[...]
             kernel = qwix.dequantize(replace(of.kernel.array, qvalue=bits, scale=scale))
             term = ALPHA / RANK * of.kernel_lora_a[...] @ of.kernel_lora_b[...]
-            kernel = kernel + term.reshape(kernel.shape)
-            layer.kernel[...] = kernel.astype(layer.kernel.dtype)
+            layer.kernel[...] = kernel + term.reshape(kernel.shape)
     return base
 
 
@@ -91,9 +90,7 @@ def rows(seed: int, size: int = 32, length: int = 32) -> Iterator[Batch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--model", type=Path, help="a directory as Hugging Face writes it"
-    )
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--output", type=Path, default=Path("tuned"))
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
