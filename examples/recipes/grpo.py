@@ -110,9 +110,7 @@ def main() -> None:
         batch = sample(trainer, prompts, seed=step)
         for _ in range(INNER):
             metrics = trainer.train_step(batch)
-        print(
-            ", ".join(f"{name} {float(value):.3f}" for name, value in metrics.items())
-        )
+        print(f"step {step + 1}, kl {float(metrics['kl']):.3f}", flush=True)
 
 
 if __name__ == "__main__":
