@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from jaxpp_flax.engine.tracing.cut_groups import cut_groups
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 from jaxpp_flax.engine.tracing.treduce import AddOp, Op
@@ -74,9 +75,18 @@ class LoopBody(Graph):
         return replace(self, inputs=graph.inputs, outputs=graph.outputs, equations=graph.equations)
 
     @cached_property
-    def markers(self) -> tuple[Equation, ...]:
+    def forward_markers(self) -> tuple[Equation, ...]:
         """The forward markers in program order."""
         return tuple(e for e in self.equations if e.primitive is marker_p and e.params["direction"] == FORWARD)
+
+    @cached_property
+    def cut_groups(self) -> tuple[tuple[Equation, ...], ...]:
+        """The forward markers that cut together, one tuple for each mark; see `cut_groups`."""
+        names = [e.params["name"] for e in self.forward_markers if e.params["closes_block"]]
+        if len({*names}) == len(names):
+            return tuple((marker,) for marker in self.forward_markers)
+        sliced = sliced_by_index(self.equations, self.index)
+        return cut_groups(self.equations, [v for v in self.constants if v not in sliced and v.aval.size > 1])
 
     @property
     def has_sums(self) -> bool:
@@ -85,8 +95,9 @@ class LoopBody(Graph):
 
     @cached_property
     def marks(self) -> tuple[Mark, ...]:
-        """The forward markers, for an assignment of stages."""
-        return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in self.markers)
+        """The possible cuts, for an assignment of stages: one for the forward markers that cut together."""
+        firsts = [group[0] for group in self.cut_groups]
+        return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in firsts)
 
 
 def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:
