@@ -85,7 +85,8 @@ def test_a_run_that_ctrl_c_stops_goes_on_as_if_nothing_had_happened(tmp_path: Pa
     assert not (cut / "model").exists()
     output = run_example(SCRIPT, "--run", str(cut), "--steps", "60")
     assert "the weights of step" in output.splitlines()[-1]
-    assert losses(cut) == losses(whole)
+    # To the bit; the run that stopped has rows of its last and its first step, too.
+    assert losses(whole).items() <= losses(cut).items()
     recipe = load_example(SCRIPT)
     target = nnx.state(nnx.eval_shape(lambda: recipe.GPT(rngs=nnx.Rngs(0))), nnx.Param)
     exported = [load_pretrained(run / "model", target) for run in (whole, cut)]

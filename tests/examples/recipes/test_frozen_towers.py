@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,8 @@ def test_losses_are_those_of_plain_flax(recipe: SimpleNamespace, trained: str):
     expected = [float(step(model, optimizer, batch)) for batch in batches]
     assert expected[-1] < expected[0]
     np.testing.assert_allclose([float(trainer.train_step(b)["loss"]) for b in batches], expected, rtol=1e-5)
+    backwards = set(re.findall(r" bwd_(\d)__", trainer.compile(batches[0]).as_text()))
+    assert backwards == ({"2"} if trained == "projector" else {"0", "1", "2"}), "the last stage has one task for both"
 
 
 def test_the_balance_counts_no_backward_of_a_frozen_tower(recipe: SimpleNamespace):
