@@ -49,7 +49,8 @@ def in_float8(model: nnx.Module) -> nnx.Module:
 
 def states_of(model: nnx.Module) -> Any:
     """The scales and the histories of largest numbers that float8 products keep."""
-    return nnx.state(model, nnx.PathContains("dot_general"))
+    of_products = nnx.PathContains("dot_general")
+    return nnx.state(model, nnx.All(of_products, nnx.Not(nnx.RngState)))
 
 
 def make_trainer(cfg: Config, float8: bool = True, **options: Any) -> PipelineTrainer:

@@ -16,7 +16,6 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.layers import add_lora, without_adapters
 from jaxpp_flax.linen import PipelineStage as LinenStage
 from jaxpp_flax.trainers import Training
-from tests.trainers import models as m
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
@@ -136,11 +135,26 @@ def test_nnx_in_a_trainer_as_in_plain_jax():
 def test_adapters_of_qwix(weights: dict[str, Any]):
     qwix = pytest.importorskip("qwix")
     provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=4.0, **weights)
-    make = lambda: qwix.apply_lora_to_model(m.Layers(2), provider, m.make_batch(4, 0)["x"], rngs=nnx.Rngs(7))  # noqa: E731
-    model, before = trained(make()), make()  # qwix's second factors begin at zero
-    x = m.make_batch(4, 0)["x"]
-    assert not np.allclose(model(x), before(x), rtol=0.1)
-    np.testing.assert_array_equal(without_adapters(model)(x), before(x))
+
+    def made() -> Any:
+        plain = Plain(nnx.Rngs(0))
+        plain.eval()
+        return qwix.apply_lora_to_model(plain, provider, X, rngs=nnx.Rngs(7))
+
+    model, before = trained(made()), made()  # qwix's second factors begin at zero
+    assert not np.allclose(model(X), before(X), rtol=0.1)
+    np.testing.assert_array_equal(without_adapters(model)(X), before(X))
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of qwix
+def test_adapters_of_qwix_in_linen():
+    qwix = pytest.importorskip("qwix")
+    module = qwix.apply_lora_to_model(nn.Dense(4), qwix.LoraProvider(module_path=".*", rank=2, alpha=4.0))
+    before = module.init(jax.random.key(0), X)
+    params = {name: value + 0.3 * name.endswith("lora_b") for name, value in before["params"].items()}
+    assert not np.allclose(module.apply({"params": params}, X), module.apply(before, X), rtol=0.1)
+    np.testing.assert_array_equal(module.apply(without_adapters({"params": params}), X), module.apply(before, X))
 
 
 @pytest.mark.parametrize(
