@@ -101,5 +101,5 @@ def test_twice_the_devices_hold_half_of_the_activations(recipe: SimpleNamespace)
 
 @pytest.mark.slow
 def test_it_learns():
-    last = run_example("recipes/ring_attention.py", "--steps", "60").splitlines()[-1]
-    assert float(last.split()[2]) < 4, "a guess has 5.5"
+    last = run_example("recipes/ring_attention.py", "--steps", "100").splitlines()[-1]
+    assert float(last.split()[2]) < 4, "a guess has 5.5; this setting reached 3.1"
