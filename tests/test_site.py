@@ -53,7 +53,13 @@ def public_names() -> Iterator[ModuleType]:
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_word_rank_is_explained_where_a_page_first_uses_it(page: Path):
     """In MPI and PyTorch a rank is a process, and in JAX and LoRA another number."""
-    of_others = {"comparison.md", "finetuning.md", "formats.md", "lora.md"}  # torch's and Megatron's ranks; LoRA's
+    of_others = {
+        "comparison.md",
+        "finetuning.md",
+        "formats.md",
+        "lora.md",
+        "qlora.md",
+    }  # torch's and Megatron's ranks; LoRA's
     _, _, text = page.read_text(encoding="utf-8").partition("\n")  # without the title
     first = re.search(r"\branks?\b", text)
     if first is not None and page.name not in of_others:

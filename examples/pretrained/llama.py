@@ -172,7 +172,9 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.embed = nnx.Embed(config.vocabulary, config.width, dtype=config.dtype, rngs=rngs)
-        self.blocks = nnx.List([PipelineStage(Block(config, rngs=rngs)) for _ in range(config.layers)])
+        self.blocks = nnx.List(
+            [PipelineStage(Block(config, rngs=rngs), name=f"block_{i}") for i in range(config.layers)]
+        )
         self.norm = nnx.RMSNorm(config.width, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
         if not config.tied:
             self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, dtype=config.dtype, rngs=rngs)

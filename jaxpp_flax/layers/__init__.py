@@ -9,6 +9,7 @@ from jaxpp_flax.layers.lora import add_lora, merge_lora
 from jaxpp_flax.layers.marking import pipeline_stage
 from jaxpp_flax.layers.nnx import PipelineStage
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
+from jaxpp_flax.layers.without_adapters import without_adapters
 
 # Messages name the user's line, not a line of this package or of a Flax transform that calls a block (`nn.scan`).
 # Flax excludes other files of its own in the same way.
@@ -25,4 +26,5 @@ __all__ = [
     "pipeline_stage",
     "split_layers",
     "split_scanned",
+    "without_adapters",
 ]

@@ -22,6 +22,8 @@ from jaxpp_flax.trainers.errors import (
     PrecisionWarning,
     UnusedParametersWarning,
 )
+from jaxpp_flax.trainers.generation.explicit_cache import ExplicitCache, NextTokens
+from jaxpp_flax.trainers.generation.generated import Generated
 from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.throughput import Throughput
@@ -61,6 +63,8 @@ __all__ = [
     "DictTracker",
     "DynamicLossScale",
     "Evaluate",
+    "ExplicitCache",
+    "Generated",
     "Inference",
     "JsonlTracker",
     "MlflowTracker",
@@ -74,6 +78,7 @@ __all__ = [
     "MicrobatchLossWarning",
     "MicrobatchStateWarning",
     "ModelError",
+    "NextTokens",
     "NonFiniteLossError",
     "PREEMPTED_STATUS",
     "Precision",

@@ -67,6 +67,11 @@ def work_of(equation: Any, flops_per_byte: float) -> float:
         kernel = operands[1].shape
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
         flops = 2.0 * _size(results[0]) * math.prod(kernel) / max(out_features, 1)
+    elif name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        columns = set(range(operands[1].ndim)).difference(contracted, batch, numbers.rhs_group_dimensions)
+        flops = 2.0 * _size(operands[0]) * math.prod(operands[1].shape[d] for d in columns)  # each row is in one group
     else:
         flops = float(sum(map(_size, results)))
     return max(flops, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else flops

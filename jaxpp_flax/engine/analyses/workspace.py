@@ -198,7 +198,10 @@ class _Device:
         dimension of the result that both operands have, the first one is cut instead.
         """
         out, nbytes = equation.outputs[0], 0.0
-        first, *others = zip(equation.inputs, ways(equation, out.aval.shape), strict=False)
+        ways_of_operands = ways(equation, out.aval.shape)
+        if not ways_of_operands:  # nothing is known of some products, such as a `ragged_dot`
+            return 0.0
+        first, *others = zip(equation.inputs, ways_of_operands, strict=False)
         taken = self._places(*first)
         for atom, way in (*others, (out, range(out.aval.ndim))):
             places = self._places(atom, way)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -77,9 +77,18 @@ class LoopBody(Graph):
         return replace(self, inputs=graph.inputs, outputs=graph.outputs, equations=graph.equations)
 
     @cached_property
-    def markers(self) -> tuple[Equation, ...]:
+    def forward_markers(self) -> tuple[Equation, ...]:
         """The forward markers in program order."""
         return tuple(e for e in self.equations if e.primitive is marker_p and e.params["direction"] == FORWARD)
+
+    @cached_property
+    def cut_groups(self) -> tuple[tuple[Equation, ...], ...]:
+        """The forward markers that cut together, one tuple for each mark; see `_cut_groups`."""
+        names = [e.params["name"] for e in self.forward_markers if e.params["closes_block"]]
+        if len({*names}) == len(names):
+            return tuple((marker,) for marker in self.forward_markers)
+        sliced = sliced_by_index(self.equations, self.index)
+        return _cut_groups(self.equations, [v for v in self.constants if v not in sliced and v.aval.size > 1])
 
     @property
     def has_sums(self) -> bool:
@@ -88,8 +97,9 @@ class LoopBody(Graph):
 
     @cached_property
     def marks(self) -> tuple[Mark, ...]:
-        """The forward markers, for an assignment of stages."""
-        return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in self.markers)
+        """The possible cuts, for an assignment of stages: one for the forward markers that cut together."""
+        firsts = [group[0] for group in self.cut_groups]
+        return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in firsts)
 
 
 def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:
@@ -108,3 +118,47 @@ def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:
         elif all(v.aval.ndim == 0 for v in operands):
             moving.update(equation.outputs)
     return sliced
+
+
+def _cut_groups(equations: Sequence[Equation], weights: Sequence[Value]) -> tuple[tuple[Equation, ...], ...]:
+    """Return the forward markers in groups that cut together, in the order of their first markers.
+
+    A loss may call a model twice with nothing between the calls: on two texts, or with its adapters off. In program
+    order the calls follow one another, but both need the block's weights. If the marker of the second call cut on its
+    own, the second pass would be a second half of the pipeline, and each weight would be on two stages.
+
+    Two markers are of one group if they close blocks of one name, follow the same groups and thus not one another, and
+    close blocks that read a common weight. So a block that is called again on its own result cuts again.
+
+    Args:
+      equations: of a loop's body, in program order.
+      weights: the constants of the loop that may be parameters.
+    """
+    number = {weight: k for k, weight in enumerate(weights)}
+    groups: list[list[Equation]] = []
+    firsts: list[tuple[object, int, int]] = []  # of each group: the block's name; the groups and weights behind it
+    groups_behind: dict[Value, int] = {}  # sets as bits of a number: a body has many values
+    weights_behind: dict[Value, int] = {}  # those since the last marker
+    for equation in equations:
+        groups_read = weights_read = 0
+        for value in values(equation.inputs):
+            groups_read |= groups_behind.get(value, 0)
+            weights_read |= weights_behind.get(value, 0) | (1 << number[value] if value in number else 0)
+        if equation.primitive is marker_p and equation.params["direction"] == FORWARD:
+            name = equation.params["name"] if equation.params["closes_block"] else None
+            group = next(
+                (k for k, first in enumerate(firsts) if _is_beside(first, name, groups_read, weights_read)), -1
+            )
+            if group < 0:
+                group = len(groups)
+                groups.append([])
+                firsts.append((name, groups_read, weights_read))
+            groups[group].append(equation)
+            groups_read, weights_read = groups_read | 1 << group, 0
+        for value in equation.outputs:
+            groups_behind[value], weights_behind[value] = groups_read, weights_read
+    return tuple(map(tuple, groups))
+
+
+def _is_beside(first: tuple[object, int, int], name: object, groups_read: int, weights_read: int) -> bool:
+    return name is not None and first[:2] == (name, groups_read) and bool(first[2] & weights_read)

@@ -114,7 +114,7 @@ class Blocks:
     @property
     def sent(self) -> tuple[float, ...]:
         """Bytes of each mark's values: a cut at the mark sends them forward for each microbatch."""
-        return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.body.markers)
+        return tuple(float(sum(a.nbytes for marker in group for a in marker.inputs)) for group in self.body.cut_groups)
 
     def can_cut(self, cuts: Sequence[int]) -> bool:
         """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""

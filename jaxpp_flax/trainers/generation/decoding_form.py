@@ -1,167 +1,62 @@
-"""A model in decoding form, by Flax's own convention: a function of the next tokens and a cache of the earlier ones."""
+"""A model in decoding form: a function of the next tokens and of a cache of the earlier ones; and its checks."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from flax import core, nnx
 
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.model.calling import call_model, inference_arguments
-from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
 from jaxpp_flax.trainers.model.frozen import path_text
-from jaxpp_flax.trainers.model.linen_model import STREAMS, LinenModel
-from jaxpp_flax.trainers.model.nnx_model import NnxModel
-from jaxpp_flax.trainers.model.sharding import unboxed
-from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, shapes_of
+from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Decode", "MakeCache", "check_calls", "decode_linen", "decode_nnx"]
-
-
-_NO_SWITCH = "none"  # of a module without an attribute `decode`
+__all__ = ["DecodingForm", "batch_dimensions", "check_calls"]
 
 MakeCache: TypeAlias = Callable[[int], Any]
 """Makes the cache of no tokens for a number of sequences; it reads no parameter."""
-Decode: TypeAlias = Callable[[TrainState, Any, Any], tuple[Any, Any]]
-"""From `(state, cache, tokens)` to the logits (batch, tokens, vocabulary), and the cache with these tokens added."""
+Decode: TypeAlias = Callable[[TrainState, Any, Any, Any], tuple[Any, Any]]
+"""From `(state, cache, tokens, places)` to the logits (batch, tokens, vocabulary), and the cache with these tokens."""
 
 
-def decode_nnx(adapter: NnxModel, state: TrainState, length: int, dtype: Any = None) -> tuple[MakeCache, Decode]:
-    """Bring an NNX model into decoding form.
+@dataclass(frozen=True, eq=False)
+class DecodingForm:
+    """A model's two functions for generation. An explicit cache reads `places`; an implicit one counts its tokens."""
 
-    The module is in `eval()` mode, and the attribute `decode` is True wherever it was a boolean or None. Each module
-    with a method `init_cache(input_shape, dtype=...)` makes its `nnx.Cache` variables there, for inputs of the shape
-    (batch, length, features). `dtype` None leaves the dtype to the modules: that of their computation.
-
-    Raises:
-      ModelError: if no module makes a cache, or a module refuses this length.
-    """
-    state = shapes_of(state)
-
-    def prepared(state: TrainState, rows: int) -> Any:
-        module = adapter.rebuild(state.params, state.model_state)
-        module.eval()
-        _switch_to_decoding(module)
-        _init_caches(module, (rows, length), dtype)
-        return module
-
-    def call(state: TrainState, cache: Any, tokens: Any) -> tuple[Any, Any]:
-        module = prepared(state, tokens.shape[0])
-        nnx.update(module, cache)
-        return call_model(module, tokens), nnx.state(module, nnx.Cache)
-
-    jax.eval_shape(lambda: _check_cache(prepared(state, 1)))
-    return lambda rows: nnx.state(prepared(state, rows), nnx.Cache), call
+    make_cache: MakeCache
+    call: Decode
+    explicit: bool = False
 
 
-def _switch_to_decoding(module: Any) -> None:
-    """Set the switch `decode` of each module that has one; a method, a module or a property of this name stays."""
-    parts: list[tuple[Any, Any]] = list(nnx.iter_modules(module))
-    for _, part in parts:
-        is_property = isinstance(getattr(type(part), "decode", None), property)
-        if not is_property and _is_switch(getattr(part, "decode", _NO_SWITCH)):
-            part.decode = True
-
-
-def _is_switch(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _init_caches(module: Any, shape: tuple[int, int], dtype: Any) -> None:
-    parts: list[tuple[Any, Any]] = list(nnx.iter_modules(module))
-    for path, part in parts:
-        if not callable(getattr(part, "init_cache", None)):
-            continue
-        own = getattr(part, "dtype", None) if dtype is None else dtype
-        try:
-            part.init_cache((*shape, getattr(part, "in_features", 1)), **({} if own is None else {"dtype": own}))
-        except ValueError as error:
-            name = "/".join(map(str, path)) or type(part).__name__
-            raise ModelError(
-                f"{name}.init_cache refuses sequences of {shape[1]} tokens, the longest prompt with max_new_tokens: "
-                f"{error}"
-            ) from error
-
-
-def _check_cache(module: Any) -> None:
-    name, leaves = type(module).__name__, nnx.to_flat_state(nnx.state(module, nnx.Cache))
-    if not leaves:
-        mixing = [
-            "/".join(map(str, path)) + f" ({type(part).__name__})"
-            for path, part in nnx.iter_modules(module)
-            if path and "attention" in type(part).__name__.lower()
-        ]
-        where = f" Its attention: {listed(mixing, 3, str)}." if mixing else ""
-        raise ModelError(
-            f"the model {name} has no cache to generate with: no module in it has a method "
-            f"`init_cache(input_shape, dtype=...)` that makes `nnx.Cache` variables.{where} Each module that looks at "
-            "other positions needs one, as nnx.MultiHeadAttention has: keys and values for attention, and the next "
-            "position for learned positions. See docs/guides/generation.md."
-        )
-    # The state is given by its shapes: only what `init_cache` makes has values.
-    old = ["/".join(map(str, path)) for path, variable in leaves if is_abstract(variable)]
-    if old:
-        raise ModelError(
-            f"the model {name} makes cache variables in its constructor ({listed(old, 3, str)}), which would belong to "
-            "one batch and one length. Make them in a method `init_cache(input_shape, dtype=...)` of their module."
-        )
-
-
-def decode_linen(adapter: LinenModel, length: int, dtype: Any = None) -> tuple[MakeCache, Decode]:
-    """Bring a Linen model into decoding form.
-
-    The module's field `decode` becomes True, or its `__call__` gets `decode=True`. Its `init` with tokens
-    (batch, length) makes the collection `cache`, which each call writes.
+def batch_dimensions(make_cache: MakeCache, rows: int) -> Any:
+    """Return the dimension of each cache leaf that counts the sequences, None for a leaf that all share; as a list.
 
     Raises:
-      ModelError: if the module has no `decode`, or makes no cache.
-      ValueError: if a dtype is given: Linen modules choose that of their caches.
+      ModelError: for a leaf without such a dimension, if it holds anything but integers.
     """
-    module, name = adapter.module, type(adapter.module).__name__
-    if dtype is not None:
-        raise ValueError(f"cache_dtype={dtype!r}: the Linen module {name} makes its cache in its own dtype.")
-    arguments: dict[str, Any] = {**inference_arguments(module)}
-    if "decode" in inspect.signature(type(module).__call__).parameters:
-        arguments["decode"] = True
-    elif "decode" in {field.name for field in dataclasses.fields(module)} and _is_switch(module.decode):  # type: ignore[attr-defined]
-        module = module.clone(decode=True)  # type: ignore[call-arg]
-    else:
+    cache, doubled = jax.eval_shape(lambda: (make_cache(rows), make_cache(2 * rows)))
+    leaves, others = jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(doubled)
+    return [_batch_dimension(path_text(path), leaf, other) for (path, leaf), other in zip(leaves, others, strict=True)]
+
+
+def _batch_dimension(name: str, leaf: Any, doubled: Any) -> int | None:
+    # It is the dimension that differs in a cache of twice as many sequences.
+    sizes = enumerate(zip(leaf.shape, doubled.shape, strict=True))
+    dimension = next((dimension for dimension, (one, two) in sizes if one != two), None)
+    if dimension is None and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):
         raise ModelError(
-            f"the Linen model {name} has neither a field `decode` nor an argument `decode` of its `__call__` that is a "
-            "boolean. Add one, hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep "
-            "the position of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
+            f"the cache leaf {name}, {_type_text(leaf)}, has no dimension for the sequences, so all would share its "
+            "values. Make it with the batch size as a dimension; only integers, such as a counter, may be shared."
         )
-
-    def make_cache(rows: int) -> Any:
-        keys = {stream: jax.random.key(0) for stream in STREAMS}
-        made = module.init(keys, jnp.zeros((rows, length), jnp.int32), **arguments)
-        return unboxed(core.unfreeze(made.get("cache", {})))  # type: ignore[union-attr]
-
-    def call(state: TrainState, cache: Any, tokens: Any) -> tuple[Any, Any]:
-        variables = {**adapter.variables_of(state.params, state.model_state), "cache": cache}
-        with checked_without_annotations():
-            logits, written = module.apply(variables, tokens, mutable=["cache"], **arguments)
-        return logits, core.unfreeze(written["cache"])  # type: ignore[index]
-
-    if not jax.tree.leaves(jax.eval_shape(lambda: make_cache(1))):
-        raise ModelError(
-            f"the Linen model {name} makes no collection 'cache' with decode=True. Its modules that look at other "
-            "positions need one, as nn.MultiHeadDotProductAttention(decode=True) has. See docs/guides/generation.md."
-        )
-    return make_cache, call
+    return dimension
 
 
-def check_calls(decode: Decode, state: TrainState, cache: Any, tokens: jax.ShapeDtypeStruct) -> int:
+def check_calls(form: DecodingForm, state: TrainState, cache: Any, tokens: jax.ShapeDtypeStruct, places: Any) -> int:
     """Trace the model alone for such tokens, and return the size of its vocabulary; nothing is computed.
 
-    `state`, `cache` and `tokens` are shapes, with the types that a stage sees.
+    All but `form` are shapes, with the types that a stage sees.
 
     Raises:
       ModelError: if the model does not take so many tokens in one call, returns no logits, or does not write its
@@ -169,40 +64,68 @@ def check_calls(decode: Decode, state: TrainState, cache: Any, tokens: jax.Shape
     """
     leaves, tree = jax.tree.flatten(cache)
 
-    def call(leaves: Any, state: TrainState, tokens: Any) -> Any:
-        logits, after = decode(state, jax.tree.unflatten(tree, leaves), tokens)
-        return jax.tree.leaves(after), logits
+    def call(leaves: Any, state: TrainState, tokens: Any, places: Any) -> Any:
+        logits, after = form.call(state, jax.tree.unflatten(tree, leaves), tokens, places)
+        return jax.tree.leaves(after), logits, jax.tree.structure(after)
+
+    trees: list[Any] = []
+
+    def without_tree(*of: Any) -> Any:
+        *values, after = call(*of)
+        trees[:] = [after]
+        return values
 
     try:
-        jaxpr, (after, logits) = jax.make_jaxpr(call, return_shape=True)(leaves, state, tokens)
+        jaxpr, (after, logits) = jax.make_jaxpr(without_tree, return_shape=True)(leaves, state, tokens, places)
     except (ValueError, TypeError) as error:
-        if tokens.shape[1] == 1:
-            raise ModelError(
-                f"the model fails for the next token with its cache: {error} If it is the dtype of the cache that "
-                "differs, pass cache_dtype=, the dtype of the model's computation."
-            ) from error
-        raise ModelError(
-            f"prefill asks the model for {tokens.shape[1]} tokens in one call, which it refuses: {error} "
-            "Attention such as nnx.MultiHeadAttention takes one token with a cache: use prefill=1."
-        ) from error
+        raise _refused(form, tokens, error) from error
     wanted = (*tokens.shape, "vocabulary")
     if getattr(logits, "ndim", None) != 3 or logits.shape[:2] != tokens.shape:
         raise ModelError(f"the model returns {_type_text(logits)} in decoding; generate needs logits {wanted}.")
+    if form.explicit and trees[0] != tree:
+        raise ModelError(
+            f"ExplicitCache.apply takes the cache {tree} and returns {trees[0]}. Return a cache of the same structure."
+        )
     names = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)]
     graph, consts = from_jaxpr(jaxpr)
     before = graph.inputs[len(consts) :]
+    kept: list[str] = []
     for name, old, new, value, result in zip(names, leaves, after, before, graph.outputs, strict=False):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
+            remedy = "" if form.explicit else ", or pass cache_dtype="
             raise ModelError(
                 f"the cache variable {name} is {_type_text(old)} before a call and {_type_text(new)} after it. "
-                "Make it with the type of what is written, or pass cache_dtype=."
+                f"Make it with the type of what is written{remedy}."
             )
         if value is result:
-            raise ModelError(
-                f"the model does not write its cache variable {name} when it decodes, so it would forget earlier "
-                "tokens. Its module must use the cache if its attribute `decode` is True."
-            )
+            kept.append(name)
+    # An explicit cache may hold what only its first call would fill, or constants.
+    if kept and (not form.explicit or len(kept) == len(leaves)):
+        remedy = "Its module must use the cache if its attribute `decode` is True"
+        remedy = "ExplicitCache.apply must return the new cache" if form.explicit else remedy
+        raise ModelError(
+            f"the model does not write its cache variable {kept[0]} when it decodes, so it would forget earlier "
+            f"tokens. {remedy}."
+        )
     return logits.shape[-1]
+
+
+def _refused(form: DecodingForm, tokens: jax.ShapeDtypeStruct, error: Exception) -> ModelError:
+    if form.explicit:
+        rows, count = tokens.shape
+        return ModelError(
+            f"ExplicitCache.apply fails for tokens ({rows}, {count}): {error} If it takes fewer tokens in one call, "
+            "say so by ExplicitCache(tokens_per_call=)."
+        )
+    if tokens.shape[1] == 1:
+        return ModelError(
+            f"the model fails for the next token with its cache: {error} If it is the dtype of the cache that "
+            "differs, pass cache_dtype=, the dtype of the model's computation."
+        )
+    return ModelError(
+        f"prefill asks the model for {tokens.shape[1]} tokens in one call, which it refuses: {error} "
+        "Attention such as nnx.MultiHeadAttention takes one token with a cache: use prefill=1."
+    )
 
 
 def _type_text(value: Any) -> str:

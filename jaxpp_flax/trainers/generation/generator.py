@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,18 @@ import numpy as np
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.runtime.reshard import on_every_process
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.generation.decoding_form import Decode, check_calls, decode_linen, decode_nnx
-from jaxpp_flax.trainers.generation.generation_loop import first_progress, make_step, take_turns
-from jaxpp_flax.trainers.generation.layout import check_fits, make_carried, rank_specs
-from jaxpp_flax.trainers.generation.prompts import check_vocabulary, make_groups, read_prompts, tokens_of_calls
+from jaxpp_flax.trainers.generation.decoding_form import DecodingForm
+from jaxpp_flax.trainers.generation.explicit_cache import ExplicitCache, decode_explicitly
+from jaxpp_flax.trainers.generation.generated import Generated, read_generated
+from jaxpp_flax.trainers.generation.generation_loop import Turns, first_progress, take_turns
+from jaxpp_flax.trainers.generation.implicit_cache import decode_linen, decode_nnx
+from jaxpp_flax.trainers.generation.layout import check_fits, make_carried, put
+from jaxpp_flax.trainers.generation.program import GenerationProgram
+from jaxpp_flax.trainers.generation.prompts import Lengths, check_vocabulary, make_groups, read_prompts, tokens_of_calls
 from jaxpp_flax.trainers.generation.sampling import Sampling
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
-from jaxpp_flax.trainers.stages.stage_context import StageContext
-from jaxpp_flax.trainers.state.first_values import LeafPrograms
-from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.weights import WeightCalls
 
 __all__ = ["GenerationCalls"]
@@ -34,68 +31,54 @@ __all__ = ["GenerationCalls"]
 _MOST_UNDER_WAY = 16
 
 
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """What was traced for groups of `rows` sequences and one length of the cache."""
-
-    decode: Decode
-    step: Callable[..., Any]
-    rows: int
-    cache: LeafPrograms
-    specs: tuple[Any, Any]  # of `(carried, tokens)` on a rank
-    vocabularies: dict[int, int] = field(default_factory=dict)  # by the tokens of a call for which it was checked
-
-    def tokens(self, taken: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, taken), jnp.int32)
-
-    def vocabulary(self, stage: StageContext, state: TrainState, taken: int) -> int:
-        """Check the model for calls of so many tokens, once, and return the size of its vocabulary."""
-        if taken not in self.vocabularies:
-            (cache, _), tokens = self.specs if stage.mesh is not None else ((None, None), None)
-            read, specs = (self.cache.shapes, self.tokens(taken)), (cache, tokens)
-            check = lambda state, read: check_calls(self.decode, state, *read)  # noqa: E731
-            self.vocabularies[taken] = stage.trace(check, state, read, specs)
-        return self.vocabularies[taken]
-
-
 class GenerationCalls(WeightCalls):
     """The method of `PipelineTrainer` that generates tokens; the state does not change."""
 
     @without_ambient_mesh
     def generate(
-        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
-        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
-        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
-    ) -> list[np.ndarray]:  # fmt: skip
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, num_samples: int = 1, temperature: float = 0.0,
+        seed: int = 0, top_k: int | None = None, top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None, logprobs: Literal["raw", "processed"] | None = None,
+        prompt_logprobs: bool = False, cache: ExplicitCache | None = None, prefill: int | None = None,
+        groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
+    ) -> Generated:  # fmt: skip
         """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
 
-        A copy of the model is switched to decoding by Flax's convention. NNX: each attribute `decode` that is a boolean
-        or None is set to True, and each method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has
-        it, is called to make `nnx.Cache` variables. Linen: the module is used with `decode=True` and makes its
-        collection `cache`. The model must compute logits (batch, length, vocabulary) from tokens (batch, length). The
-        state does not change. See `docs/guides/generation.md`.
+        The model uses `cache`, two functions of yours. Without it, a copy of the model is switched to decoding by
+        Flax's convention. NNX: each attribute `decode` that is a boolean or None is set to True, and each method
+        `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has it, is called to make `nnx.Cache`
+        variables. Linen: the module is used with `decode=True` and makes its collection `cache`. The model must compute
+        logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
+        `docs/guides/generation.md`.
 
         Args:
           prompts: lists of tokens, of any lengths; or an integer array (batch, length).
           max_new_tokens: the most tokens to add to each prompt.
           lengths: for an array that is padded on the right: the length of each prompt.
+          num_samples: the number of samples for each prompt. The prompt goes through the model once.
           temperature: 0 takes the most likely token. Otherwise the logits are divided by this number, and a token is
             sampled.
           top_k: sample among the k most likely tokens.
           top_p: sample among the most likely tokens that together have this probability.
           eos_token_id: the token, or tokens, that end a sequence.
-          seed: the seed of the samples. A sample depends only on the seed, the index of its prompt and the position,
-            and not on stages, groups or processes.
-          prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
+          seed: the seed of the samples. A sample depends only on the seed, the index of its prompt, its own number
+            among the prompt's samples and the position, and not on stages, groups or processes.
+          logprobs: "raw" returns the log-probabilities of new tokens by the model, "processed" those after temperature,
+            `top_k` and `top_p`. With temperature 0 both are equal.
+          prompt_logprobs: return also those of each prompt's tokens, by the model.
+          cache: the functions of a model with an explicit cache.
+          prefill: how many tokens of a prompt the model takes in one call. Default: 1 for an implicit cache, since
+            `nnx.MultiHeadAttention` takes one; for an explicit one, all that its `tokens_per_call` allows.
           groups: the number of groups of sequences in the pipeline at one time. Default: the number of stages, so that
             every stage has work.
-          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
-            equal numbers of prompts and equal `cache_length` share their compiled steps.
-          cache_dtype: the dtype of the cache. Default: the dtype in which each module computes.
+          cache_length: the slots in the cache of a sequence. Default: as many as the longest needs. Calls with equal
+            numbers of prompts and equal `cache_length` share their compiled steps.
+          cache_dtype: the dtype of an implicit cache. Default: the dtype in which each module computes.
 
         Returns:
-          One int32 array for each prompt, in order. It has shape (n,), with n from 1 to `max_new_tokens`, and holds
-          only the new tokens, without padding. If a sequence ends with an end token, this token is included.
+          The new tokens of each sequence, and what else was asked for, in the order of the prompts; the samples of a
+          prompt stand side by side: that of number j of prompt i is at `i * num_samples + j`. Each has from 1 to
+          `max_new_tokens` tokens, int32 (n,), without padding. If a sequence ends with an end token, it is included.
 
         Raises:
           ModelError: if the model has no cache, does not use it, or does not take such lengths.
@@ -103,70 +86,94 @@ class GenerationCalls(WeightCalls):
         """
         self._check_ready("generate")
         scheduling = self.steps.scheduling
-        sampling = Sampling(temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, eos_token_id=eos_token_id)
+        sampling = Sampling(
+            temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, eos_token_id=eos_token_id,
+            samples=num_samples, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
         count = scheduling.num_stages if groups is None else check_count("groups", groups)
-        new, prefill = check_count("max_new_tokens", max_new_tokens), check_count("prefill", prefill)
         rows = read_prompts(prompts, lengths)
-        cache_length = cache_length if cache_length is None else check_count("cache_length", cache_length)
-        shards = scheduling.batch_shards
-        work = make_groups(rows, count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
+        slots = _lengths(rows, max_new_tokens, cache, prefill, cache_length, cache_dtype)
+        work = make_groups(rows, count, slots, multiple=scheduling.batch_shards, samples=num_samples)
         self.held.meet("trainer.generate")
         BatchComparison(scheduling.mesh, "generation").before([first_progress(group, sampling) for group in work])
         progress = [first_progress(group, sampling) for group in work]
-        program = self._program(progress[0], sampling, cache_dtype)
-        calls = [tokens_of_calls(of, prefill) for of in work]
-        counts = sorted({taken for of_group in calls for taken in of_group})
-        for taken in counts:
-            vocabulary = program.vocabulary(self.steps.stage, self.held.memory, taken)
+        program = self._program(progress[0], sampling, cache, cache_dtype)
+        calls = [tokens_of_calls(group, slots) for group in work]
+        kinds = sorted({(taken, not i) for of_group in calls for i, part in enumerate(of_group) for taken in part})
+        for kind in kinds:
+            vocabulary = program.vocabulary(self.steps.stage, self.held.memory, *kind)
             check_vocabulary(rows, vocabulary)
             sampling.check_vocabulary(vocabulary)
-        steps, places = self._compile_decoding(program, sampling, progress[0], counts)
-        check_fits(program.cache.shapes, places[0], len(work))
-        carried = [make_carried(program.cache, of_group, places) for of_group in progress]
+        steps, (carried_places, padding_place) = self._compile_decoding(program, sampling, progress[0], kinds, cache)
+        check_fits(program.cache.shapes, carried_places[0], len(work), num_samples)
+        carried = [make_carried(program.cache, of_group, carried_places) for of_group in progress]
+        turns: list[Turns] = []
+        for group, (prompt, later) in zip(work, calls, strict=True):
+            both = (group["padding"][::num_samples], group["padding"])
+            padding = tuple(put(of, padding_place) for of in both) if program.form.explicit else None
+            turns.append(Turns(group["tokens"][::num_samples], prompt, later, padding))
         # Two calls of each group are under way, and the stages of a rank are computations of their own.
         schedule = scheduling.schedule
         tasks = 1 if schedule is None else -(-schedule.num_stages // schedule.num_ranks)
         most = max(1, min(2 * len(work), _MOST_UNDER_WAY // tasks))
-        take_turns(work, calls, steps, self._for_inference(), carried, most)
-        found: dict[int, np.ndarray] = {}
-        for group, (_, ended) in zip(work, carried, strict=True):
-            found |= _new_tokens(group, ended["tokens"], sampling.end_tokens)
-        return [found[i] for i in range(len(found))]
+        take_turns(turns, steps, self._for_inference(), carried, most, program.repeat if num_samples > 1 else None)
+        return read_generated(work, [ended for _, ended in carried], sampling)
 
-    def _program(self, progress: Mapping[str, Any], sampling: Sampling, dtype: Any) -> _Program:
+    def _program(
+        self, progress: Mapping[str, Any], sampling: Sampling, cache: ExplicitCache | None, dtype: Any
+    ) -> GenerationProgram:
         """Return the program for groups with a progress like this one; it is made once."""
-        (size, width), schedule, mesh = progress["tokens"].shape, self.schedule, self.mesh
-        key = (size, width, None if dtype is None else jnp.dtype(dtype), sampling.compiled, schedule, trace_settings())
+        shape = progress["tokens"].shape
+        of = (cache, None if dtype is None else jnp.dtype(dtype))
+        key = (shape, *of, sampling.samples, sampling.compiled, self.schedule, trace_settings())
         if key not in self.steps.decoding:
-            if isinstance(self.model.adapter, LinenModel):
-                make_cache, decode = decode_linen(self.model.adapter, width - 1, dtype)
-            else:
-                make_cache, decode = decode_nnx(cast(NnxModel, self.model.adapter), self.held.memory, width - 1, dtype)
-            step = make_step(decode, sampling, ForwardOnly(schedule) if schedule is not None else None)
-            specs = (None, None) if mesh is None else rank_specs(mesh, make_cache, progress)
-            cache = LeafPrograms.trace(lambda: make_cache(size))
-            self.steps.decoding[key] = _Program(decode, step, size, cache, specs)
+            form = self._decoding_form(cache, shape[1] - 1, dtype)
+            self.steps.decoding[key] = GenerationProgram.trace(form, sampling, progress, self.steps)
         return self.steps.decoding[key]
 
+    def _decoding_form(self, cache: ExplicitCache | None, length: int, dtype: Any) -> DecodingForm:
+        adapter = self.model.adapter
+        if cache is not None:
+            return decode_explicitly(cast(NnxModel | LinenModel, adapter), self.held.memory, cache, length)
+        if isinstance(adapter, LinenModel):
+            return decode_linen(adapter, length, dtype)
+        return decode_nnx(cast(NnxModel, adapter), self.held.memory, length, dtype)
+
     def _compile_decoding(
-        self, program: _Program, sampling: Sampling, progress: Any, counts: Sequence[int]
-    ) -> tuple[dict[int, Any], Any]:
-        """Return the step for each number of tokens, and the places of `carried`; place the weights."""
-        mesh, carried, steps = self.mesh, (program.cache.shapes, progress), dict[int, Any]()
-        for taken in counts:
-            arguments = (carried, program.tokens(taken))
-            steps[taken] = self.steps.for_decoding(program.step, sampling.compiled, arguments, program.specs)
-        if mesh is not None:
-            return steps, steps[counts[0]].in_shardings[0][1]
+        self, program: GenerationProgram, sampling: Sampling, progress: Any, kinds: Sequence[tuple[int, bool]],
+        cache: ExplicitCache | None,
+    ) -> tuple[dict[tuple[int, bool], Any], tuple[Any, Any]]:  # fmt: skip
+        """Return the step for each kind of call, and the places of `carried` and of padding; place the weights."""
+        steps, of = dict[tuple[int, bool], Any](), (*sampling.compiled, cache)
+        for kind in kinds:
+            steps[kind] = self.steps.for_decoding(program.step, of, program.arguments(progress, *kind), program.specs)
+        if self.mesh is not None:
+            _, carried, _, places = steps[kinds[0]].in_shardings[0]
+            return steps, (carried, places.get("padding"))
         default = jnp.zeros(()).sharding
-        return steps, jax.tree.map(lambda _: default, carried)
+        return steps, (jax.tree.map(lambda _: default, (program.cache.shapes, progress)), default)
 
 
-def _new_tokens(group: Mapping[str, np.ndarray], known: Any, end_tokens: Sequence[int]) -> dict[int, np.ndarray]:
-    """Return the new tokens of each sequence, by its number; every process must call this."""
-    several = isinstance(known, MpmdArray) and known.sharding.mpmd_mesh.is_multi_process
-    rows, found = np.asarray(on_every_process(known) if several else known), dict[int, np.ndarray]()
-    for number, row, begin, limit in zip(group["sequences"], rows, group["lengths"], group["limits"], strict=True):
-        ends = np.flatnonzero(np.isin(row[begin:limit], end_tokens))
-        found[int(number)] = row[begin : begin + ends[0] + 1 if ends.size else limit].copy()
-    return found
+def _lengths(
+    rows: Sequence[np.ndarray],
+    new: int,
+    cache: ExplicitCache | None,
+    prefill: int | None,
+    length: int | None,
+    dtype: Any,
+) -> Lengths:
+    """Return the slots of a generation from its options."""
+    if cache is not None and dtype is not None:
+        raise ValueError(f"cache_dtype={dtype!r}: an explicit cache has the dtype that its init_cache gives it.")
+    if cache is not None and not isinstance(cache, ExplicitCache):
+        raise TypeError(f"cache={cache!r}: it must be an ExplicitCache(init_cache=, apply=), or None.")
+    if prefill is None and cache is None:
+        prefill = 1
+    return Lengths.of(
+        max(row.size for row in rows),
+        check_count("max_new_tokens", new),
+        pads=cache is not None and cache.pads,
+        most=None if cache is None else cache.tokens_per_call,
+        prefill=None if prefill is None else check_count("prefill", prefill),
+        cache=None if length is None else check_count("cache_length", length),
+    )

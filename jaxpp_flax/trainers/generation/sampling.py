@@ -1,11 +1,11 @@
-"""The choice of the next token from logits: greedy, or sampled with a temperature, `top_k` and `top_p`."""
+"""The choice of the next token from logits: greedy, or sampled with a temperature, `top_k` and `top_p`; its logprob."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpp_flax.counts import check_count, is_whole
 
-__all__ = ["Sampling"]
+__all__ = ["Sampling", "log_probabilities"]
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -28,7 +28,8 @@ class Sampling:
     Example:
       >>> sampling = Sampling(temperature=0.7, top_k=2)
       >>> logits = jnp.asarray([[0.0, 3.0, 2.9, -1.0]])
-      >>> int(sampling.choose(logits, sampling.numbers(), jnp.arange(1), jnp.int32(4))[0]) in (1, 2)
+      >>> numbers = {**sampling.numbers(), "sequences": jnp.arange(1), "samples": jnp.zeros(1, jnp.int32)}
+      >>> int(sampling.choose(logits, numbers, jnp.array([4]))[0]) in (1, 2)
       True
     """
 
@@ -37,6 +38,9 @@ class Sampling:
     top_p: float | None = None
     seed: int = 0
     eos_token_id: int | Sequence[int] | None = None
+    samples: int = 1
+    logprobs: Literal["raw", "processed"] | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
@@ -53,6 +57,16 @@ class Sampling:
                     f"{name}={value!r} and temperature=0.0: greedy decoding takes the most likely token, so {name} "
                     "would have no effect. Pass a temperature above 0, such as 1.0, or leave it out."
                 )
+        if check_count("num_samples", self.samples) > 1 and self.is_greedy:
+            raise ValueError(
+                f"num_samples={self.samples} and temperature=0.0: greedy decoding gives a prompt's samples the same "
+                "tokens. Pass a temperature above 0, such as 1.0, or num_samples=1."
+            )
+        if self.logprobs not in (None, "raw", "processed"):
+            raise ValueError(
+                f'logprobs={self.logprobs!r}: it must be "raw" (of the model), "processed" (after temperature, top_k '
+                "and top_p) or None."
+            )
         if not all(map(is_whole, self.end_tokens)):
             raise TypeError(
                 f"eos_token_id={self.eos_token_id!r}: it must be a token (a whole number), several tokens, or None."
@@ -72,7 +86,13 @@ class Sampling:
     @property
     def compiled(self) -> tuple[Any, ...]:
         """The part that is compiled into a step; the numbers may change without a new compilation."""
-        return (self.is_greedy, self.top_k, self.top_p is not None, tuple(map(int, self.end_tokens)))
+        ends, logprobs = tuple(map(int, self.end_tokens)), (self.logprobs, bool(self.prompt_logprobs))
+        return (self.is_greedy, self.top_k, self.top_p is not None, ends, *logprobs)
+
+    @property
+    def scores(self) -> bool:
+        """True if any log-probability is asked for."""
+        return self.logprobs is not None or bool(self.prompt_logprobs)
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse what a vocabulary of this size does not have.
@@ -97,19 +117,38 @@ class Sampling:
             "seed": np.uint32(self.seed),
         }
 
-    def choose(self, logits: Any, numbers: dict[str, Any], sequences: Any, position: Any) -> Any:
+    def choose(self, logits: Any, progress: Mapping[str, Any], positions: Any) -> Any:
         """Return the next token of each sequence, int32.
 
-        The random numbers depend only on the seed, the number of the sequence, and the position of the token.
+        The random numbers depend only on the seed, the number of the prompt and of its sample, and the position of the
+        token in its sequence.
 
         Args:
           logits: (batch, vocabulary).
-          numbers: the result of `numbers()`.
-          sequences: (batch,), the numbers of the sequences among all prompts.
-          position: scalar, the position of the token to choose.
+          progress: the result of `numbers()`, and `sequences` and `samples` (batch,), the numbers of the prompts among
+            all, and of their samples.
+          positions: (batch,), of the tokens to choose.
         """
         if self.is_greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        seed = jax.random.key(progress["seed"])
+
+        def draw(number: Any, sample: Any, position: Any, logits: Any) -> Any:
+            key = jax.random.fold_in(jax.random.fold_in(seed, number), position)
+            key = jnp.where(sample == 0, key, jax.random.fold_in(key, sample))
+            return jax.random.categorical(key, logits)
+
+        numbers = (progress["sequences"], progress["samples"], positions)
+        return jax.vmap(draw)(*numbers, self._processed(logits, progress)).astype(jnp.int32)
+
+    def logprobs_of(self, chosen: Any, logits: Any, numbers: Mapping[str, Any]) -> Any:
+        """Return the log-probabilities of chosen tokens (batch,) under logits (batch, vocabulary), float32 (batch,)."""
+        if self.logprobs == "processed" and not self.is_greedy:
+            logits = self._processed(logits, numbers)
+        return log_probabilities(logits, chosen)
+
+    def _processed(self, logits: Any, numbers: Mapping[str, Any]) -> Any:
+        """Return the logits to sample from, float32: after temperature, `top_k` and `top_p`."""
         logits = logits.astype(jnp.float32)
         # The largest logit becomes 0: divided by a small number, several could become infinite.
         logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / numbers["temperature"]
@@ -117,9 +156,19 @@ class Sampling:
             logits = _at_least(logits, jax.lax.top_k(logits, self.top_k)[0][:, -1:])
         if self.top_p is not None:
             logits = _at_least(logits, _least_of_nucleus(logits, numbers["top_p"]))
-        key = jax.random.key(numbers["seed"])
-        keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(key, number), position))(sequences)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        return logits
+
+
+def log_probabilities(logits: Any, tokens: Any) -> Any:
+    """Return the log-probability of each token (...) under its logits (..., vocabulary), in float32.
+
+    Example:
+      >>> log_probabilities(jnp.log(jnp.asarray([[0.25, 0.75]])), jnp.asarray([1])).round(4).tolist()
+      [-0.2877...]
+    """
+    logits = logits.astype(jnp.float32)
+    own = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return own - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _at_least(logits: Any, least: Any) -> Any:

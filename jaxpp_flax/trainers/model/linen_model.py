@@ -77,6 +77,10 @@ class LinenCall:
         self.variables.update(written)
         return self._wide(outputs)
 
+    def with_variables(self, variables: Mapping[str, Any]) -> LinenCall:
+        """Return this model with other variables: what its calls write stays in it, and is not kept."""
+        return LinenCall(self.module, variables, rngs=self.rngs, training=self.training, compute=self._compute)
+
     def _wide(self, outputs: Any) -> Any:
         return outputs if self._compute is None else widened(outputs)
 

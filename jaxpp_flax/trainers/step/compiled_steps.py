@@ -176,7 +176,7 @@ class CompiledSteps:
         Args:
           step: the step of `make_step`.
           kind: what is compiled into the step beside the types of its arguments.
-          arguments: `(carried, tokens)`, arrays or shapes; the step reuses the memory of `carried`.
+          arguments: `(carried, tokens, places)`, arrays or shapes; the step reuses the memory of `carried`.
           specs: the specs of these arguments on a rank.
         """
         held, state_specs = self._held, self.state_specs
@@ -188,7 +188,7 @@ class CompiledSteps:
                 (held.memory.for_inference(), *arguments),
                 policy,
                 in_shardings=(None if state_specs is None else state_specs.for_inference(), *specs),
-                out_shardings=(*specs, None),
+                out_shardings=(*specs[:2], None),
                 donate_argnums=(1,),
             )
         held.place_weights(self.compiled[key])

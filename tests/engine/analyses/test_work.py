@@ -36,6 +36,16 @@ def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x[None], jnp.ones((3, 4, 2)), (1,), "SAME")
 
 
+def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Each row times the matrix of one of three groups."""
+    return jax.lax.ragged_dot(x, jnp.stack([w, w, w]), jnp.asarray([1, 0, 3]))
+
+
+def grouped_gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The gradients of the three matrices: of each, from the rows of its group alone."""
+    return jax.vjp(lambda w: jax.lax.ragged_dot(x, w, jnp.asarray([1, 0, 3])), jnp.ones((3, 8, 8)))[1](x)[0]
+
+
 @pytest.mark.parametrize(
     ("function", "flops", "of_products"),
     [
@@ -51,3 +61,9 @@ def test_every_turn_of_a_loop_counts(function: Callable[..., jax.Array], flops: 
     equations = jax.make_jaxpr(function)(X, W).jaxpr.eqns
     assert count_flops(equations) == pytest.approx(flops, abs=1)  # a condition that is a constant may be an operation
     assert sum(found for *_, found in products(equations)) == of_products
+
+
+@pytest.mark.parametrize("function", [grouped, grouped_gradient])
+def test_a_row_meets_one_matrix_of_a_ragged_product(function: Callable[..., jax.Array]):
+    *_, (equation, _, flops) = products(jax.make_jaxpr(function)(X, W).jaxpr.eqns)
+    assert (equation.primitive.name, flops) == ("ragged_dot_general", PRODUCT)

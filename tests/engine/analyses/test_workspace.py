@@ -81,6 +81,8 @@ def workspace_of(
         (lambda x, w: jnp.tanh(x @ w) + 1, A.nbytes, A.nbytes),
         # A TPU's product computes its operand; elsewhere it is written, since `x` is read later.
         (lambda x, w: jnp.tanh(x) @ w + x, 2 * A.nbytes, A.nbytes),
+        # What is known of no dimension is taken to stay where it is.
+        (lambda x, w: jax.lax.ragged_dot(jnp.tanh(x), w[None], jnp.asarray([len(x)])) + 1, 2 * A.nbytes, A.nbytes),
         # A sum reads what is computed element by element, and ends its operands.
         (lambda x, w: jnp.sum(jnp.tanh(x @ w)) + x, A.nbytes + 4, A.nbytes + 4),
         # The scan's result and the matrices that it reads, beside the workspace of its body.

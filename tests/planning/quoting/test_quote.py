@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpp_flax import PipelineTrainer
@@ -258,3 +259,16 @@ def test_bad_input_is_named(tmp_path, capsys):
     refused("must return a trainer and a batch, got int", factory=lambda layers=8, **options: 3)
     assert main(["quote", "train.py:make", "--hardware", "a100-80", "--devices", "8", "--explain", "PQ=2"]) == 2
     assert "Did you mean 'TP' or 'PP'" in capsys.readouterr().err
+
+
+def test_a_step_that_closes_over_an_array():
+    """Such an array is an operand of the loop, and no argument of the step."""
+    table = np.linspace(0, 1, 16, dtype=np.float32)
+
+    def closed(layers: int = 7, **options: Any) -> Any:
+        return make(layers, loss_fn=lambda model, x: jnp.mean((model(x) - table) ** 2), **options)
+
+    whole, short = trace_model(make, "layers"), trace_model(closed, "layers")
+    assert short.traces[0].updates(Axes()) == whole.traces[0].updates(Axes())
+    bytes_of = lambda trace: trace.holdings(Axes())["parameters", (0,)]  # noqa: E731
+    assert bytes_of(short.traces[0]) == bytes_of(whole.traces[0])

@@ -17,11 +17,12 @@ COUNT = 20_000
 COMPILED: dict[Any, Any] = {}
 
 
-def choose(sampling: Sampling, logits: Any, first: int = 0, position: int = 7) -> np.ndarray:
+def choose(sampling: Sampling, logits: Any, first: int = 0, position: int = 7, sample: int = 0) -> np.ndarray:
     """Choose for `COUNT` sequences with these logits; options with equal compiled parts share one program."""
     chooses = COMPILED.setdefault(sampling.compiled, jax.jit(sampling.choose))
     logits = jnp.broadcast_to(np.float32(logits), (COUNT, len(LOGITS)))
-    return np.asarray(chooses(logits, sampling.numbers(), first + jnp.arange(COUNT), jnp.int32(position)))
+    sequences = {"sequences": first + jnp.arange(COUNT), "samples": jnp.full(COUNT, sample)}
+    return np.asarray(chooses(logits, {**sampling.numbers(), **sequences}, jnp.full(COUNT, position)))
 
 
 def expected(temperature: float, kept: list[int]) -> np.ndarray:
@@ -53,13 +54,14 @@ def test_samples_have_the_shares_of_their_probabilities():
 
 
 def test_a_sample_depends_on_the_sequence_and_the_position():
-    def sample(first: int, position: int, seed: int = 0) -> list[int]:
-        return choose(Sampling(temperature=1.0, seed=seed), np.zeros(len(LOGITS)), first, position).tolist()
+    def sample(first: int, position: int, seed: int = 0, number: int = 0) -> list[int]:
+        return choose(Sampling(temperature=1.0, seed=seed), np.zeros(len(LOGITS)), first, position, number).tolist()
 
     assert sample(0, 3) == sample(0, 3)
     assert sample(0, 3)[8:] == sample(8, 3)[:-8]  # the row in the group makes no difference
     assert sample(0, 3) != sample(0, 4)
     assert sample(0, 3) != sample(0, 3, seed=1)
+    assert sample(0, 3) != sample(0, 3, number=1)
 
 
 def test_large_logits_and_small_numbers_give_the_most_likely_token():

@@ -64,7 +64,7 @@ def _hoisted(loop: Loop, spec_of: Mapping[Atom, PartitionSpec]) -> list[Equation
     body = _with_open_calls(loop.body, {} if once else specs)
     kept = set[Value]()
     if once:
-        kept.update(ancestors((atom for marker in body.markers for atom in marker.inputs), body.producer))
+        kept.update(ancestors((atom for marker in body.forward_markers for atom in marker.inputs), body.producer))
     kept.difference_update(body.constants)
     moved = _moved(body, specs, kept)
     if not moved:

@@ -18,7 +18,7 @@ only the place of the work, never its results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,19 +39,18 @@ _REPEATED_IF_TINY = (*_REPEATED, Cost.KERNEL, Cost.READING)
 _TINY = 64  # elements
 
 
-def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, int]:
+def _match_backward(body: LoopBody, cut_of: Mapping[Equation, int]) -> dict[Equation, int]:
     """Find the cut of each backward marker: by identifier, and by order if a cached jit repeats an identifier."""
-    remaining: dict[int, list[int]] = {}
-    for index, marker in enumerate(body.markers):
-        remaining.setdefault(marker.params["identifier"], []).append(index)
-    position = {index: k for k, index in enumerate(cutting)}
+    remaining: dict[int, list[Equation]] = {}
+    for marker in body.forward_markers:
+        remaining.setdefault(marker.params["identifier"], []).append(marker)
     matched: dict[Equation, int] = {}
     for equation in body.equations:
         if equation.primitive is marker_p and equation.params["direction"] != FORWARD:
             originals = remaining.get(equation.params["identifier"], [])
-            index = originals.pop() if len(originals) > 1 else (originals[0] if originals else None)
-            if index in position:
-                matched[equation] = position[index]
+            original = originals.pop() if len(originals) > 1 else (originals[0] if originals else None)
+            if original in cut_of:
+                matched[equation] = cut_of[original]
     return matched
 
 
@@ -114,9 +113,9 @@ def _checked(loop: Loop, chosen: Sequence[int]) -> tuple[int, ...]:
 
 def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
     """Assign a phase to every equation of an inlined body; `cutting` holds the indices of the marks that cut."""
-    cut_of = {body.markers[index]: k for k, index in enumerate(cutting)}
+    cut_of = {marker: k for k, index in enumerate(cutting) for marker in body.cut_groups[index]}
     free, counters = _find_free(body)
-    labeller = _Labeller(body, cut_of, _match_backward(body, cutting), free)
+    labeller = _Labeller(body, len(cutting) + 1, cut_of, _match_backward(body, cut_of), free)
     labeller.own_by_marker()
     labeller.follow_operands()
     labeller.run_late()
@@ -134,7 +133,7 @@ def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
         cuts=tuple(cutting),
         phase={plain[equation]: phase for equation, phase in labeller.phase.items()},
         counters=counters,
-        marked=frozenset(values(passed[out] for marker in body.markers for out in marker.outputs)),
+        marked=frozenset(values(passed[out] for marker in body.forward_markers for out in marker.outputs)),
         has_second_order=bool(labeller.belated),
     )
 
@@ -144,16 +143,13 @@ class _Labeller:
     """The three sweeps over a body; `cut_of` and `backward` give the cut of each forward and backward marker."""
 
     body: LoopBody
+    stages: int
     cut_of: dict[Equation, int]
     backward: dict[Equation, int]
     free: frozenset[Equation]
     phase: dict[Equation, int] = field(default_factory=dict)
     belated: set[Equation] = field(default_factory=set)  # backward markers behind the backward of their stage
     movable: set[Equation] = field(default_factory=set)  # backward work of parameters and scalars alone
-
-    @property
-    def stages(self) -> int:
-        return len(self.cut_of) + 1
 
     def own_by_marker(self) -> None:
         """Give each equation to the first cutting marker that needs it."""

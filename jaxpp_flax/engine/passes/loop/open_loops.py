@@ -94,7 +94,7 @@ def _open(equation: Equation, num_ranks: int) -> Loop:
     body = LoopBody.of(graph, equation.params)
     _check_partial_sums(body, equation.where)
     if isinstance(schedule, OnePass):
-        schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
+        schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.forward_markers))
     none = (None,) * len(body.operations)
     # What the parameters say stands in the body from here on.
     return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)

@@ -66,7 +66,7 @@ def test_find_marks():
     body = opened(inline(graph), 0)
     assert [(m.name, m.closes_block) for m in body.marks] == [("a", False), (None, True)]
     assert all(isinstance(m, Mark) and "test_label.py" in m.where for m in body.marks)
-    assert [m.params["name"] for m in body.markers] == ["a", None]
+    assert [m.params["name"] for m in body.forward_markers] == ["a", None]
 
 
 def test_work_on_inputs_alone_is_free():
