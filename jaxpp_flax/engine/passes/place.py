@@ -174,9 +174,7 @@ def place(
 
 
 class _Placer:
-    def __init__(
-        self, step: LoweredStep, idle_ranks: frozenset[int], argument_ranks: Sequence[frozenset[int]]
-    ) -> None:
+    def __init__(self, step: LoweredStep, idle_ranks: frozenset[int], argument_ranks: Sequence[frozenset[int]]) -> None:
         self.idle_ranks = idle_ranks
         self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
         self.equations = step.equations
