@@ -71,7 +71,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when the step is compiled, before anything runs):
-      ValueError: if there is no `treduce`, and `in_shardings` names no ranks; the number of marks or the schedule does not fit, a mark cannot cut,
+      ValueError: if there is no `treduce`, and `in_shardings` names no ranks; if the number of marks or the schedule
+        does not fit, a mark cannot cut,
         `residuals` is for another number of stages or needs `pinned_host` memory that the devices do not have, or
         `fsdp` is unknown or gathers nothing.
       TypeError: if an argument is not an array.

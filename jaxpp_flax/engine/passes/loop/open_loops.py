@@ -68,8 +68,8 @@ def open_loops(graph: Graph, num_ranks: int, *, needs_loop: bool = True) -> Grap
         raise ValueError(
             "the step given to mpmd_jit_with_loop holds no `treduce`: there is no loop over microbatches to pipeline. "
             "Wrap the work of one microbatch: `treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n))`; "
-            "for inference use `mpmd_jit`. A step without a loop, such as an optimizer's update, needs the ranks of its "
-            "arguments: pass `MpmdSharding`s as in_shardings."
+            "for inference use `mpmd_jit`. A step without a loop, such as an optimizer's update, needs the ranks of "
+            "its arguments: pass `MpmdSharding`s as in_shardings."
         )
     equations = (_open(e, num_ranks) if e.primitive is treduce_p else e for e in graph.equations)
     return replace(graph, equations=tuple(equations))
