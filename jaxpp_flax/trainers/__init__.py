@@ -23,6 +23,7 @@ from jaxpp_flax.trainers.errors import (
     UnusedParametersWarning,
 )
 from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
+from jaxpp_flax.trainers.loss.loss_rule import with_aux
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
@@ -89,4 +90,5 @@ __all__ = [
     "UnusedParametersWarning",
     "WandbTracker",
     "WholeBatchLoss",
+    "with_aux",
 ]
