@@ -98,7 +98,7 @@ def test_equal_to_plain_accumulation(schedule, kind, loss_fn):
     loss_of, params = of_module(module, loss_fn)
     options = {"variables": {"params": params}} if kind == "linen" else {}
     if schedule is None:
-        trainer = make_trainer(module, loss_fn, num_stages=1, mesh=None, tx=clipped(), **options)
+        trainer = make_trainer(module, loss_fn, num_stages=1, tx=clipped(), **options)
     else:
         ranks = {"mesh": {}} if stages == 2 else {"mesh": MeshOptions(axes={}, num_ranks=2)}
         options |= {**ranks, "schedule": schedule, "num_stages": stages}
@@ -167,7 +167,7 @@ def test_sums_lie_as_their_parameters(fsdp, divides):
         pytest.skip("only parameters over the axis of the batch are gathered")
     mesh = MeshOptions(axes=axes, fsdp=fsdp)
     trainer = make_trainer(layers, m.squared_error, mesh=mesh)
-    reference = make_trainer(m.Layers(2, 4), m.squared_error, mesh=None, num_stages=1)
+    reference = make_trainer(m.Layers(2, 4), m.squared_error, num_stages=1)
     for seed in range(2):
         trainer.accumulate(m.make_xy(4, seed=seed))
         reference.accumulate(m.make_xy(4, seed=seed))

@@ -114,8 +114,8 @@ def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
       LossError: in a step, if it returns no pair, or `aux` has an array.
 
     Example:
-      >>> loss, metrics = with_aux(lambda model, batch: (batch.mean(), (batch.max(), batch.min())))(None, jnp.arange(3.0))
-      >>> sorted(metrics)
+      >>> loss_fn = with_aux(lambda model, batch: (batch.mean(), (batch.max(), batch.min())))
+      >>> sorted(loss_fn(None, jnp.arange(3.0))[1])
       ['aux/0', 'aux/1']
     """
 
