@@ -161,13 +161,12 @@ def test_equal_to_one_step_of_as_many_microbatches(options):
 @pytest.mark.parametrize("divides", [slow("data"), slow("model")])
 def test_sums_lie_as_their_parameters(fsdp, divides):
     cut = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, divides))
-    layers = m.Layers(2, 4, kernel_init=cut)
     axes = {"data": 2} if divides == "data" else {"data": 2, "model": 2}
     if fsdp == "step" and divides == "model":
         pytest.skip("only parameters over the axis of the batch are gathered")
     mesh = MeshOptions(axes=axes, fsdp=fsdp)
-    trainer = make_trainer(layers, m.squared_error, mesh=mesh)
-    reference = make_trainer(m.Layers(2, 4), m.squared_error, num_stages=1)
+    trainer = make_trainer(lambda rngs: m.Layers(rngs=rngs, kernel_init=cut), m.squared_error, mesh=mesh)
+    reference = make_trainer(lambda rngs: m.Layers(rngs=rngs), m.squared_error, num_stages=1)
     for seed in range(2):
         trainer.accumulate(m.make_xy(4, seed=seed))
         reference.accumulate(m.make_xy(4, seed=seed))

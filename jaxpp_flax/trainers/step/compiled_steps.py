@@ -210,7 +210,7 @@ class CompiledSteps:
                     lambda state, sums, calls: finish(state, sums, self.scheduling.num_microbatches, calls),
                     (*arguments, np.int32(1)),
                     policy,
-                    donate_argnums=(0, 1),
+                    donate_argnums=(0,) if mesh is None else (0, 1),  # JAX warns of sums that become no result
                     in_shardings=None if mesh is None else (*jax.tree.map(lambda leaf: leaf.sharding, arguments), None),
                     out_shardings=None if specs is None else (specs, None),
                     everywhere=(False, True),
