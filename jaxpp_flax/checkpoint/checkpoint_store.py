@@ -19,11 +19,12 @@ from jaxpp_flax.checkpoint.best import Best
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk
-from jaxpp_flax.checkpoint.format.orbax_io import TMP_MARK, is_complete, multiprocessing_options, under_way
+from jaxpp_flax.checkpoint.format.orbax_io import TMP_MARK, is_complete, multiprocessing_options, short, under_way
 from jaxpp_flax.checkpoint.one_writer import WRITER, own_writer, refuse_another_writer, try_to_write
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import save_failed, step_arguments, step_registry, to_tree
+from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values, found_by_process_0
 from jaxpp_flax.processes.group import process_group
 
@@ -34,6 +35,21 @@ KeepPolicy: TypeAlias = int | policies.PreservationPolicy
 
 # The seconds that a failed process waits for the other processes' parts of a save.
 _PATIENCE = 60.0
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager. It reads the metrics of all steps: a step whose file is damaged is one without metrics."""
+
+    def metrics(self, step: int) -> Any:
+        try:
+            return super().metrics(step)
+        except Exception as error:
+            warn_user(
+                f"the metrics of the checkpoint of step {step} cannot be read, so it counts as one without metrics: "
+                f"{self.directory / str(step) / 'metrics'}: {short(error)}. Saves go on; delete this checkpoint, or "
+                "set it aside."
+            )
+            return None
 
 
 class CheckpointStore:
@@ -339,7 +355,7 @@ class CheckpointStore:
             if self.ranking is not None:
                 keep = policies.AnyPreservationPolicy([keep, self.ranking.policy()])
             with shared_work(f"the opening of {self.directory}", lambda error: error):
-                self._manager = ocp.CheckpointManager(
+                self._manager = _Manager(
                     self.directory,
                     options=ocp.CheckpointManagerOptions(
                         save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,

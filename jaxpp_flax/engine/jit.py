@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.rank_shardings import (
     RankSharding,
     broadcast_prefix,
@@ -54,7 +54,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
       in_specs, out_specs: prefix trees of `PartitionSpec`s over the axes inside a rank. `None` keeps an argument's own
         sharding, and lets XLA choose a result's.
       in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`); their memory kind is used
-        too: device memory, or `pinned_host`.
+        too: device memory, or `pinned_host`. A step without a loop runs where its arguments lie: on the ranks of the
+        `MpmdSharding`s in `in_shardings`.
       donate_argnums, donate_argnames: arguments whose memory the step may reuse.
       static_argnums, static_argnames, compiler_options: as in `jax.jit`.
       cut_policy: a function that chooses the marks that cut; by default all marks cut.
@@ -70,7 +71,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when the step is compiled, before anything runs):
-      ValueError: if there is no `treduce`, the number of marks or the schedule does not fit, a mark cannot cut,
+      ValueError: if there is no `treduce`, and `in_shardings` names no ranks; if the number of marks or the schedule
+        does not fit, a mark cannot cut,
         `residuals` is for another number of stages or needs `pinned_host` memory that the devices do not have, or
         `fsdp` is unknown or gathers nothing.
       TypeError: if an argument is not an array.
@@ -212,6 +214,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             result_ranks=ResultRanks.of(mesh, everywhere),
             idle_ranks=frozenset(range(mesh.mpmd_dim if self._idle_everywhere else 1)),
             fsdp=FsdpRule(mesh=mesh.abstract_submesh, names=names) if self._fsdp == "step" else None,
+            argument_ranks=(*[frozenset[int]()] * len(constants), *self._argument_ranks(tree)),
         )
         observe = observers()
         with passes_context(mesh):
@@ -230,6 +233,14 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             compiler=self._compiler,
             placed_type=self._placed_type,
         )
+
+    def _argument_ranks(self, tree: Any) -> list[frozenset[int]]:
+        """Return the ranks that `in_shardings` gives each argument; none for a spec, or without a request."""
+        args, kwargs = jax.tree_util.tree_unflatten(tree := without_statics(tree), range(tree.num_leaves))
+        given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
+        nodes = [node for _, node in broadcast_prefix(tuple(given), args, "in_shardings")] if args else []
+        ranks = [frozenset(node.ranks if isinstance(node, MpmdSharding) else ()) for node in nodes]
+        return ranks + [frozenset()] * len(jax.tree.leaves(kwargs))
 
     def _trace_for_stages(
         self, tree: Any, structs: Sequence[Any], places: Sequence[RankSharding]

@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.errors import (
 from jaxpp_flax.trainers.generation.explicit_cache import ExplicitCache, NextTokens
 from jaxpp_flax.trainers.generation.generated import Generated
 from jaxpp_flax.trainers.loop.compiled_step import CompiledStep
+from jaxpp_flax.trainers.loss.loss_rule import with_aux
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
@@ -94,4 +95,5 @@ __all__ = [
     "UnusedParametersWarning",
     "WandbTracker",
     "WholeBatchLoss",
+    "with_aux",
 ]

@@ -38,6 +38,7 @@ from jaxpp_flax.trainers.state.inference_weights import weights_of
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
 from jaxpp_flax.trainers.state.train_state import shapes_of
+from jaxpp_flax.trainers.step.accumulation import Pending
 from jaxpp_flax.trainers.step.builder import StepBuilder
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
@@ -46,6 +47,11 @@ from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 __all__ = ["TrainerObjects"]
+
+_CHANGE_THE_STATE = (
+    "fit", "load_pretrained", "profile_step", "restore", "set_state", "set_weights", "train_step", "training_steps",
+    "use_schedule",
+)  # fmt: skip
 
 
 class TrainerObjects:
@@ -70,6 +76,8 @@ class TrainerObjects:
     """The directory of checkpoints, and what a checkpoint holds."""
     loop: TrainingLoop
     """The loop over data."""
+    pending: Pending | None = None
+    """The gradients that `accumulate` has summed for a step that is not taken yet."""
     measures: RunMetrics
     """The time, the units and the operations of the run, for `LogMetrics`."""
 
@@ -197,8 +205,14 @@ class TrainerObjects:
         """Refuse a call that needs values on devices, if there are none.
 
         Raises:
-          RuntimeError: on a mesh of a described topology, for which a trainer only compiles; or if the state is gone.
+          RuntimeError: on a mesh of a described topology, for which a trainer only compiles; or if the state is gone;
+            or if the call would change the state under the gradients of `accumulate`.
         """
+        if self.pending is not None and call in _CHANGE_THE_STATE:
+            raise RuntimeError(
+                f"trainer.{call} would change the state, but trainer.accumulate has summed {self.pending} for a step "
+                "that is not taken. Call trainer.update() to take it, or trainer.zero_grad() to drop them."
+            )
         if call not in ("compiled_step", "fit", "restore", "set_state"):  # `fit` may resume
             self.held.check_owned(f"trainer.{call}")
         if self.mesh is not None:

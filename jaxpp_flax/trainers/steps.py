@@ -196,6 +196,7 @@ class StepCalls(InferenceCalls):
           ValueError: if the schedule does not fit the ranks or the microbatches, the trainer has no ranks (one stage on
             one device), or its `Memory(residuals=)` is for another number of stages.
         """
+        self._check_ready("use_schedule")
         self.steps.scheduling.use(schedule, num_stages)
 
     def leaves_read(self, batch: Any) -> Any:

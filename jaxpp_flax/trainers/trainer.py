@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.planning import Plan
 from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.accumulation import AccumulationCalls
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume
 from jaxpp_flax.trainers.data.remainder import Remainder
@@ -26,14 +27,13 @@ from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.options import Checkpoints, Inference, Logging, Memory, MeshOptions, Precision, Training
 from jaxpp_flax.trainers.options.planned import Planned, take_plan
 from jaxpp_flax.trainers.stages.assignment import AssignmentLike
-from jaxpp_flax.trainers.steps import StepCalls
 from jaxpp_flax.trainers.trackers import CompositeTracker, Tracker
 from jaxpp_flax.trainers.trackers.guarded import GuardedTracker
 
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer(StepCalls, GenerationCalls, FileCalls):
+class PipelineTrainer(AccumulationCalls, GenerationCalls, FileCalls):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary model with marked layers (`PipelineStage`, `@pipeline_stage`). The trainer copies the model

@@ -162,6 +162,22 @@ def test_a_step_that_was_deleted_meanwhile_is_not_counted_among_those_to_keep(tm
     assert store.steps() == (1, 3)
 
 
+def test_damaged_metrics_of_an_old_step_end_no_save(tmp_path: Path):
+    """Orbax reads the metrics of all steps when it opens the directory, and once a step was deleted."""
+    store = CheckpointStore(tmp_path / "run", keep=3)
+    for step in (1, 2):
+        store.save(step, tree(step), {}, metrics={"loss": 1.0}, wait=True)
+    file = tmp_path / "run" / "1" / "metrics" / "metrics"
+    file.write_text(file.read_text()[:5])
+    shutil.rmtree(tmp_path / "run" / "2")
+    with pytest.warns(UserWarning, match=r"the metrics of the checkpoint of step 1 cannot be read.*run/1/metrics"):
+        store.save(3, tree(3), {}, metrics={"loss": 1.0}, wait=True)
+    other = CheckpointStore(tmp_path / "run", keep=3)
+    with pytest.warns(UserWarning, match="it counts as one without metrics"):
+        other.save(4, tree(4), {}, metrics={"loss": 1.0}, wait=True)
+    assert other.steps() == (1, 3, 4)
+
+
 def test_an_existing_step_is_left_alone(tmp_path: Path):
     store = CheckpointStore(tmp_path / "run")
     store.save(1, tree(1), {}, wait=True)

@@ -118,10 +118,23 @@ class Run:
         self.has_patience = False  # whether the callbacks of the last `fit` have it
         self.stream: Stream | None = None
         self.last_of_fit: State | None = None  # saved because the directory stands alone
+        self.pending: list[Sequence[int]] = []  # what `accumulate` has summed
 
     # ------------------------------------------------------------------ single calls
 
+    def check_none_pending(self) -> None:
+        if self.pending:
+            raise Fails(RuntimeError)
+
+    def update(self) -> float:
+        if not self.pending:
+            raise Fails(RuntimeError)
+        loss = sum(map(self.state.loss, self.pending)) / len(self.pending)
+        self.state, self.place, self.pending = self.state.after(*self.pending), None, []
+        return loss
+
     def step_by_hand(self, examples: Sequence[int]) -> float:
+        self.check_none_pending()
         loss = self.state.loss(examples)
         self.state, self.place = self.state.after(examples), None
         return loss
@@ -142,6 +155,7 @@ class Run:
 
     def restore(self, saved: Saved | None, part: str = "all", *, renamed: bool = False) -> None:
         """`part` is what `only` takes; `renamed` takes the optimizer's copies for the weights."""
+        self.check_none_pending()
         if saved is None:
             raise Fails(CheckpointNotFoundError)
         if saved.damaged:
@@ -164,6 +178,7 @@ class Run:
         outcome = Outcome()
         stream = Stream(data, steps=steps, epochs=epochs, start=None, how="fast_forward")
         try:
+            self.check_none_pending()
             if self.save_every is not None:
                 self._refuse_later()
             self._begin(stream)
@@ -185,6 +200,7 @@ class Run:
     def fit(self, call: Fit) -> Outcome:
         outcome = Outcome()
         try:
+            self.check_none_pending()
             self._fit(call, outcome)
         except Refused:
             outcome.errors = (DataPositionError,)

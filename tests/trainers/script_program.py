@@ -121,14 +121,15 @@ class State:
     def loss(self, examples: Sequence[int]) -> float:
         return float(self.predicted(examples).astype(np.float64).mean())
 
-    def after(self, examples: Sequence[int]) -> State:
-        """One step later."""
-        x = FEATURES[list(examples)]
-        both = np.stack([x, x[:, ::-1]])  # what each layer gets: (2, batch, WIDTH)
-        seen = self.seen
-        for part in np.split(both, MICROBATCHES, axis=1):
-            seen = np.mod(3 * seen + part.sum(1), MODULUS)
-        grads = both.mean(1)
+    def after(self, *batches: Sequence[int]) -> State:
+        """One step later, with a batch, or with so many as a power of two."""
+        seen, grads = self.seen, np.zeros_like(self.params)
+        for examples in batches:
+            x = FEATURES[list(examples)]
+            both = np.stack([x, x[:, ::-1]])  # what each layer gets: (2, batch, WIDTH)
+            for part in np.split(both, MICROBATCHES, axis=1):
+                seen = np.mod(3 * seen + part.sum(1), MODULUS)
+            grads = grads + both.mean(1) / np.float32(len(batches))
         trace = np.mod(2 * self.trace + grads, MODULUS)
         anchor = np.mod(5 * self.anchor + grads, MODULUS)
         params = np.mod(3 * self.params + trace + anchor, MODULUS)

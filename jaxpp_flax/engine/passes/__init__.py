@@ -45,7 +45,7 @@ PREPARING = (
     )
     .then(
         "open_loops",
-        lambda graph, settings: open_loops(graph, settings.num_ranks),
+        lambda graph, settings: open_loops(graph, settings.num_ranks, needs_loop=not any(settings.argument_ranks)),
         requires="loops at the top",
         ensures="each loop has a schedule for the mesh, and a body with every mark at the top; no ordered side effects",
         check=check_opened,
@@ -107,7 +107,7 @@ PLACING = (
     )
     .then(
         "place",
-        lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks),
+        lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks, settings.argument_ranks),
         requires="lowered loops",
         ensures="every equation runs on the ranks that read its results; other ranks get them",
     )

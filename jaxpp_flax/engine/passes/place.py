@@ -140,7 +140,10 @@ class StepOnRanks(Graph):
 
 
 def place(
-    step: LoweredStep, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})
+    step: LoweredStep,
+    result_ranks: ResultRanks | None = None,
+    idle_ranks: frozenset[int] = frozenset({0}),
+    argument_ranks: Sequence[frozenset[int]] = (),
 ) -> StepOnRanks:
     """Choose the ranks of each outer equation.
 
@@ -148,10 +151,13 @@ def place(
       step: the step's equations and loops.
       result_ranks: with several processes: the owners of each rank, and the results that all processes get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
+      argument_ranks: of a step without a loop: the ranks of each input, which its new value gets too; empty for an
+        input that lies anywhere.
     """
-    _warn_of_loops(loops_of(step, LoweredLoop))
     inputs, outputs = step.inputs, step.outputs
-    placer = _Placer(step, idle_ranks)
+    loops = loops_of(step, LoweredLoop)
+    _warn_of_loops(loops)
+    placer = _Placer(step, idle_ranks, () if loops else argument_ranks)
     placer.locate()
     # If a result updates an argument that several ranks hold, all of them get the new value.
     placer.demand([frozenset()] * len(outputs))
@@ -168,10 +174,11 @@ def place(
 
 
 class _Placer:
-    def __init__(self, step: LoweredStep, idle_ranks: frozenset[int]) -> None:
+    def __init__(self, step: LoweredStep, idle_ranks: frozenset[int], argument_ranks: Sequence[frozenset[int]]) -> None:
         self.idle_ranks = idle_ranks
         self.inputs, self.outputs, self.sums = step.inputs, step.outputs, step.sums
         self.equations = step.equations
+        self.given = {value: ranks for value, ranks in zip(step.inputs, argument_ranks, strict=False) if ranks}
         self.arguments, self.results = set(self.inputs), set(values(self.outputs))
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}
@@ -184,7 +191,9 @@ class _Placer:
 
     def locate(self) -> None:
         wanted = _wanted_by_loops(self.equations)
-        self.location = {value: frozenset(wanted[value]) if wanted.get(value) else None for value in self.inputs}
+        self.location = {
+            value: frozenset(wanted[value]) if wanted.get(value) else self.given.get(value) for value in self.inputs
+        }
         self.idle = {value for value, ranks in self.location.items() if ranks is None}
         pending, located = list(reversed(self.equations)), list[Equation]()
         while pending:
@@ -243,7 +252,7 @@ class _Placer:
     # The ranks that compute a value, and the ranks that receive it.
 
     def demand(self, extra: Sequence[frozenset[int]]) -> None:
-        self.need = {v: set() for v in self.location}
+        self.need = {v: {*self.given.get(v, ())} for v in self.location}
         self.native = {}
         for atom, wanted in zip(self.outputs, extra, strict=True):
             if isinstance(atom, Value):

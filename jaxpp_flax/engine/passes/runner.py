@@ -39,6 +39,7 @@ class Settings:
       result_ranks: with several processes, the results that all of them get.
       fsdp: gathers parameters before the loops; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
+      argument_ranks: of a step without a loop: the ranks of each input; empty for an input that lies anywhere.
     """
 
     num_ranks: int
@@ -49,6 +50,7 @@ class Settings:
     result_ranks: ResultRanks | None = None
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
+    argument_ranks: Sequence[frozenset[int]] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

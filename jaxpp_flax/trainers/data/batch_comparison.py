@@ -69,8 +69,11 @@ class BatchComparison:
         if self._count == 1:
             self._compare()
 
-    def after(self, result: Any, step: int) -> None:
-        """Compare if due; call this when a step runs. `result` is ready once every process has begun the step."""
+    def after(self, result: Any, step: int | None) -> None:
+        """Compare if due; call this when a step runs, or a part of one (None).
+
+        `result` is ready once every process has begun the step.
+        """
         if self._several and self._count >= self._due:
             self._due += min(self._due, _MOST_BETWEEN)
             jax.block_until_ready(result)

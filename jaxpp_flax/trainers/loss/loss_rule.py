@@ -21,7 +21,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,45 @@ _FORMS = (
     "Return the mean loss of the microbatch (a scalar), or (loss_sum, weight) with two scalars, "
     "or one of these with a dict of metrics: (loss, {'accuracy': ...})."
 )
+
+
+def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a loss of JAX's form `(loss, aux)`, as for `jax.grad(has_aux=True)`, be the loss of a trainer.
+
+    A bare `(loss, accuracy)` would be read as `(loss_sum, weight)`.
+
+    Args:
+      loss_fn: a loss function that returns `(loss, aux)`. `aux` is a pytree of scalars: each becomes a metric, and is
+        averaged over the microbatches. Those of a dict have its names; others are called "aux", "aux/0", ...
+
+    Raises:
+      LossError: in a step, if it returns no pair, or `aux` has an array.
+
+    Example:
+      >>> loss_fn = with_aux(lambda model, batch: (batch.mean(), (batch.max(), batch.min())))
+      >>> sorted(loss_fn(None, jnp.arange(3.0))[1])
+      ['aux/0', 'aux/1']
+    """
+
+    @functools.wraps(loss_fn)
+    def with_metrics(*args: Any, **kwargs: Any) -> Any:
+        output = loss_fn(*args, **kwargs)
+        if not isinstance(output, (tuple, list)) or len(output) != 2:
+            raise LossError(f"a loss in with_aux returned {_describe(output)}. Return (loss, aux).")
+        loss, aux = output
+        metrics: dict[str, Any] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = name if isinstance(aux, Mapping) else f"aux/{name}".rstrip("/")
+            if jnp.shape(leaf) != ():
+                raise LossError(
+                    f"a loss in with_aux returned {name!r} with the shape {jnp.shape(leaf)}. A metric is a scalar: "
+                    "reduce it, or take values of each example with `predict`."
+                )
+            metrics[name] = leaf
+        return loss, metrics
+
+    return with_metrics
 
 
 def not_zero(weight: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,10 +42,15 @@ StepFunction = Callable[[TrainState, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The number of microbatches of a loop, and the schedule of its tasks."""
+    """The number of microbatches of a loop, the schedule of its tasks, and the microbatches of the step before it."""
 
     num_microbatches: int
     schedule: Schedule | None
+    before: Any = None
+
+    def number(self, index: Any) -> Any:
+        """Return the number of a microbatch in its step: random keys depend on it."""
+        return index if self.before is None else self.before + index
 
 
 class ForwardOnly(Schedule):
@@ -113,30 +118,33 @@ def _at(batch: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), batch)
 
 
-def _with_leaves(tree: Any, positions: Sequence[int], values: Sequence[Any]) -> Any:
+def with_leaves(tree: Any, values: Mapping[int, Any]) -> Any:
     """Return the tree with other values at the positions of these leaves."""
     leaves, structure = jax.tree.flatten(tree)
-    for i, leaf in zip(positions, values, strict=True):
+    for i, leaf in values.items():
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
+def _numbered(positions: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
+    return dict(zip(positions, values, strict=True))
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What the loop over the microbatches computes.
+    """What the loop over the microbatches computes, or several such loops.
 
     Args:
-      terms, grads: sums; the gradients are those of the used parameters.
-      carried, once, params: what the loss has written, see `Writes`.
-      overwriting: the largest gradients of the leaves that they overwrite.
+      terms, grads: sums. The gradients are those of the used parameters, or of all of them.
+      written, params: what the loss has written, see `Writes`: leaves of the model's state, and parameters, by their
+        positions. Leaves that gradients overwrite are among the first.
     """
 
     terms: LossTerms
     grads: Any
-    carried: Sequence[Any]
-    once: Sequence[Any]
-    params: Sequence[Any]
-    overwriting: Sequence[Any]
+    written: Mapping[int, Any]
+    params: Mapping[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,36 +166,48 @@ class StepBuilder:
         """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-            loss, computed = self._in_two_passes(loop), self._computed(state)
-            if loss is None:
-                known = self._known_divisor(computed, batch, loop) if self.overwritten else None
-                sums = self._accumulate(computed, batch, loop, known)
-            else:
-                sums = self._accumulate_in_two_passes(loss, computed, batch, loop)
-            metrics, divisor = whole_batch(sums.terms, loop.num_microbatches if loss is None else 1)
+            sums = self.sums(state, batch, loop)
             params, grads = with_zeros(sums.grads, state.params, self.unused, self.update.summand)
-            written = _with_leaves(params, self.writes.params, sums.params) if self.writes.params else None
-            model_state = _with_leaves(state.model_state, self.writes.carried, sums.carried)
-            model_state = _with_leaves(model_state, self.writes.once, sums.once)
-            model_state = _with_leaves(model_state, self.overwritten, sums.overwriting)
-
-            def after(params: Any, rest: Any, more: dict[str, Any]) -> tuple[Any, Any]:
-                check_apart(metrics, more)
-                if self.after_update is None:
-                    return params, rest
-                return call_after_update(
-                    self.after_update, self.model, params, rest, {**metrics, **more},
-                    step=state.step, num_microbatches=loop.num_microbatches,
-                )  # fmt: skip
-
-            begun = replace(state, params=params)
-            new, more = self.update.apply(
-                begun, grads, metrics["loss"], 1 if self.overwritten else divisor, model_state,
-                written=written, after=after,
-            )  # fmt: skip
-            return new, {**metrics, **more}
+            return self.finish(replace(state, params=params), replace(sums, grads=grads), loop.num_microbatches)
 
         return step
+
+    def sums(self, state: TrainState, batch: Any, loop: Loop) -> Sums:
+        """Return the first half of a step: what the loop over the microbatches computes."""
+        loss, computed = self._in_two_passes(loop), self._computed(state)
+        if loss is not None:
+            return self._accumulate_in_two_passes(loss, computed, batch, loop)
+        known = self._known_divisor(computed, batch, loop) if self.overwritten else None
+        return self._accumulate(computed, batch, loop, known)
+
+    def finish(
+        self, state: TrainState, sums: Sums, num_microbatches: int, calls: Any = 1
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return the second half of a step: the new state and the metrics.
+
+        `sums` have the gradients of all parameters, of so many `calls` of a loop over `num_microbatches`.
+        """
+        metrics, divisor = whole_batch(sums.terms, calls * self.num_means(num_microbatches))
+        params = with_leaves(state.params, sums.params) if sums.params else None
+
+        def after(params: Any, rest: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+            check_apart(metrics, more)
+            if self.after_update is None:
+                return params, rest
+            return call_after_update(
+                self.after_update, self.model, params, rest, {**metrics, **more},
+                step=state.step, num_microbatches=calls * num_microbatches,
+            )  # fmt: skip
+
+        new, more = self.update.apply(
+            state, sums.grads, metrics["loss"], 1 if self.overwritten else divisor,
+            with_leaves(state.model_state, sums.written), written=params, after=after,
+        )  # fmt: skip
+        return new, {**metrics, **more}
+
+    def num_means(self, num_microbatches: int) -> int:
+        """Return the number of means that a loop adds up: that of the microbatches, or one for the whole batch."""
+        return 1 if isinstance(self.loss_fn, WholeBatchLoss) and num_microbatches > 1 else num_microbatches
 
     def _computed(self, state: TrainState) -> TrainState:
         """Return the state with the parameters in the type of the computation: converted before the loop, once."""
@@ -205,13 +225,16 @@ class StepBuilder:
         writes, leaves = self.writes, jax.tree.leaves(state.model_state)
 
         def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
-            microbatch, model_state = _at(batch, index), _with_leaves(state.model_state, writes.carried, carry)
+            microbatch, model_state = (
+                _at(batch, index),
+                with_leaves(state.model_state, _numbered(writes.carried, carry)),
+            )
 
             def loss_of(params: Any, overwritten: Sequence[Any]) -> tuple[Any, Any]:
-                rest = _with_leaves(model_state, self.overwritten, overwritten)
+                rest = with_leaves(model_state, _numbered(self.overwritten, overwritten))
                 output, bound = call_function(
                     self.loss_fn, self.model, params, rest, microbatch,
-                    step=state.step, microbatch=index, training=True,
+                    step=state.step, microbatch=loop.number(index), training=True,
                 )  # fmt: skip
                 terms = read_loss(output)
                 after = jax.tree.leaves(self.model.rest_of(bound, rest))
@@ -232,7 +255,8 @@ class StepBuilder:
         before = [leaves[i] for i in writes.carried]
         operations = (Add, Max, Last, Add)
         carried, (terms, overwriting, (params, once), grads) = self._loop(body, before, loop, operations)
-        return Sums(terms=terms, grads=grads, carried=carried, once=once, params=params, overwriting=overwriting)
+        written = (*writes.carried, *writes.once, *self.overwritten), (*carried, *once, *overwriting)
+        return Sums(terms=terms, grads=grads, written=_numbered(*written), params=_numbered(writes.params, params))
 
     def _known_divisor(self, state: TrainState, batch: Any, loop: Loop) -> Any:
         """Return the divisor of the sums over the microbatches, before the loop.
@@ -276,10 +300,10 @@ class StepBuilder:
         leaves, carried = jax.tree.leaves(state.model_state), self.writes.carried
 
         def embed(carry: Sequence[Any], index: Any, microbatch: Any) -> tuple[Sequence[Any], Any]:
-            rest = _with_leaves(state.model_state, carried, carry)
+            rest = with_leaves(state.model_state, _numbered(carried, carry))
             embeddings, bound = call_function(
                 loss.embed_fn, self.model, state.params, rest, microbatch,
-                step=state.step, microbatch=index, training=training,
+                step=state.step, microbatch=loop.number(index), training=training,
             )  # fmt: skip
             after = jax.tree.leaves(self.model.rest_of(bound, rest))
             return [after[i] for i in carried], embeddings

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax._compat_executables import called_with_few_bits
@@ -28,7 +30,18 @@ from jaxpp_flax.trainers.stages.assigner import Assigner
 from jaxpp_flax.trainers.stages.scheduling import Scheduling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.builder import Loop, with_schedule
+from jaxpp_flax.trainers.state.train_state import shapes_of
+from jaxpp_flax.trainers.step.accumulation import (
+    Accumulation,
+    Pending,
+    StatePlaces,
+    adding,
+    as_read,
+    terms_of,
+    zero_terms,
+    zeros_on,
+)
+from jaxpp_flax.trainers.step.builder import Loop, Sums, one_of, with_schedule
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
@@ -130,6 +143,80 @@ class CompiledSteps:
             update=lambda: trace_update(self.builders.untraced.update, held.memory),
         )
 
+    def for_accumulation(self, microbatches: Any, announce: Callable[[int], None]) -> Accumulation:
+        """Return the program that adds the gradients of such batches, and place the state as a training step has it.
+
+        `announce` is called as in `for_training`.
+        """
+        process_group().step = self._held.step + 1  # for messages
+        key = self._key("accumulate", microbatches)
+        if key not in self.compiled:
+            announce(sum(of[:2] + of[-1:] == key[:2] + key[-1:] for of in self.compiled))
+            with self.clock.part("compilation"):
+                self.compiled[key] = self._accumulation(microbatches)
+        with self.clock.part("placement"):
+            self._held.place(self.compiled[key].places)
+        return self.compiled[key]
+
+    @without_ambient_mesh
+    def _accumulation(self, microbatches: Any) -> Accumulation:
+        held, specs = self._held, self.state_specs
+        policy = self._ready_to_compile("accumulate", microbatches)
+        builder = self.builders.for_training(held.memory, microbatches)
+        loop = Loop(num_microbatches=self.scheduling.num_microbatches, schedule=self.scheduling.schedule)
+        add, form = adding(builder, loop), self._form(microbatches, donate=True)
+        held.place(places := self._places_of_training(microbatches, policy))
+        summed = jax.eval_shape(builder.update.summand, shapes_of(held.memory.params))
+        terms = self.stage.trace(partial(terms_of, builder), builder.computed_shapes(held.memory), one_of(microbatches))
+        leaves, carried = jax.tree.leaves(held.memory.model_state), builder.writes.carried
+        sums = Sums(terms=zero_terms(terms), grads=summed, written={i: leaves[i] for i in carried}, params={})
+        of_sums = None if specs is None else Sums(terms=None, grads=specs.params, written=None, params=None)  # type: ignore[arg-type]
+        if form["in_shardings"] is not None:
+            of_state = None if specs is None else as_read(specs)
+            form["in_shardings"] = (of_state, form["in_shardings"][1], of_sums, None)
+        form |= {"out_shardings": of_sums and (of_sums, None), "donate_argnums": (2,)}
+        compiled = self._compile(add, (as_read(held.memory), microbatches, sums, np.int32(0)), policy, **form)
+        places_of_sums = None if self.scheduling.mesh is None else compiled.in_shardings[0][2].grads
+        return Accumulation(
+            compiled=compiled, places=places, carried=carried, terms=terms, zeros=zeros_on(summed, places_of_sums)
+        )
+
+    def _places_of_training(self, microbatches: Any, policy: CutPolicy) -> StatePlaces:
+        """Return the places of a training step's arguments; the step is not compiled for them."""
+        mesh, held = self.scheduling.mesh, self._held
+        if mesh is None:
+            return StatePlaces(None)
+        compiled = self.compiled.get(self._key("train", microbatches))
+        if compiled is None:
+            function, form = self.training_function(microbatches), self._form(microbatches, donate=True)
+            with self.stage.axis_rules():
+                step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, **form)
+                compiled = step.place(held.kept.described(held.memory), microbatches)
+        return StatePlaces(compiled.in_shardings)
+
+    @without_ambient_mesh
+    def for_update(self, pending: Pending) -> Any:
+        """Return the program that takes a step with sums: `(state, sums, calls) -> (state, metrics)`."""
+        held, mesh, specs = self._held, self.scheduling.mesh, self.state_specs
+        arguments = held.memory, pending.sums
+        leaves, tree = jax.tree.flatten(arguments)
+        types = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        key = "update", self.scheduling.schedule, (tree, types), trace_settings()
+        if key not in self.compiled:
+            with self.clock.part("compilation"):
+                policy = self._ready_to_compile("update", {"gradients": shapes_of(pending.sums.grads)})
+                finish = self.builders.untraced.finish
+                self.compiled[key] = self._compile(
+                    lambda state, sums, calls: finish(state, sums, self.scheduling.num_microbatches, calls),
+                    (*arguments, np.int32(1)),
+                    policy,
+                    donate_argnums=(0,) if mesh is None else (0, 1),  # JAX warns of sums that become no result
+                    in_shardings=None if mesh is None else (*jax.tree.map(lambda leaf: leaf.sharding, arguments), None),
+                    out_shardings=None if specs is None else (specs, None),
+                    everywhere=(False, True),
+                )
+        return self.compiled[key]
+
     def like_training(self, function: Callable[..., Any], microbatches: Any) -> Any:
         """Compile another function of a state and such batches, in the form of the training step; it is not kept.
 
@@ -205,7 +292,7 @@ class CompiledSteps:
             compared = {"the step": step, "the schedule": repr(scheduling.schedule)}
             remedy = "Make the same call with batches of the same shapes, and the same schedule, in every process."
             compare_hashes(process_group(), "what to compile", compared, remedy)
-        return self.assigner.policy(scheduling, training=kind == "train")
+        return self.assigner.policy(scheduling, training=kind in ("train", "accumulate"))
 
     def _key(self, kind: str, microbatches: Any) -> Any:
         return (kind, self.scheduling.schedule, signature(microbatches), trace_settings())

@@ -83,7 +83,8 @@ class StepsUnderWay:
         self._metrics.clear()
 
     def _look(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._how == "ignore":
+        is_part = self._how == "skip" and "skipped_step" not in metrics  # a batch of `accumulate`: its step may skip
+        if self._how == "ignore" or is_part:
             metrics["loss"].block_until_ready()
         elif self._how == "stop":
             loss = _number(metrics["loss"])

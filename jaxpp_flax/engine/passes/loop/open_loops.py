@@ -53,8 +53,8 @@ class _SomeStages(OnePass):
     def _check_ranks(self) -> None: ...
 
 
-def open_loops(graph: Graph, num_ranks: int) -> Graph:
-    """Return the step with a `Loop` for each `treduce`.
+def open_loops(graph: Graph, num_ranks: int, *, needs_loop: bool = True) -> Graph:
+    """Return the step with a `Loop` for each `treduce`; without `needs_loop` it may hold none.
 
     A call is opened, too, if one of its results needs fewer operands than another. A differentiated `jnp.where` returns
     its mask and its zeros, at full size, beside its value: opened, they are cheap work that a backward does itself; as
@@ -68,11 +68,12 @@ def open_loops(graph: Graph, num_ranks: int) -> Graph:
     """
     refuse_ordered_effects(graph)
     _refuse_futures(graph)
-    if not any(e.primitive is treduce_p for e in graph.equations):
+    if needs_loop and not any(e.primitive is treduce_p for e in graph.equations):
         raise ValueError(
             "the step given to mpmd_jit_with_loop holds no `treduce`: there is no loop over microbatches to pipeline. "
             "Wrap the work of one microbatch: `treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n))`; "
-            "for inference use `mpmd_jit`."
+            "for inference use `mpmd_jit`. A step without a loop, such as an optimizer's update, needs the ranks of "
+            "its arguments: pass `MpmdSharding`s as in_shardings."
         )
     equations = (_open(e, num_ranks) if e.primitive is treduce_p else e for e in graph.equations)
     return replace(graph, equations=tuple(equations))
