@@ -5,16 +5,29 @@ No host and no device holds more of the array than its part at the source and at
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import Sharding
 
+from jaxpp_flax._compat import is_described
 from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.placing import to_memory
 from jaxpp_flax.engine.runtime.transport.base import Tag
 from jaxpp_flax.engine.runtime.transport.connection import Connection
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, Route, plan
 
-__all__ = ["relayout", "relayout_across"]
+__all__ = ["is_attached", "relayout", "relayout_across"]
+
+
+def is_attached(device: Any) -> bool:
+    """Return whether a device belongs to a process of this job; a described one does not.
+
+    Example:
+      >>> is_attached(jax.devices()[0])
+      True
+    """
+    return not is_described(device) and device in jax.devices(device.platform)
 
 
 def relayout(array: jax.Array, target: Sharding) -> jax.Array:

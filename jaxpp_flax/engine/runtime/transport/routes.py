@@ -133,9 +133,9 @@ class Route:
         On devices of the CPU this waits.
         """
         devices = [*self._devices[0], *(hop.source for hop in self.local)]
-        if 0 in self.leaves[0].shape or any(device.platform != "cpu" for device in devices):
-            return self._assemble([array], arrived, lambda: None)[0]
-        return self._written(array, arrived)
+        if _share_memory(devices) and 0 not in self.leaves[0].shape:
+            return self._written(array, arrived)
+        return self._assemble([array], arrived, lambda: None)[0]
 
     def _written(self, array: Any, arrived: Sequence[tuple[_Hop, jax.Array]]) -> Any:
         """Write each shard of the one array at its target, on devices of the CPU, in one pass."""
@@ -244,6 +244,10 @@ def _taken(array: jax.Array, hop: _Hop, count: Callable[[], None]) -> jax.Array:
         return value
     count()
     return cut(value, hop.cut)
+
+
+def _share_memory(devices: Sequence[Device]) -> bool:
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _shard_on(array: jax.Array, device: Device) -> jax.Array:
