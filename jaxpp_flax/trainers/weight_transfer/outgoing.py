@@ -64,7 +64,8 @@ def tensors_of(leaves: Mapping[str, Outgoing], map: NameMap) -> tuple[dict[str, 
     Example:
       >>> import jax.numpy as jnp
       >>> leaves = {"q/kernel": jnp.arange(6).reshape(2, 3)}
-      >>> tensors, _ = tensors_of(outgoing_leaves(leaves, leaves), NameMap((Rule("*/kernel", "*.weight", transpose=(1, 0)),)))
+      >>> map = NameMap((Rule("*/kernel", "*.weight", transpose=(1, 0)),))
+      >>> tensors, _ = tensors_of(outgoing_leaves(leaves, leaves), map)
       >>> tensors["q.weight"].shape, tensors["q.weight"].make().tolist()
       ((3, 2), [[0, 3], [1, 4], [2, 5]])
     """
