@@ -142,7 +142,7 @@ def on_every_process(array: MpmdArray) -> jax.Array:
       [0, 1, 2]
     """
     mesh = array.sharding.mpmd_mesh
-    first = {device.process_index: device for device in reversed(mesh.jax_mesh.devices.flat)}
+    first = {device.process_index: device for device in [*mesh.jax_mesh.devices.flat][::-1]}
     whole = NamedSharding(Mesh([*first.values()], ("process",)), PartitionSpec())
     return mpmd_to_spmd_reshard(mesh, array, whole, donate=False).addressable_shards[0].data
 
