@@ -64,8 +64,8 @@ def relayout_across(
 def _planned(array: jax.Array, target: Sharding) -> tuple[jax.Array, Route]:
     if named_memory(array.sharding) is not None:
         (array,) = to_memory([array], [array.sharding.with_memory_kind("device")])
-    there = target if named_memory(target) is None else target.with_memory_kind("device")
-    leaf = Leaf(array.shape, array.dtype, array.sharding, there)
+    on_devices = target if named_memory(target) is None else target.with_memory_kind("device")
+    leaf = Leaf(array.shape, array.dtype, array.sharding, on_devices)
     return array, plan((leaf,), jax.process_index())
 
 
