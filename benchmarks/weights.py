@@ -1,10 +1,11 @@
 """What a transfer of weights to a sampler costs beside a plain copy of the same bytes in memory, in one process.
 
 A model of dense layers lies on stages, one device each. `trainer.sync_weights` moves it into a plain model on a mesh of
-data 2 x tensor 2, on the same devices and on others. The copy beside it writes each shard of the sampler once, with
-NumPy, into new memory. Each row has the bytes that the sampler holds, those that cross devices, the most that
-is live above the sampler while the weights move (in bytes of the largest leaf at the target), and the transfer's rate
-over that of the copy, by CPU seconds and by the clock: medians, in turn.
+data 2 x tensor 2, on the same devices and on others, each kernel cut in two parts by rows (one piece of memory) or by
+columns (a piece for each row). The copy beside it writes each shard of the sampler once, from one piece of memory, with
+NumPy. Each row has the bytes that the sampler holds, those that cross devices, the most that is live above the sampler
+while the weights move (in bytes of the largest leaf at the target), and the transfer's rate over that of the copy, by
+CPU seconds and by the clock: medians, in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 STAGES = 4
+PLACES = {"the same devices": 0, "other devices": STAGES}
 
 
 def main() -> None:
@@ -31,7 +33,8 @@ def main() -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2 * STAGES)
-    rows = [measure(arguments, name, first) for name, first in (("the same devices", 0), ("other devices", STAGES))]
+    layouts = [(name, first, cut) for cut in ("rows", "columns") for name, first in PLACES.items()]
+    rows = [measure(arguments, *layout) for layout in layouts]
     for row in rows:
         print(", ".join(f"{name}: {value}" for name, value in row.items()))
     result = {"benchmark": "weights", "rows": rows}
@@ -41,7 +44,7 @@ def main() -> None:
             json.dump(result, file, indent=1)
 
 
-def measure(arguments: argparse.Namespace, name: str, first: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, name: str, first: int, cut: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -63,7 +66,8 @@ def measure(arguments: argparse.Namespace, name: str, first: int) -> dict[str, A
         make, optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2), num_stages=STAGES, num_microbatches=STAGES,
         logging=False, mesh=Mesh(devices[:STAGES], ("stage",)),
     )  # fmt: skip
-    sharding = NamedSharding(Mesh(devices[first : first + 4].reshape(2, 2), ("data", "tensor")), P(None, "tensor"))
+    spec = P("tensor") if cut == "rows" else P(None, "tensor")
+    sharding = NamedSharding(Mesh(devices[first : first + 4].reshape(2, 2), ("data", "tensor")), spec)
     sampler = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), nnx.state(sampler))
     nnx.update(sampler, state)
@@ -106,6 +110,7 @@ def measure(arguments: argparse.Namespace, name: str, first: int) -> dict[str, A
     ]
     return {
         "sampler on": name,
+        "kernels cut in": cut,
         "MiB held": round(held / 2**20, 1),
         "MiB across devices": round(sum(crossed) / 2**20, 1),
         "peak above the sampler, in leaves": round((max(peaks) - before) / largest, 2),
