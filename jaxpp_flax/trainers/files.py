@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
+import numpy as np
+
+from jaxpp_flax.checkpoint.format.paths import PathFilter, flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.layers.lora import find_adapters
 from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
-from jaxpp_flax.pretrained.exporting import SHARD_BYTES
+from jaxpp_flax.pretrained.exporting import SHARD_BYTES, Leaf, written_parts
 from jaxpp_flax.pretrained.loading import plan_load
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.state.inference_weights import average_of
-from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
+from jaxpp_flax.trainers.state.merged_adapters import MergedKernel, merge_leaves
 from jaxpp_flax.trainers.state.sources import Files
 from jaxpp_flax.trainers.state.train_state import leaves_of_model, model_part, own_path
 from jaxpp_flax.trainers.weights import WeightCalls
@@ -173,16 +174,12 @@ class FileCalls(WeightCalls):
             self._tell_weights()
         leaves = leaves_of_model(self.held.with_weights(average_of if ema else self.inference.params))
         if merge_adapters:
-            leaves = self._merged(leaves, only)
+            leaves = merge_leaves(leaves, self._adapters_to_merge(leaves, only), self.mesh)
+        leaves = {path: _as_parts(leaf) if isinstance(leaf, MergedKernel) else leaf for path, leaf in leaves.items()}
         return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
 
-    def _merged(self, leaves: dict[str, Any], only: PathFilter | None) -> dict[str, Any]:
-        """Return the leaves of the plain model; all leaves, if there is no adapter or adapters alone are wanted."""
-        try:
-            adapters = find_adapters(self.abstract_model)
-        except ValueError as error:
-            raise ValueError(f"{error} To write the adapters as they are, pass merge_adapters=False.") from error
-        factors = {path for adapter in adapters for path in adapter.factors}
-        if factors.issuperset(filter(choose(only), leaves)):
-            return leaves
-        return merge_leaves(leaves, adapters, self.mesh)
+
+def _as_parts(kernel: MergedKernel) -> Leaf:
+    """Return a kernel that is merged when it is written."""
+    parts = lambda: ((index, np.asarray(part)) for index, part in written_parts(kernel.make()))  # noqa: E731
+    return Leaf(kernel.shape, kernel.dtype, parts)

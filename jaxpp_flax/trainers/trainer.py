@@ -29,11 +29,12 @@ from jaxpp_flax.trainers.options.planned import Planned, take_plan
 from jaxpp_flax.trainers.stages.assignment import AssignmentLike
 from jaxpp_flax.trainers.trackers import CompositeTracker, Tracker
 from jaxpp_flax.trainers.trackers.guarded import GuardedTracker
+from jaxpp_flax.trainers.weight_transfer.transfer import TransferCalls
 
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer(AccumulationCalls, GenerationCalls, FileCalls):
+class PipelineTrainer(AccumulationCalls, GenerationCalls, TransferCalls, FileCalls):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary model with marked layers (`PipelineStage`, `@pipeline_stage`). The trainer copies the model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -11,10 +11,11 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.layers.lora import Adapter, find_adapters
 from jaxpp_flax.messages import amount, listed
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import ModelError
@@ -119,6 +120,15 @@ class WeightCalls(TrainerObjects):
         """Return the part of the state that inference reads, with the weights of `Inference(params=)`."""
         self._tell_weights()
         return self.held.with_weights(self.inference.params).for_inference()
+
+    def _adapters_to_merge(self, paths: Collection[str], only: PathFilter | None) -> list[Adapter]:
+        """Return the adapters that a plain model has merged; none if adapters alone are wanted of the leaves."""
+        try:
+            adapters = find_adapters(self.abstract_model)
+        except ValueError as error:
+            raise ValueError(f"{error} To take the adapters as they are, pass merge_adapters=False.") from error
+        factors = {path for adapter in adapters for path in adapter.factors}
+        return [] if factors.issuperset(filter(choose(only), paths)) else adapters
 
     def _tell_weights(self) -> None:
         """Say once which weights inference and export use, if there are others."""

@@ -160,3 +160,11 @@ def test_differences_are_those_that_the_page_tells(tmp_path: Path):
     assert all(of < 1e-4 for (model, *_), of in apart.items() if model in ("LayerNorm", "top 1 of 8 experts"))
     assert apart[key_biases, "sgd", 4] < 1e-4 < apart[key_biases, "adam", 4] < 0.3 < apart["BatchNorm", "sgd", 4]
     assert apart["BatchNorm", "sgd", 1] < 1e-6
+
+
+@pytest.mark.slow
+def test_weights_cross_devices_once(tmp_path: Path):
+    flags = ("--width", "16", "--layers", "4", "--repeats", "1", "--json", str(tmp_path / "rows.json"))
+    run_python(str(ROOT / "benchmarks" / "weights.py"), *flags, XLA_FLAGS=None)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["peak above the sampler, in leaves"] for row in rows] == [1.0] * 4

@@ -16,15 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import place, to_memory
+from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.arrays.replicas import ranks_text
+from jaxpp_flax.engine.runtime.relayout import relayout, relayout_across
 from jaxpp_flax.engine.runtime.transport.base import Tag
-from jaxpp_flax.engine.runtime.transport.connection import Connection, DistributedProgram, process_connection
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection
 from jaxpp_flax.processes import errors_naming_failed_process
 
 __all__ = ["Wanted", "bring", "check_parts", "mpmd_to_spmd_reshard", "on_every_process", "spmd_to_mpmd_reshard"]
@@ -142,7 +142,8 @@ def on_every_process(array: MpmdArray) -> jax.Array:
       [0, 1, 2]
     """
     mesh = array.sharding.mpmd_mesh
-    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    first = {device.process_index: device for device in [*mesh.jax_mesh.devices.flat][::-1]}
+    whole = NamedSharding(Mesh([*first.values()], ("process",)), PartitionSpec())
     return mpmd_to_spmd_reshard(mesh, array, whole, donate=False).addressable_shards[0].data
 
 
@@ -197,19 +198,26 @@ def _run(
     results: list[list[jax.Array | None]] = []
     last_use = {id(leaf): index for index, leaf in enumerate(leaves)}
     for index, leaf in enumerate(leaves):
-        if several and _is_shared(leaf):
-            copies = _to_processes(call, index, paths[index], leaf, places[index])
-        else:
-            # In one process any replica will do: all are equal.
-            source = jnp.asarray(leaf) if isinstance(leaf, MpmdArray) else leaf
-            copies = [place(source, to, may_alias=False) if to.addressable_devices else None for to in places[index]]
-        results.append(copies)
-        # Until this leaf is moved, its source's memory is not free for the next one.
         with errors_naming_failed_process():
+            if several and _is_shared(leaf):
+                copies = _to_processes(call, index, paths[index], leaf, places[index])
+            else:
+                copies = [_placed(leaf, to) if to.addressable_devices else None for to in places[index]]
+            # Until this leaf is moved, its source's memory is not free for the next one.
             jax.block_until_ready(copies)
+        results.append(copies)
         if donate and last_use[id(leaf)] == index and isinstance(leaf, (jax.Array, MpmdArray)):
             leaf.delete()
     return results
+
+
+def _placed(leaf: Any, target: Sharding) -> jax.Array:
+    """Copy a leaf of this process to a place."""
+    if not isinstance(leaf, MpmdArray):
+        return place(leaf, target, may_alias=False)
+    if target.is_fully_addressable:
+        return relayout(leaf.as_jax_array(), target)
+    return place(jnp.asarray(leaf), target, may_alias=False)  # any replica will do: all are equal
 
 
 def _check_fits(path: str, shape: tuple[int, ...], shardings: Sequence[Sharding]) -> None:
@@ -238,7 +246,7 @@ def _to_processes(call: str, number: int, path: str, leaf: Any, places: Sequence
     connection = process_connection()
     step = connection.group.step or 0
     return [
-        _moved(array, to, connection, Tag(call, step, number, call=position, what=f"leaf {path} of {call}"))
+        relayout_across(array, to, connection, Tag(call, step, number, call=position, what=f"leaf {path} of {call}"))
         for position, to in enumerate(places)
     ]
 
@@ -287,27 +295,12 @@ def bring(
         if own is None:
             what = f"rank {rank}: argument{wanted.name} of the step, which rank {ranks_text(leaf.mpmd_idxs)} has"
             tag = distributed.tag(0, call, what, part=f"/argument-{argument}-to-{rank}")
-            part = _moved(leaf.as_jax_array(), target, distributed.connection, tag)
+            part = relayout_across(leaf.as_jax_array(), target, distributed.connection, tag, waits=False)
         else:
             part = leaf._partially_addressable_arrays.get(own)  # pyright: ignore[reportPrivateUsage]
         if part is not None and rank in wanted.mesh.local_ranks:
             replicas[rank] = part
     return replicas
-
-
-def _moved(array: jax.Array, target: Sharding, connection: Connection, tag: Tag) -> jax.Array | None:
-    """Return a copy of an array with another sharding; None if the sharding has no device of this process.
-
-    Every process calls this at the same point, also one that has no part of the array. Connections to new peers are
-    opened on the way. The values travel in device memory.
-    """
-    if named_memory(array.sharding) is not None:
-        (array,) = to_memory([array], [_in_own_memory(array.sharding)])
-    leaf = Leaf(array.shape, array.dtype, array.sharding, _in_own_memory(target))
-    route = plan((leaf,), jax.process_index())
-    connection.connect(route.own_parcels())
-    (copy,) = route.move(connection, [array], [True], tag)
-    return copy if copy is None or named_memory(target) is None else to_memory([copy], [target])[0]
 
 
 def _in_own_memory(sharding: Sharding) -> Sharding:

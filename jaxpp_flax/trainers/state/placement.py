@@ -23,7 +23,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState, parameter_of
 
-__all__ = ["Ranks", "check_fits", "on_parts", "put_on_ranks", "to_ordinary"]
+__all__ = ["Ranks", "check_fits", "on_parts", "on_shards", "put_on_ranks", "to_ordinary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,37 @@ def on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> Mpm
     result = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
     return MpmdArray(parts, leaf.sharding, shape=result.shape, dtype=result.dtype)
+
+
+def on_shards(
+    leaf: Any,
+    function: Callable[[jax.Array, tuple[slice, ...]], jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+    spec: PartitionSpec | None = None,
+) -> Any:
+    """Apply a function to the part of a leaf on each device of this process; no device communicates.
+
+    Args:
+      leaf: an array on ranks, or on one device.
+      function: makes a part of the result, of a part of the leaf and its index.
+      shape, dtype: of the whole result.
+      spec: the partition of the result on a rank; None: that of the leaf.
+
+    Example:
+      >>> on_shards(jnp.arange(3), lambda part, index: part + index[0].start, (3,), jnp.int32).tolist()
+      [0, 1, 2]
+    """
+    if not isinstance(leaf, MpmdArray):
+        return function(leaf, tuple(slice(0, size) for size in leaf.shape))
+    old = leaf.sharding
+    sharding = old if spec is None else MpmdSharding(old.mpmd_mesh, old.ranks, spec, old.memory_kind)
+    parts: dict[int, jax.Array] = {}
+    for rank, part in leaf._partially_addressable_arrays.items():  # pyright: ignore[reportPrivateUsage]
+        shards = [function(shard.data, shard.index) for shard in part.addressable_shards]
+        local = sharding.local_sharding(rank)
+        parts[rank] = jax.make_array_from_single_device_arrays(shape, local, shards, dtype=dtype)
+    return MpmdArray(parts, sharding, shape=shape, dtype=dtype)
 
 
 def to_ordinary(tree: Any) -> Any:

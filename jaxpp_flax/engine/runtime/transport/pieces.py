@@ -6,19 +6,24 @@ a grid too, and a shard is put together from them axis by axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax import lax
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 
-__all__ = ["Region", "cut", "join", "overlap", "region", "relative", "size_of"]
+__all__ = ["Region", "cut", "join", "join_on_host", "overlap", "region", "relative", "size_of", "view_on_host"]
 
 # The start and the stop of a part along each dimension.
 Region: TypeAlias = tuple[tuple[int, int], ...]
+
+# In bytes: JAX takes an aligned array of NumPy as it is, without a copy.
+_ALIGNMENT = 64
 
 
 def region(index: Sequence[slice], shape: Sequence[int]) -> Region:
@@ -69,6 +74,42 @@ def join(pieces: Sequence[tuple[Region, jax.Array]]) -> jax.Array:
     """Join arrays of one device, which are the regions of a grid in any order, to one array."""
     with context_mesh(None):
         return _joiner(tuple(part for part, _ in pieces))(*[array for _, array in pieces])
+
+
+# Devices of the CPU share the host's memory: there, cut, copy and join are one pass over the values.
+
+
+def view_on_host(array: jax.Array, part: Region | None) -> np.ndarray:
+    """Return a region of an array on one device of the CPU, in the array's own memory; None: all of it. This waits.
+
+    JAX cannot donate the array's memory while the view lives.
+    """
+    # NumPy values are cached in the array that they come from: in this new one, which ends here.
+    own = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+    return np.asarray(own)[_slices(part or ())]
+
+
+def join_on_host(pieces: Sequence[tuple[Region, np.ndarray]], whole: Region, device: Any) -> jax.Array:
+    """Write the regions that `whole` consists of into new memory of a device of the CPU.
+
+    Example:
+      >>> halves = [(((0, 2),), np.arange(2)), (((2, 4),), np.arange(2, 4))]
+      >>> join_on_host(halves, ((0, 4),), jax.devices()[0]).tolist()
+      [0, 1, 2, 3]
+    """
+    first = pieces[0][1]
+    shape = (*size_of(whole), *first.shape[len(whole) :])
+    size = math.prod(shape) * first.dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    joined = memory[begin : begin + size].view(first.dtype).reshape(shape)
+    for part, values in pieces:
+        joined[_slices(relative(part, whole))] = values
+    return jax.device_put(joined, device)
+
+
+def _slices(part: Region) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in part)
 
 
 @cache

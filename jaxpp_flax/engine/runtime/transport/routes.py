@@ -21,7 +21,17 @@ from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import key_impl, place
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.connection import Connection
-from jaxpp_flax.engine.runtime.transport.pieces import Region, cut, join, overlap, region, relative, size_of
+from jaxpp_flax.engine.runtime.transport.pieces import (
+    Region,
+    cut,
+    join,
+    join_on_host,
+    overlap,
+    region,
+    relative,
+    size_of,
+    view_on_host,
+)
 
 __all__ = ["Leaf", "Route", "plan"]
 
@@ -100,6 +110,13 @@ class Route:
           The arrays at the target; None for those without parts in this process.
         """
         count = connection.window.before_task
+        return self._assemble(arrays, self.exchange(connection, arrays, private, tag), count)
+
+    def exchange(
+        self, connection: Connection, arrays: Sequence[Any], private: Sequence[bool], tag: Tag
+    ) -> list[tuple[_Hop, jax.Array]]:
+        """Send what others need of the arrays, as in `move`, and return what this process receives."""
+        count = connection.window.before_task
         arrived: list[tuple[_Hop, jax.Array]] = []
         for parcel, hops in self.walked(connection.transport.needs_global_order):
             if parcel.source == self.process:
@@ -108,7 +125,33 @@ class Route:
                 arrived += zip(hops, connection.recv(parcel, tag), strict=True)
             else:
                 connection.transport.pass_by(parcel, tag)
-        return self._assemble(arrays, arrived, count)
+        return arrived
+
+    def copied(self, array: Any, arrived: Sequence[tuple[_Hop, jax.Array]] = ()) -> Any:
+        """Return the one array of the transfer at its target, in memory of its own; None without parts here.
+
+        On devices of the CPU this waits.
+        """
+        devices = [*self._devices[0], *(hop.source for hop in self.local)]
+        if _share_memory(devices) and 0 not in self.leaves[0].shape:
+            return self._written(array, arrived)
+        return self._assemble([array], arrived, lambda: None)[0]
+
+    def _written(self, array: Any, arrived: Sequence[tuple[_Hop, jax.Array]]) -> Any:
+        """Write each shard of the one array at its target, on devices of the CPU, in one pass."""
+        (leaf,), (devices,) = self.leaves, self._devices
+        if not devices:
+            return None
+        views: dict[Device, list[tuple[Region, Any]]] = {device: [] for device in devices}
+        came = [(hop, view_on_host(value, None)) for hop, value in arrived]
+        came += [(hop, view_on_host(_to_wire(_shard_on(array, hop.source)), hop.cut)) for hop in self.local]
+        for hop, view in came:
+            for device in hop.targets:
+                views[device].append((hop.piece, view))
+        index_of = leaf.target.devices_indices_map(leaf.shape)
+        wholes = {device: region(index_of[device], leaf.shape) for device in devices}
+        shards = [_from_wire(join_on_host(views[device], wholes[device], device), leaf.dtype) for device in devices]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shards, dtype=leaf.dtype)
 
     def _pack(
         self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], private: Sequence[bool], count: Callable[[], None]
@@ -201,6 +244,10 @@ def _taken(array: jax.Array, hop: _Hop, count: Callable[[], None]) -> jax.Array:
         return value
     count()
     return cut(value, hop.cut)
+
+
+def _share_memory(devices: Sequence[Device]) -> bool:
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _shard_on(array: jax.Array, device: Device) -> jax.Array:
