@@ -25,6 +25,8 @@ def mix(query: Any, key: Any, value: Any, mask: Any) -> Any:
 
 
 class AttentionBlock(nnx.Module):
+    """Its cache counts its slots, in each sequence, and passes through the mark of the block."""
+
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.qkv, self.out = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -33,8 +35,10 @@ class AttentionBlock(nnx.Module):
     def __call__(self, x: Any, mask: Any, slot: Any, cache: Any) -> tuple[Any, Any]:
         query, key, value = jnp.split(self.qkv(self.norm(x)), 3, axis=-1)
         if cache is not None:
-            new = zip(cache, (key, value), strict=True)
-            key, value = cache = tuple(jax.lax.dynamic_update_slice_in_dim(old, one, slot, axis=1) for old, one in new)
+            *kept, count = cache
+            new = zip(kept, (key, value), strict=True)
+            key, value = (jax.lax.dynamic_update_slice_in_dim(old, one, count[0], axis=1) for old, one in new)
+            cache = (key, value, count + x.shape[1])
         return x + self.dropout(self.out(mix(query, key, value, mask))), cache
 
 
@@ -100,7 +104,7 @@ class Stack(nnx.Module):
 def init_keys(model: Any, rows: int, length: int) -> Any:
     if length > POSITIONS:
         raise ValueError(f"there are {POSITIONS} positions")
-    return [tuple(jnp.zeros((2, rows, length, WIDTH))) for _ in model.blocks]
+    return [(*jnp.zeros((2, rows, length, WIDTH)), jnp.zeros(rows, jnp.int32)) for _ in model.blocks]
 
 
 def init_states(model: Any, rows: int, length: int) -> Any:

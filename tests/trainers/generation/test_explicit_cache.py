@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import ExplicitCache, Generated, MeshOptions
+from jaxpp_flax.trainers import ExplicitCache, Generated, MeshOptions, ModelError
 from tests.helpers import slow
 from tests.trainers.generation import explicit_models as e
 from tests.trainers.generation import models as m
@@ -79,3 +79,88 @@ def test_ragged_prompts_and_their_samples_are_those_of_a_loop_without_a_cache(ki
     check(trainer, cache, m.PROMPTS, NEW)
     found = check(trainer, cache, m.PROMPTS, NEW, logprobs="processed", **SAMPLED)
     assert {len(row) == NEW for row in found} == {True, False}, "some samples end early"
+
+
+WITHOUT_PADDING = {
+    "one token in a call": ExplicitCache(init_cache=e.init_states, apply=e.apply, tokens_per_call=1),
+    "no padding": ExplicitCache(init_cache=e.init_states, apply=e.apply, takes_padding=False),
+}
+
+
+@pytest.mark.parametrize("of", [slow(name) for name in WITHOUT_PADDING])
+def test_a_cache_that_takes_no_padding_is_prefilled_up_to_the_shortest_prompt(of: str):
+    check(MODELS["recurrent"][0](1), WITHOUT_PADDING[of], m.PROMPTS, NEW)
+
+
+def test_prompts_are_padded_to_few_lengths_and_go_through_once():
+    trainer, seen = MODELS["recurrent"][0](1), list[tuple[int, ...]]()
+
+    def counted(model: Any, inputs: Any, cache: Any) -> Any:
+        seen.append(inputs.tokens.shape)
+        return e.apply(model, inputs, cache)
+
+    cache = ExplicitCache(init_cache=e.init_states, apply=counted)
+    options = {"max_new_tokens": 3, "cache": cache, "groups": 1, "temperature": 1.0, "num_samples": 2}
+    trainer.generate([[1, 2, 3], [4, 5, 6, 7]], **options)
+    assert set(seen) == {(2, 4), (4, 1)}, "two prompts at once, then a token of each of four samples"
+    traced = len(seen)
+    trainer.generate([[1, 2, 3, 4], [4, 5, 6]], **options)
+    assert len(seen) == traced, "these lengths have the same programs"
+
+
+def with_apply(**changed: Any) -> ExplicitCache:
+    return ExplicitCache(**{"init_cache": e.init_states, "apply": e.apply, **changed})
+
+
+def half(model: Any, rows: int, length: int) -> Any:
+    return [jnp.zeros((4, e.WIDTH)) for _ in model.blocks]
+
+
+REFUSED = [
+    ({"cache": e.KEYS, "max_new_tokens": 40}, ModelError, "ExplicitCache.init_cache refuses sequences of 43 tokens"),
+    (
+        {"cache": with_apply(init_cache=half)},
+        ModelError,
+        "the cache leaf 0, float32[4, 8], has no dimension",
+    ),
+    ({"cache": with_apply(init_cache=lambda *_: [])}, ModelError, "init_cache returns no array"),
+    ({"cache": with_apply(apply=lambda model, x, cache: e.apply(model, x, cache)[0])}, ModelError, "(logits, cache)"),
+    (
+        {"cache": with_apply(apply=lambda model, x, cache: (e.apply(model, x, cache)[0], cache))},
+        ModelError,
+        "ExplicitCache.apply must return the new cache",
+    ),
+    (
+        {"cache": with_apply(apply=lambda model, x, cache: (e.apply(model, x, cache)[0], cache[:1]))},
+        ModelError,
+        "Return a cache of the same structure",
+    ),
+    ({"cache": e.apply}, TypeError, "it must be an ExplicitCache(init_cache=, apply=)"),
+    ({"cache": e.STATE, "cache_dtype": "bfloat16"}, ValueError, "cache_dtype='bfloat16': an explicit cache has"),
+    (
+        {"cache": WITHOUT_PADDING["one token in a call"], "prefill": 4},
+        ValueError,
+        "prefill=4: the model's cache takes",
+    ),
+    (
+        {"cache": e.STATE, "cache_length": 4},
+        ValueError,
+        "cache_length=4: the longest prompt, 4 tokens, with",
+    ),
+    ({"cache": e.STATE, "num_samples": 2}, ValueError, "num_samples=2 and temperature=0.0"),
+    ({"cache": e.STATE, "num_samples": 0}, ValueError, "num_samples=0"),
+    ({"cache": e.STATE, "logprobs": 5}, ValueError, "logprobs=5"),
+]
+
+
+def test_what_cannot_work_is_refused_before_anything_runs():
+    trainer = MODELS["recurrent"][0](1)
+    attends = MODELS["attention"][0](1)
+    for changed, kind, text in REFUSED:
+        of = attends if changed["cache"] is e.KEYS else trainer
+        with pytest.raises(kind) as caught:
+            of.generate(**{"prompts": [[1, 2, 3, 4]], "max_new_tokens": 2, **changed})
+        assert text in str(caught.value)
+    assert not trainer.steps.compiled
+    with pytest.raises(TypeError, match="ExplicitCache\\(apply=3\\): it must be a function"):
+        with_apply(apply=3)

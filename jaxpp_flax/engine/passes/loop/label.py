@@ -81,6 +81,9 @@ def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
             if equation in cheap and available.issuperset(values(equation.inputs)):
                 free.add(equation)
                 available.update(equation.outputs)
+            elif equation.primitive is marker_p:  # it changes no value, and disappears
+                passed = zip(equation.inputs, equation.outputs, strict=True)
+                available.update(out for value, out in passed if value in available)
         kept = {j for j in counters if not isinstance(body.next_carry[j], Value) or body.next_carry[j] in available}
         if kept == counters:
             return frozenset(free), frozenset(counters)
