@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Tracker,
         TrainState,
         WholeBatchLoss,
+        group_by_length,
     )
 
     __version__: str
@@ -43,6 +44,7 @@ __all__ = [
     "TrainState",
     "WholeBatchLoss",
     "Microbatches",
+    "group_by_length",
     "Checkpoints",
     "Callback",
     "Tracker",
@@ -110,6 +112,7 @@ _HOME = {
     "Tracker": "trainers",
     "TrainState": "trainers",
     "WholeBatchLoss": "trainers",
+    "group_by_length": "trainers",
 }
 
 # After `import jaxpp_flax` alone, its packages and modules are attributes too.
