@@ -9,7 +9,6 @@ from jaxpp_flax.trainers.callbacks import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
 from jaxpp_flax.trainers.callbacks.sigterm import KILLED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.trainers.data.microbatches import Microbatches
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,
@@ -72,7 +71,6 @@ __all__ = [
     "Memory",
     "MeshError",
     "MeshOptions",
-    "Microbatches",
     "MicrobatchLossWarning",
     "MicrobatchStateWarning",
     "ModelError",
