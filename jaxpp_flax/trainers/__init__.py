@@ -10,7 +10,6 @@ from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
 from jaxpp_flax.trainers.callbacks.sigterm import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.data.lengths.group_by_length import LengthGroups, group_by_length
-from jaxpp_flax.trainers.data.microbatches import Microbatches
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,
@@ -74,7 +73,6 @@ __all__ = [
     "Memory",
     "MeshError",
     "MeshOptions",
-    "Microbatches",
     "MicrobatchLossWarning",
     "MicrobatchStateWarning",
     "ModelError",
