@@ -101,9 +101,8 @@ class Source:
 
     def note(self, batch: Any) -> int | None:
         """Note a batch that the iterator has given; return its number of examples."""
-        leaves = jax.tree.leaves(batch)
-        self.at = self.at.after(leaves, hashes=self._hashes)
-        return examples_in(leaves)
+        self.at = self.at.after(batch, hashes=self._hashes)
+        return examples_in(batch)
 
     def begin_pass(self) -> None:
         """Begin the next pass; data that has `set_epoch`, such as Hugging Face's, is told its number."""
