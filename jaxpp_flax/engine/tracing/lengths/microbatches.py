@@ -20,8 +20,8 @@ class Microbatches(Sequence[Any]):
     stacked arrays. It is a pytree itself. A stage is compiled once for each distinct shape: pad to a few lengths.
 
     Args:
-      items: the microbatches: pytrees of one structure, whose leaves have the same dtypes and numbers of dimensions. For
-        the trainer, the first axis of each leaf counts the examples of the microbatch, as in any batch.
+      items: the microbatches: pytrees of one structure, whose leaves have the same dtypes and numbers of dimensions.
+        For the trainer, the first axis of each leaf counts the examples of the microbatch, as in any batch.
 
     Raises:
       ValueError: if there is no microbatch, or two differ in more than their sizes.
