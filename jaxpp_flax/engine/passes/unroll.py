@@ -107,7 +107,7 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
     edges = [values(task.graph.outputs) for task in tasks]
     left = dict.fromkeys(states, loop.body.length)  # the updates of each accumulator that are still to come
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
-    own_leaves = _leaves_read(loop)
+    own_leaves = loop.leaves_read()
     for edge in (edge for own in own_leaves for edge in own):
         whole.pop(edge, None)
     instances = [
@@ -132,18 +132,6 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
                 value = own[edge] = last_carry[edge] if is_last else Value(edge.aval)
             outputs.append(value)
         yield TaskStep(before_these + number, tuple(inputs), tuple(outputs), microbatch)
-
-
-def _leaves_read(loop: LoweredLoop) -> list[dict[Value, Atom]]:
-    """Return what each microbatch has in place of the leaves that the tasks of its shape read.
-
-    Without several shapes there is nothing: tasks slice their microbatch themselves.
-    """
-    if not loop.pattern:
-        return [{} for _ in range(loop.body.length)]
-    count, operands, constants = loop.num_leaves, loop.partition.operands, loop.constants
-    begins = range(loop.first_leaf, loop.first_leaf + count * loop.body.length, count)
-    return [dict(zip(operands[b : b + count], constants[b : b + count], strict=True)) for b in begins]
 
 
 def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from jaxpp_flax.schedules import Schedule
 
 __all__ = [
-    "Add", "AddOp", "Concat", "Last", "LastOp", "Max", "MaxOp", "Op", "state_type", "treduce", "treduce_i", "treduce_p",
+    "Add", "AddOp", "Concat", "Last", "LastOp", "Max", "MaxOp", "Op", "state_type", "treduce", "treduce_i",
+    "treduce_items", "treduce_p",
 ]  # fmt: skip
 
 
@@ -340,9 +341,8 @@ def treduce(
             raise ValueError(
                 f"treduce got axis={axis} and Microbatches, which have no axis of microbatches: leave it out."
             )
-        entries = Entries.of(xs)
-        body = lambda leaves, *given: fun(*given[:-1], entries.microbatch(leaves, given[-1]))  # noqa: E731
-        return _reduce(body, entries.length, schedule, operation, init, entries)
+        carry = {} if init is _NO_CARRY else {"init": init}
+        return treduce_items(lambda *given: fun(*given[:-2], given[-1]), xs, schedule, operation, **carry)
     length = _common_size(xs, axis)
     xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
 
@@ -352,6 +352,26 @@ def treduce(
     if init is _NO_CARRY:
         return treduce_i(lambda i: fun(microbatch(i)), length, schedule, operation)
     return treduce_i(lambda carry, i: fun(carry, microbatch(i)), length, schedule, operation, init=init)
+
+
+def treduce_items(
+    fun: Callable[..., Any],
+    batch: Microbatches | StackedMicrobatches,
+    schedule: Schedule | None = None,
+    operation: Any = _DEFAULT_OPERATION,
+    *,
+    init: Any = _NO_CARRY,
+) -> Any:
+    """Reduce `fun(i, x_i)` over the microbatches `x_i` of a batch; with `init`, `fun(carry, i, x_i)`. See `treduce`.
+
+    Example:
+      >>> batch = Microbatches([jnp.ones(2), jnp.ones(3)])
+      >>> print(treduce_items(lambda i, x: i + x.sum(), batch, operation=Add))
+      6.0
+    """
+    entries = Entries.of(batch)
+    body = lambda leaves, *given: fun(*given, entries.microbatch(leaves, given[-1]))  # noqa: E731
+    return _reduce(body, entries.length, schedule, operation, init, entries)
 
 
 def _common_size(xs: Any, axis: int) -> int:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxpp_flax.engine.passes.loop.hoist_constants import equation_key
-from jaxpp_flax.engine.passes.loop.loop import Accumulator, CutLoop, Loop, Partition, Shapes, loops_of
+from jaxpp_flax.engine.passes.loop.loop import Accumulator, CutLoop, Loop, LoweredLoop, Partition, Shapes, loops_of
 from jaxpp_flax.engine.program.program import LoopTask
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
-__all__ = ["check_joined", "join_shapes"]
+__all__ = ["check_joined", "join_shapes", "over_microbatches"]
 
 
 def join_shapes(step: Graph) -> Graph:
@@ -90,11 +91,7 @@ def _joined(loops: Sequence[CutLoop], shapes: Shapes) -> CutLoop:
         tasks=tuple(task for tasks in parts for task in tasks),
         shape_of=tuple(number for number, tasks in enumerate(parts) for _ in tasks),
     )
-    inputs = dict.fromkeys((*places.values(), *leaves[0]))
-    missing = len(partition.operands) - len(inputs)
-    # The joined body is that of the first shape; what it does not read are inputs all the same, by their number.
-    constants = (*inputs, *(Value(of_entries[0].aval) for _ in range(missing)))
-    body = replace(first.body, inputs=(*constants, first.body.index, *first.body.carry), num_consts=len(constants))
+    body = with_constants(first.body, (*places.values(), *leaves[0]), len(partition.operands))
     return replace(
         loops[-1],
         inputs=(*places, *(atom for entry in shapes.leaves for atom in entry), *first.carry_init),
@@ -104,9 +101,15 @@ def _joined(loops: Sequence[CutLoop], shapes: Shapes) -> CutLoop:
         gathered={value: gather for loop in loops for value, gather in loop.gathered.items()},
         of_shape=None,
         pattern=shapes.numbers[: first.body.length],
-        num_leaves=num_leaves,
+        leaves_of=tuple(map(tuple, leaves)),
         first_leaf=len(places),
     )
+
+
+def with_constants(body: LoopBody, read: Sequence[Value], count: int) -> LoopBody:
+    """Return a body that takes so many constants: those that it reads, and others for what only other shapes read."""
+    constants = (*read, *(Value(body.index.aval) for _ in range(count - len(read))))
+    return replace(body, inputs=(*constants, body.index, *body.carry), num_consts=len(constants))
 
 
 def _shared_turns(loop: CutLoop, first: CutLoop, number: int) -> dict[Value, Value]:
@@ -124,8 +127,8 @@ def _shared_turns(loop: CutLoop, first: CutLoop, number: int) -> dict[Value, Val
         twin = copies.get((carry.leaf, part.tasks[carry.task].stage))
         if twin is None or len(part.carries) != len(like.carries):
             raise ValueError(
-                f"the treduce at {loop.where} keeps the carry{loop.body.carry_names[carry.leaf]} in other stages for one "
-                "shape of its microbatches than for another. Read and write it in one stage for every shape."
+                f"the treduce at {loop.where} keeps the carry{loop.body.carry_names[carry.leaf]} in other stages for "
+                "one shape of its microbatches than for another. Read and write it in one stage for every shape."
             )
         names |= {carry.state: twin.state, carry.result: twin.result}
     return names
@@ -182,3 +185,17 @@ def _renamed(loop: CutLoop, names: Mapping[Value, Value], number: int) -> list[L
 
     part: Partition = loop.partition
     return [task_of(task) for task in part.tasks]
+
+
+def over_microbatches(loop: LoweredLoop, leaves: Sequence[Atom], pattern: Sequence[int]) -> LoweredLoop:
+    """Return a loop over other microbatches of its shapes: their leaves, one microbatch after another, and shapes."""
+    part, params = loop.partition, loop.body.constants[: loop.first_leaf]
+    operands = (*part.operands[: loop.first_leaf], *(value for shape in pattern for value in loop.leaves_of[shape]))
+    body = with_constants(loop.body, (*params, *loop.leaves_of[0]), max(len(operands), len(params)))
+    return replace(
+        loop,
+        inputs=(*loop.constants[: loop.first_leaf], *leaves, *loop.carry_init),
+        body=replace(body, length=len(pattern)),
+        partition=replace(part, operands=operands),
+        pattern=tuple(pattern),
+    )

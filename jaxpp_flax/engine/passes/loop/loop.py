@@ -332,14 +332,27 @@ class CutLoop(LabelledLoop):
     Attributes:
       partition: the tasks.
       pattern: for each microbatch, the number of its shape, if there are several.
-      num_leaves, first_leaf: then, the number of leaves of a microbatch. Those of one microbatch after another are the
-        loop's constants from `first_leaf` on. Tasks read operands of their shape, those of its first microbatch.
+      leaves_of: then, for each shape, the operands that its tasks read in place of the leaves of a microbatch.
+      first_leaf: then, the place among the constants where the leaves of one microbatch after another begin.
     """
 
     partition: Partition
     pattern: tuple[int, ...] = ()
-    num_leaves: int = 0
+    leaves_of: tuple[tuple[Value, ...], ...] = ()
     first_leaf: int = 0
+
+    def leaves_read(self) -> list[dict[Value, Atom]]:
+        """Return what the tasks of each microbatch read for the operands of their shape.
+
+        Without several shapes there is nothing: tasks slice their microbatch themselves.
+        """
+        if not self.pattern:
+            return [{} for _ in range(self.body.length)]
+        leaves, count = self.constants[self.first_leaf :], len(self.leaves_of[0])
+        return [
+            dict(zip(self.leaves_of[shape], leaves[m * count : (m + 1) * count], strict=True))
+            for m, shape in enumerate(self.pattern)
+        ]
 
     def verify(self) -> None:
         """Check the body, the phases and the tasks."""
