@@ -60,10 +60,17 @@ def _narrowed(equation: Equation, needed: set[Value]) -> Equation:
     used = [k for k, v in enumerate(equation.outputs[carries:]) if v in needed]
     if len(used) == len(params["operations"]):
         return equation
-    outputs = (*body.outputs[:carries], *(body.outputs[carries + k] for k in used))
     operations = tuple(params["operations"][k] for k in used)
+
+    def narrow(body: Graph) -> Graph:
+        outputs = (*body.outputs[:carries], *(body.outputs[carries + k] for k in used))
+        return prune(replace(body, outputs=outputs))
+
+    narrowed = {"body": narrow(body), "operations": operations}
+    if "bodies" in params:
+        narrowed["bodies"] = tuple(map(narrow, params["bodies"]))
     return replace(
         equation,
-        params={**params, "body": prune(replace(body, outputs=outputs)), "operations": operations},
+        params={**params, **narrowed},
         outputs=(*equation.outputs[:carries], *(equation.outputs[carries + k] for k in used)),
     )

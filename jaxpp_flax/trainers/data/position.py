@@ -40,16 +40,18 @@ class DataPosition:
     iterator: Any = None  # the iterator's own state: the result of its `get_state` or `state_dict`
     order: str | None = None  # the hash of these batches in their order, of data whose order is not known
 
-    def after(self, batch: Any, *, hashes: bool) -> DataPosition:
-        """Return the position after a batch, without the iterator's state; `hashes`: note the order.
+    def after(self, leaves: Sequence[Any], *, hashes: bool, is_sized: bool = True) -> DataPosition:
+        """Return the position after a batch with these leaves, without the iterator's state; `hashes`: note the order.
+
+        `is_sized`: the first leaf counts the examples of the batch; not so of `Microbatches`.
 
         Example:
           >>> after = BEGINNING.after([np.zeros((6, 3))], hashes=False)
           >>> after.batches, after.in_epoch, after.examples, after.batch_size
           (1, 1, 6, 6)
         """
-        size = examples_in(batch)
-        own = _hash_of(jax.tree.leaves(batch)) if hashes and self.order is not None else None
+        size = examples_in(leaves) if is_sized else None
+        own = _hash_of(leaves) if hashes and self.order is not None else None
         return DataPosition(
             batches=self.batches + 1,
             epoch=self.epoch,
@@ -101,9 +103,9 @@ def own_position(value: Any) -> DataPosition | None:
 
 
 def examples_in(batch: Any) -> int | None:
-    """Return the number of examples of a batch: the first axis of its first array; None without an array.
+    """Return the number of examples of a batch: the first axis of its first array.
 
-    It is None for `Microbatches` too, since it differs from one of them to the next: they are counted as batches.
+    None without an array, and for `Microbatches`: these may have any number of examples.
 
     Example:
       >>> examples_in({"scale": np.float32(1), "x": np.zeros((6, 3))}), examples_in(7)

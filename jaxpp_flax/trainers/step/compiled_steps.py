@@ -14,11 +14,12 @@ from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambien
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
 from jaxpp_flax.planning import CutPolicy, PlanningStep
 from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.trainers.data.batch import describe_batch, signature
+from jaxpp_flax.trainers.data.batch import describe_batch, dtype_of, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, examples_of_a_device
 from jaxpp_flax.trainers.errors import ModelError
@@ -68,6 +69,7 @@ class CompiledSteps:
         self.rows = rows
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
+        self.of_patterns: dict[Any, Any] = {}  # the function of the training step for `Microbatches`, by their kind
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
 
     def for_training(self, microbatches: Any, announce: Callable[[int], None]) -> Any:
@@ -79,7 +81,8 @@ class CompiledSteps:
 
         def build() -> Callable[..., Any]:
             like = self._key("train", microbatches)
-            announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled))
+            if not isinstance(microbatches, StackedMicrobatches):
+                announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled))
             return self.training_function(microbatches)
 
         compiled = self.get("train", microbatches, build, donate=True)
@@ -222,7 +225,9 @@ class CompiledSteps:
         if mesh is not None:
             shards = num_batch_shards(mesh)
             # Only inference has batches that data-parallel devices cannot divide evenly: each device computes all.
-            leaves, structure = jax.tree.flatten(batch)
+            # One item stands for all microbatches, of which a later step may have another number.
+            like = StackedMicrobatches(batch.items[:1]) if isinstance(batch, StackedMicrobatches) else batch
+            leaves, structure = jax.tree.flatten(like)
             is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
             of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
             in_specs = (specs, jax.tree.unflatten(structure, of_batch))
@@ -272,4 +277,12 @@ class CompiledSteps:
             return called_with_few_bits(jitted.lower(*arguments).compile())
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
+            if isinstance(arguments[1], StackedMicrobatches):  # one function serves all patterns of shapes
+                step = self.of_patterns.setdefault(self._pattern_key(arguments[1]), step)
             return step.compile(*arguments)
+
+    def _pattern_key(self, batch: StackedMicrobatches) -> Any:
+        """Return what the steps for patterns of some shapes share: the schedule, and what a microbatch is."""
+        leaves, tree = jax.tree.flatten(batch.items[0])
+        kinds = [(dtype_of(leaf), len(leaf.shape)) for leaf in leaves]
+        return self.scheduling.schedule, tree, tuple(kinds), trace_settings()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from jaxpp_flax._compat import is_ordered
-from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
+from jaxpp_flax.engine.passes.loop.loop import Loop, OfShape, Shapes, advanced
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, VerificationError, inside, opened
+from jaxpp_flax.engine.tracing.lengths.bodies import split_operands
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
@@ -53,7 +55,7 @@ class _SomeStages(OnePass):
 
 
 def open_loops(graph: Graph, num_ranks: int) -> Graph:
-    """Return the step with a `Loop` for each `treduce`.
+    """Return the step with a `Loop` for each `treduce`, and for each shape of its microbatches.
 
     A call is opened, too, if one of its results needs fewer operands than another. A differentiated `jnp.where` returns
     its mask and its zeros, at full size, beside its value: opened, they are cheap work that a backward does itself; as
@@ -70,8 +72,8 @@ def open_loops(graph: Graph, num_ranks: int) -> Graph:
             "Wrap the work of one microbatch: `treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n))`; "
             "for inference use `mpmd_jit`."
         )
-    equations = (_open(e, num_ranks) if e.primitive is treduce_p else e for e in graph.equations)
-    return replace(graph, equations=tuple(equations))
+    opened_or_kept = (_open(e, num_ranks) if e.primitive is treduce_p else [e] for e in graph.equations)
+    return replace(graph, equations=tuple(chain.from_iterable(opened_or_kept)))
 
 
 def check_opened(step: Graph) -> None:
@@ -82,16 +84,37 @@ def check_opened(step: Graph) -> None:
             raise VerificationError(f"`{equation.name}` at {equation.where} holds a loop that is not opened")
 
 
-def _open(equation: Equation, num_ranks: int) -> Loop:
-    schedule = _read_schedule(equation, num_ranks)
-    graph = inline(equation.params["body"], flatten=_mixes, hints=False)
+def _open(equation: Equation, num_ranks: int) -> list[Loop]:
+    """Return the loop of a `treduce`; of microbatches of several shapes, one for each shape."""
+    schedule, params = _read_schedule(equation, num_ranks), equation.params
+    if "bodies" not in params:
+        return [_opened(equation, params["body"], schedule)]
+    constants, carry = equation.inputs[: params["num_consts"]], equation.inputs[params["num_consts"] :]
+    numbers, num_leaves = params["pattern"], params["num_leaves"]
+    shared, leaves = split_operands(constants, len(numbers), num_leaves)
+    shapes = Shapes(numbers=numbers, leaves=tuple(map(tuple, leaves)), first=len(shared))
+    loops: list[Loop] = []
+    for number, body in enumerate(params["bodies"]):
+        inputs = (*shared, *leaves[numbers.index(number)], *carry)
+        # The loop that `join_shapes` makes of these has the results of the last one.
+        is_last = number + 1 == len(params["bodies"])
+        outputs = equation.outputs if is_last else tuple(Value(value.aval) for value in equation.outputs)
+        own = {**params, "num_consts": len(shared) + num_leaves}
+        loop = _opened(replace(equation, params=own, inputs=inputs, outputs=outputs), body, schedule)
+        loops.append(replace(loop, of_shape=OfShape(number, shapes)))
+    return loops
+
+
+def _opened(equation: Equation, body: Graph, schedule: Schedule) -> Loop:
+    """Return the loop of an equation over the body of one shape."""
+    graph = inline(body, flatten=_mixes, hints=False)
     check_supported(graph)
-    body = LoopBody.of(graph, equation.params)
+    opened_body = LoopBody.of(graph, equation.params)
     if isinstance(schedule, OnePass):
-        schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
-    none = (None,) * len(body.operations)
+        schedule = schedule.without_dead_stages(count_marks(body), len(opened_body.markers))
+    none = (None,) * len(opened_body.operations)
     # What the parameters say stands in the body from here on.
-    return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)
+    return advanced(Loop, equation, params={}, schedule=schedule, body=opened_body, data_axes=none, batch_dims=none)
 
 
 def _mixes(call: Equation) -> bool:
@@ -159,7 +182,8 @@ def refuse_ordered_effects(graph: Graph) -> None:
     """Refuse ordered effects: stages run at the same time, so there is no order over the whole step."""
     for equation in graph.equations:
         if equation.primitive is treduce_p:
-            refuse_ordered_effects(equation.params["body"])
+            for body in equation.params.get("bodies", (equation.params["body"],)):
+                refuse_ordered_effects(body)
             continue
         if any(map(is_ordered, equation.effects)):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["Microbatches", "StackedMicrobatches", "shape_numbers"]
+__all__ = ["Microbatches", "StackedMicrobatches", "repeated_over", "shape_numbers"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -20,8 +20,8 @@ class Microbatches(Sequence[Any]):
     stacked arrays. It is a pytree itself. A stage is compiled once for each distinct shape: pad to a few lengths.
 
     Args:
-      items: the microbatches: pytrees of one structure, whose leaves have the same dtypes and numbers of dimensions. For
-        the trainer, the first axis of each leaf counts the examples of the microbatch, as in any batch.
+      items: the microbatches: pytrees of one structure, whose leaves have the same dtypes and numbers of dimensions.
+        For the trainer, the first axis of each leaf counts the examples of the microbatch, as in any batch.
 
     Raises:
       ValueError: if there is no microbatch, or two differ in more than their sizes.
@@ -99,6 +99,14 @@ jax.tree_util.register_pytree_with_keys(
     lambda batch: (batch.items, None),
 )
 jax.tree_util.register_dataclass(StackedMicrobatches)
+
+
+def repeated_over(spec: Any, argument: Any) -> Any:
+    """Return a prefix tree for an argument of a step; one item of `StackedMicrobatches` stands for each of them."""
+    if not isinstance(spec, StackedMicrobatches) or not isinstance(argument, StackedMicrobatches):
+        return spec
+    (of_item,) = spec.items
+    return StackedMicrobatches((of_item,) * len(argument.items), (of_item,) * len(argument.further))
 
 
 def shape_numbers(kinds: Sequence[Any]) -> list[int]:
