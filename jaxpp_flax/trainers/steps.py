@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
 from jaxpp_flax.planning import PlanningStep, StepProfile
 from jaxpp_flax.planning.profile import profile_of
 from jaxpp_flax.trainers.data.batch import count_units, describe_batch, shape_of
@@ -131,11 +132,25 @@ class StepCalls(InferenceCalls):
         return metrics
 
     def _compiled_training(self, microbatches: Any, whole: Any) -> Any:
-        return self.steps.for_training(microbatches, lambda known: self._announce_shape(whole, known))
+        return self.steps.for_training(microbatches, lambda *counts: self._announce_shapes(whole, *counts))
 
-    def _announce_shape(self, whole: Any, known: int) -> None:
-        """Tell that a batch of another shape than `known` ones will be compiled; refuse one too many."""
-        if known >= self.training.max_batch_shapes:
+    def _announce_shapes(self, whole: Any, known: int, new: int) -> None:
+        """Tell that batches, or microbatches, of other shapes than `known` ones will be compiled; refuse too many."""
+        most = self.training.max_batch_shapes
+        if isinstance(whole, Microbatches) and self.mesh is not None:
+            if known + new > most:
+                raise BatchError(
+                    f"microbatches of {new} other shape(s), after {known}: {describe_batch(whole)}. Each of the "
+                    f"{self.num_stages} stages is compiled for each shape. Pad the microbatches to at most {most} "
+                    "lengths, or allow more shapes: "
+                    f"`training=Training(max_batch_shapes={max(2 * most, known + new)})`."
+                )
+            self.loop.display.message(
+                f"compiling {self.num_stages} stages for {new} shape(s) of microbatches ({known + new} of at most "
+                f"{most}): {describe_batch(whole)}"
+            )
+            return
+        if known >= most:
             raise BatchError(
                 f"a batch of another shape, after {known}: {describe_batch(whole)}. Each shape is compiled on its own. "
                 f"Pad the batches to at most {known} lengths, or allow more shapes: "
@@ -143,8 +158,7 @@ class StepCalls(InferenceCalls):
             )
         if known:
             self.loop.display.message(
-                f"compiling for another shape of batches ({known + 1} of at most {self.training.max_batch_shapes}): "
-                f"{describe_batch(whole)}"
+                f"compiling for another shape of batches ({known + 1} of at most {most}): {describe_batch(whole)}"
             )
 
     @without_ambient_mesh

@@ -70,19 +70,26 @@ class CompiledSteps:
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
         self.of_patterns: dict[Any, Any] = {}  # the function of the training step for `Microbatches`, by their kind
+        self.shapes_trained: dict[Any, set[Any]] = {}  # those of their microbatches that are compiled, likewise
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
 
-    def for_training(self, microbatches: Any, announce: Callable[[int], None]) -> Any:
+    def for_training(self, microbatches: Any, announce: Callable[[int, int], None]) -> Any:
         """Return the training step for such batches, and place the state for this step.
 
         Before a step is compiled, call `announce` with the number of other shapes of batches that have one with the
-        present schedule and settings.
+        present schedule and settings, and with the number of new shapes.
         """
 
         def build() -> Callable[..., Any]:
             like = self._key("train", microbatches)
-            if not isinstance(microbatches, StackedMicrobatches):
-                announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled))
+            if isinstance(microbatches, StackedMicrobatches) and self.scheduling.mesh is not None:
+                shapes = self.shapes_trained.setdefault(self._pattern_key(microbatches), set())
+                new = {*map(signature, microbatches.items)} - shapes
+                if new:
+                    announce(len(shapes), len(new))
+                shapes |= new
+            else:  # without ranks, one program runs all microbatches of a step
+                announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled), 1)
             return self.training_function(microbatches)
 
         compiled = self.get("train", microbatches, build, donate=True)
