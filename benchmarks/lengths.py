@@ -1,5 +1,6 @@
 """Texts of several lengths: padding to the longest, whole batches of one length, and microbatches of several lengths.
 
+    python benchmarks/lengths.py --orders
     python benchmarks/lengths.py [--functions 512] [--lengths 128,256,512,1024] [--json rows.json]
 
 The corpus is the functions of Python's own standard library, by bytes: most are short, a few are long. Each contestant
@@ -7,17 +8,21 @@ trains on the same functions in one pass after a pass that compiles:
 
 - "padded": batches in the order of the corpus, padded to the longest declared length;
 - "as drawn": the same batches, each padded as a whole to the next declared length of its longest function;
-- "whole": batches bucketed whole, all functions of a batch of one declared length, in the same budget of tokens;
+- "whole": batches bucketed whole, all functions of a batch of one declared length, as many as fit the budget of tokens;
+- "whole, one size": the same, with as many functions in each batch as `fit` asks for: what fits of the longest;
 - "grouped": `group_by_length`.
 
 Figures are ratios to "padded" in one run: functions a second of processor time, and a second of the clock (on a quiet
-machine with a core for each stage alone). "predicted" is the same ratio by the FLOPs of the padded shapes.
+machine with a core for each stage alone). "predicted" is the same ratio by the FLOPs of the padded shapes; "predicted
+of the order" is what the order of the microbatches gains in the simulator, which needs idle ranks to show.
 """
 
 from __future__ import annotations
 
 import ast
+import random
 import resource
+import statistics
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -90,12 +95,16 @@ def contestants(arguments: Any, texts: Sequence[Any], lengths: Sequence[int]) ->
 
     drawn = count * rows[lengths[-1]]
     whole: list[Any] = []
+    one_size: list[Any] = []
     for length in lengths:
-        whole += cut([text for text in texts if fitting([text]) == length], count * rows[length], length)
+        of_length = [text for text in texts if fitting([text]) == length]
+        whole += cut(of_length, count * rows[length], length)
+        one_size += cut(of_length, drawn, length)
     return {
         "padded": cut(texts, drawn, lengths[-1]),
         "as drawn": cut(texts, drawn, None),
         "whole": whole,
+        "whole, one size": one_size,
         "grouped": list(groups),
     }
 
@@ -152,13 +161,39 @@ def operations(arguments: Any, batch: Any) -> float:
     return 3.0 * sum(rows * n * (blocks * (24 * width**2 + 4 * n * width) + 2 * 256 * width) for rows, n in sizes)
 
 
+def report_orders(path: str | None) -> None:
+    """What the order by cost gains in the simulator: 16 microbatches of four costs in random orders, on 8 ranks."""
+    from jaxpp_flax.schedules import Costs, by_name, order_by_cost
+
+    draws = random.Random(0)
+    kinds = [Costs(forward=time, backward_input=time, backward_weight=time) for time in (1.0, 1.4, 2.0, 3.0)]
+    rows: list[dict[str, Any]] = []
+    for name in ("gpipe", "eager_1f1b", "interleaved_1f1b", "zbv", "zero_bubble", "1f1b"):
+        schedule = by_name(name, 16 if name in ("interleaved_1f1b", "zbv") else 8, 8)
+        began = time.process_time()
+        gains = [order_by_cost(schedule, draws.choices(kinds, k=16)).gain for _ in range(20)]
+        seconds = (time.process_time() - began) / len(gains)
+        row = {"schedule": name, "least": min(gains), "mean": statistics.fmean(gains), "most": max(gains)}
+        rows.append({**row, "ms": 1e3 * seconds})
+    workload.report("the time in the given order, as a multiple of that in the order by cost", rows, path)
+
+
 def main() -> None:
     flags = workload.parser(str(__doc__))
     flags.set_defaults(microbatches=8, width=64, repeats=3)
     flags.add_argument("--functions", type=int, default=512)
     flags.add_argument("--lengths", default="128,256,512,1024")
     flags.add_argument("--tokens", type=int, default=4096, help="of a microbatch, padding included")
+    flags.add_argument("--orders", action="store_true", help="simulate orders of microbatches alone")
     arguments = flags.parse_args()
+    if arguments.orders:
+        report_orders(arguments.json)
+    else:
+        race_batches(arguments)
+
+
+def race_batches(arguments: Any) -> None:
+    """Train on the corpus in batches of each kind."""
     workload.prepare(arguments, arguments.stages)
     lengths = [int(length) for length in arguments.lengths.split(",")]
     texts = corpus(arguments.functions, lengths[-1])
@@ -173,6 +208,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, contestant in racing.items():
         masks = [m["mask"] for b in contestant.batches for m in ([b] if isinstance(b, dict) else b)]
+        gains = [order.gain for order in contestant.trainer.steps.orders.chosen.values()]
         work, of_first = (sum(operations(arguments, b) for b in one.batches) for one in (contestant, first))
         rows.append(
             {
@@ -180,6 +216,7 @@ def main() -> None:
                 "steps": len(contestant.batches),
                 "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.size for mask in masks),
                 "predicted": of_first / work,
+                "predicted of the order": statistics.fmean(gains) if gains else 1.0,
                 "functions a processor second": first.processor / contestant.processor,
                 "functions a second": first.clock / contestant.clock,
             }

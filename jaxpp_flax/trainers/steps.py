@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.planning import PlanningStep, StepProfile
 from jaxpp_flax.planning.profile import profile_of
 from jaxpp_flax.trainers.data.batch import count_units, describe_batch, shape_of
@@ -113,7 +113,7 @@ class StepCalls(InferenceCalls):
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
         rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
-        microbatches = rows.split(whole)
+        microbatches = self._in_order(rows.split(whole), whole)
         compiled = self._compiled_training(microbatches, whole)
         if self.checkpoints.store is not None:
             self.checkpoints.store.check()
@@ -121,6 +121,12 @@ class StepCalls(InferenceCalls):
             return compiled, compared_rows(compiled, batch, microbatches, trained_on)
         trained_on.before(microbatches)
         return compiled, microbatches
+
+    def _in_order(self, microbatches: Any, whole: Any) -> Any:
+        """Return the microbatches as they shall run; those of one shape, and of one stage, stay as they are."""
+        if not isinstance(microbatches, StackedMicrobatches) or self.mesh is None:
+            return microbatches
+        return self.steps.in_order(microbatches, lambda given: self._compiled_training(given, whole))
 
     def _finish(self, results: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""

@@ -160,3 +160,13 @@ def test_differences_are_those_that_the_page_tells(tmp_path: Path):
     assert all(of < 1e-4 for (model, *_), of in apart.items() if model in ("LayerNorm", "top 1 of 8 experts"))
     assert apart[key_biases, "sgd", 4] < 1e-4 < apart[key_biases, "adam", 4] < 0.3 < apart["BatchNorm", "sgd", 4]
     assert apart["BatchNorm", "sgd", 1] < 1e-6
+
+
+@pytest.mark.slow
+def test_texts_of_several_lengths_cost_less_than_their_padding(tmp_path: Path):
+    flags = ("--functions", "48", "--lengths", "32,64,128", "--tokens", "256", "--repeats", "1")
+    rows = {row["batches"]: row for row in rows_of("lengths", tmp_path, *flags)}
+    assert set(rows) == {"padded", "as drawn", "whole", "whole, one size", "grouped"}
+    # Counts of the padded shapes, not a measurement.
+    assert rows["grouped"]["predicted"] > 1.15 * rows["padded"]["predicted"]
+    assert rows["grouped"]["padding"] < rows["padded"]["padding"]

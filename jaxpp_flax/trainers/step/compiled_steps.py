@@ -32,6 +32,7 @@ from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import Loop, with_schedule
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.microbatch_orders import MicrobatchOrders
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import trace_update
 
@@ -45,6 +46,7 @@ class CompiledSteps:
       ignored: the logical axis names without a meaning, each with a leaf.
       fsdp: for training steps.
       under_way: the training steps that devices may still run.
+      orders: the order of microbatches of several shapes.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class CompiledSteps:
         fsdp: Fsdp,
         clock: Clock,
         under_way: StepsUnderWay,
+        orders: MicrobatchOrders,
     ) -> None:
-        self.clock, self.under_way = clock, under_way
+        self.clock, self.under_way, self.orders = clock, under_way, orders
         self.scheduling, self.assigner, self.builders, self._held = scheduling, assigner, builders, held
         self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
@@ -96,6 +99,18 @@ class CompiledSteps:
         with self.clock.part("placement"):
             self._held.place(compiled)
         return compiled
+
+    def in_order(
+        self, microbatches: StackedMicrobatches, compiled_for: Callable[[StackedMicrobatches], Any]
+    ) -> StackedMicrobatches:
+        """Return microbatches of several shapes in the order in which they shall run; see `MicrobatchOrders`."""
+        schedule, _ = self.scheduling.pipeline("an order of microbatches")
+        return self.orders.arranged(microbatches, schedule, compiled_for, self._hands_on)
+
+    @without_ambient_mesh
+    def _hands_on(self, microbatches: StackedMicrobatches) -> bool:
+        """Return whether the loss hands state from one microbatch to the next."""
+        return bool(self.builders.for_training(self._held.memory, microbatches).writes.carried)
 
     @without_ambient_mesh
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
