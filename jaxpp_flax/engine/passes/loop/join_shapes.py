@@ -12,7 +12,7 @@ from dataclasses import replace
 from jaxpp_flax.engine.passes.loop.hoist_constants import equation_key
 from jaxpp_flax.engine.passes.loop.loop import Accumulator, CutLoop, Loop, LoweredLoop, Partition, Shapes, loops_of
 from jaxpp_flax.engine.program.program import LoopTask
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
 __all__ = ["check_joined", "join_shapes", "over_microbatches"]
@@ -183,8 +183,35 @@ def _renamed(loop: CutLoop, names: Mapping[Value, Value], number: int) -> list[L
         graph = Graph(tuple(inputs), tuple(map(name, task.graph.outputs)), equations)
         return replace(task, graph=graph, name=f"{task.name}_shape{number}" if number else task.name)
 
-    part: Partition = loop.partition
-    return [task_of(task) for task in part.tasks]
+    return [
+        replace(task_of(task), donatable=positions)
+        for task, positions in zip(loop.partition.tasks, _donatable(loop.partition), strict=True)
+    ]
+
+
+def _donatable(part: Partition) -> list[frozenset[int]]:
+    """Return the positions of the inputs that each task may donate, whatever the pattern of shapes is.
+
+    These are the accumulators, and what another task makes, if all its other readers come before by what they read. So
+    the tasks of a shape are compiled once for all patterns.
+    """
+    makers = {value: n for n, task in enumerate(part.tasks) for value in values(task.graph.outputs)}
+    readers: dict[Value, set[int]] = {}
+    before: list[set[int]] = []  # the tasks that each task needs
+    for number, task in enumerate(part.tasks):
+        needed = {makers[value] for value in task.graph.inputs if value in makers}
+        before.append(needed.union(*(before[n] for n in needed if n < number)))
+        for value in task.graph.inputs:
+            readers.setdefault(value, set()).add(number)
+    states = {accumulator.state for accumulator in part.accumulators}
+    return [
+        frozenset(
+            place
+            for place, value in enumerate(task.graph.inputs)
+            if value in states or (value in makers and readers[value] - {number} <= before[number])
+        )
+        for number, task in enumerate(part.tasks)
+    ]
 
 
 def over_microbatches(loop: LoweredLoop, leaves: Sequence[Atom], pattern: Sequence[int]) -> LoweredLoop:

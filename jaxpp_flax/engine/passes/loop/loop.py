@@ -285,6 +285,16 @@ class Partition:
         """Return the tasks of microbatches of a shape, by their numbers."""
         return {n: task for n, task in enumerate(self.tasks) if not self.shape_of or self.shape_of[n] == shape}
 
+    def of_one_shape(self) -> Partition:
+        """Return the tasks of the shape with the largest results alone, in place of those of all shapes."""
+        if not self.shape_of:
+            return self
+        nbytes = dict.fromkeys(self.shape_of, 0)
+        for task, shape in zip(self.tasks, self.shape_of, strict=True):
+            nbytes[shape] += sum(value.nbytes for value in values(task.graph.outputs))
+        largest = max(nbytes, key=nbytes.__getitem__)
+        return replace(self, tasks=tuple(self.tasks_of(largest).values()), shape_of=())
+
     @cached_property
     def data(self) -> frozenset[Value]:
         """The operands that some task slices by the microbatch's index; the other operands are parameters."""
