@@ -12,7 +12,7 @@ from jaxpp_flax.trainers import Training
 from tests.helpers import slow, tree_allclose
 from tests.trainers.models import VOCABULARY, Model, Tokens
 
-LENGTHS = (4, 8, 16)
+LENGTHS = (4, 16)
 
 
 def loss_fn(model, batch):
@@ -66,18 +66,18 @@ def test_steps_over_groups_are_those_of_one_padded_batch(schedule):
     tree_allclose(nnx.to_pure_dict(nnx.state(trainer.gather_model(), nnx.Param)), nnx.to_pure_dict(params))
 
 
-def test_the_order_is_told_once_and_every_order_has_one_program(capsys):
+def test_the_order_is_told_once_and_batches_of_equal_microbatches_run_in_one_order(capsys):
     trainer = PipelineTrainer(
         Tokens(rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=6,
     )  # fmt: skip
-    batches = [uneven(*lengths) for lengths in ((4, 16, 4, 4, 16, 4), (16, 4, 4, 4, 4, 16), (4, 4, 4, 16, 16, 4))]
+    batches = [uneven(*lengths) for lengths in ((4, 16, 4, 4, 16, 4), (16, 4, 4, 4, 4, 16))]
     for batch in batches:
         trainer.train_step(batch)
     orders = list(trainer.steps.orders.chosen.values())
-    assert len(orders) == 3
+    assert len(orders) == 2
     assert orders[0].gain > 1
     lengths = [[batch[n]["tokens"].shape[1] for n in of.order] for batch, of in zip(batches, orders, strict=True)]
-    assert lengths[0] == lengths[1] == lengths[2]
+    assert lengths[0] == lengths[1]
     out = capsys.readouterr()
     assert (out.out + out.err).count("microbatches of a step run in an order by their cost") == 1
 
