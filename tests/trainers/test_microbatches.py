@@ -127,6 +127,10 @@ def test_fit_draws_them_as_any_batches_and_counts_their_shapes(capsys):
     trainer = trainer_of(logging=True, training=Training(max_batch_shapes=3))
     trainer.fit(BATCHES, epochs=2)
     assert trainer.step == 6
+    graphdef, params = nnx.split(Attention(nnx.Rngs(0)))
+    trained = jax.tree.unflatten(jax.tree.structure(params), map(np.asarray, jax.tree.leaves(trainer.state.params)))
+    expected = masked_loss(nnx.merge(graphdef, trained), padded(BATCHES[0]))
+    np.testing.assert_allclose(trainer.evaluate([BATCHES[0]])["loss"], expected[0] / expected[1], rtol=RTOL)
     told = capsys.readouterr().out
     assert "compiling 2 stages for 3 shape(s) of microbatches (3 of at most 3)" in told
     assert told.count("shape(s) of microbatches") == 1
@@ -142,3 +146,7 @@ def test_what_no_step_can_train_on_is_refused():
         trainer_of(mesh={"data": 2}).train_step(Microbatches([item(2, 4), item(3, 4)]))
     with pytest.raises(BatchError, match="global_batch_size=8 with Microbatches"):
         trainer_of().train_step(BATCHES[0], global_batch_size=8)
+    with pytest.raises(BatchError, match="predict takes one batch"):
+        trainer_of().predict(BATCHES[0])
+    with pytest.raises(TypeError, match="one batch"):
+        trainer_of().fit(BATCHES[0])
