@@ -148,5 +148,7 @@ def test_what_no_step_can_train_on_is_refused():
         trainer_of().train_step(BATCHES[0], global_batch_size=8)
     with pytest.raises(BatchError, match="predict takes one batch"):
         trainer_of().predict(BATCHES[0])
+    with pytest.raises(BatchError, match="a plan is for batches of one shape"):
+        trainer_of().planning_step(BATCHES[0])
     with pytest.raises(TypeError, match="one batch"):
         trainer_of().fit(BATCHES[0])
