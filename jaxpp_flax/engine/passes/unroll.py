@@ -107,7 +107,7 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
     edges = [values(task.graph.outputs) for task in tasks]
     left = dict.fromkeys(states, loop.body.length)  # the updates of each accumulator that are still to come
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
-    own_leaves = loop.leaves_read()
+    own_leaves = _leaves_read(loop)
     for edge in (edge for own in own_leaves for edge in own):
         whole.pop(edge, None)
     instances = [
@@ -132,6 +132,20 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
                 value = own[edge] = last_carry[edge] if is_last else Value(edge.aval)
             outputs.append(value)
         yield TaskStep(before_these + number, tuple(inputs), tuple(outputs), microbatch)
+
+
+def _leaves_read(loop: LoweredLoop) -> list[dict[Value, Atom]]:
+    """Return what the tasks of each microbatch read for the operands of their shape.
+
+    Without several shapes there is nothing: tasks slice their microbatch themselves.
+    """
+    if not loop.pattern:
+        return [{} for _ in range(loop.body.length)]
+    leaves, count = loop.constants[loop.first_leaf :], len(loop.leaves_of[0])
+    return [
+        dict(zip(loop.leaves_of[shape], leaves[m * count : (m + 1) * count], strict=True))
+        for m, shape in enumerate(loop.pattern)
+    ]
 
 
 def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:

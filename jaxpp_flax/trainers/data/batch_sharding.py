@@ -113,6 +113,11 @@ class BatchSharding:
 
         With `together`, all examples are in one part.
         """
+        if isinstance(whole, Microbatches):
+            raise BatchError(
+                "predict takes one batch at a time, and Microbatches are several of their own shapes: "
+                "`[trainer.predict(part) for part in batch]`."
+            )
         taken = jax.tree.map(self._taken, whole)
         parts = split_for_inference(taken, self.num_microbatches, self.batch_shards, together=together, cut=self._cut)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):

@@ -351,19 +351,6 @@ class CutLoop(LabelledLoop):
     leaves_of: tuple[tuple[Value, ...], ...] = ()
     first_leaf: int = 0
 
-    def leaves_read(self) -> list[dict[Value, Atom]]:
-        """Return what the tasks of each microbatch read for the operands of their shape.
-
-        Without several shapes there is nothing: tasks slice their microbatch themselves.
-        """
-        if not self.pattern:
-            return [{} for _ in range(self.body.length)]
-        leaves, count = self.constants[self.first_leaf :], len(self.leaves_of[0])
-        return [
-            dict(zip(self.leaves_of[shape], leaves[m * count : (m + 1) * count], strict=True))
-            for m, shape in enumerate(self.pattern)
-        ]
-
     def verify(self) -> None:
         """Check the body, the phases and the tasks."""
         super().verify()
