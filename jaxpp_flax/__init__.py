@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
     from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
     from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+    from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
     from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
     from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
     from jaxpp_flax.layers import PipelineStage, pipeline_stage
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         Tracker,
         TrainState,
         WholeBatchLoss,
+        group_by_length,
     )
 
     __version__: str
@@ -41,6 +43,8 @@ __all__ = [
     "PipelineTrainer",
     "TrainState",
     "WholeBatchLoss",
+    "Microbatches",
+    "group_by_length",
     "Checkpoints",
     "Callback",
     "Tracker",
@@ -103,10 +107,12 @@ _HOME = {
     "Checkpoints": "trainers",
     "DictTracker": "trainers",
     "JsonlTracker": "trainers",
+    "Microbatches": "engine.tracing.lengths.microbatches",
     "PipelineTrainer": "trainers",
     "Tracker": "trainers",
     "TrainState": "trainers",
     "WholeBatchLoss": "trainers",
+    "group_by_length": "trainers",
 }
 
 # After `import jaxpp_flax` alone, its packages and modules are attributes too.

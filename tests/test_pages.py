@@ -61,6 +61,7 @@ def run_page(
 TRAINER_PAGES = {
     "trainer": (3, ""),
     "loss": (2, "'accuracy'"),
+    "lengths": (1, "((16, 4), (8, 8), (4, 16))"),
     "optimizers": (1, ""),
     "precision": (1, ""),
     "metrics": (2, "'update_ratio'"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxpp_flax.api.schedules import own_schedule
 from jaxpp_flax.engine.tracing import treduce as engine
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
 
 __all__ = ["treduce", "treduce_i"]
 
@@ -26,7 +27,7 @@ def treduce(
 ) -> Any:
     """Reduce `fun(xs[i])` over the microbatches `i`, as `jaxpp_flax.treduce` does.
 
-    The schedule may be one of JaxPP's classes or one of `jaxpp_flax.schedules`.
+    The schedule may be one of JaxPP's classes or one of `jaxpp_flax.schedules`; `xs` may be `jaxpp_flax.Microbatches`.
 
     Raises:
       ScheduleError: if the schedule's tasks are not legal.
@@ -37,6 +38,8 @@ def treduce(
       >>> jaxpp.treduce(lambda x: x * 2, jnp.arange(4.0), jaxpp.Std1F1B(1), operation=jaxpp.Add).item()
       12.0
     """
+    if isinstance(xs, Microbatches):  # of several shapes
+        return engine.treduce(fun, xs, own_schedule(schedule, len(xs)), axis, operation, **carry)
     shapes = {jnp.shape(leaf)[axis] for leaf in jax.tree.leaves(xs) if -jnp.ndim(leaf) <= axis < jnp.ndim(leaf)}
     own = own_schedule(schedule, shapes.pop()) if len(shapes) == 1 else None  # else the engine refuses `xs`
     return engine.treduce(fun, xs, own, axis, operation, **carry)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.rank_shardings import (
     RankSharding,
@@ -26,6 +27,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
+from jaxpp_flax.engine.patterns import PlacedShapes, StackedCall
 from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
@@ -33,6 +35,7 @@ from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics
 from jaxpp_flax.engine.traced import CutPolicy, Traced, cut_at_every_mark, passes_context, prepare
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.lengths.microbatches import repeated_over
 from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
@@ -141,6 +144,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             donate_argnames=named,
         )
         self._latest: PlacedPipeline | None = None
+        # By all of a call but its microbatches: what is traced and placed for their shapes.
+        self._of_shapes: dict[Hashable, tuple[Traced, PlacedShapes]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, compiled first if the signature is new; return `MpmdArray` leaves."""
@@ -187,12 +192,36 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
         args, _ = jax.tree_util.tree_unflatten(tree, leaves)
         given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
+        given = (*map(repeated_over, given, args), *given[len(args) :])
         wanted = broadcast_shardings(tuple(given), args, "in_specs", self.mpmd_mesh)
         merged = [wish.over(place) for wish, place in zip(wanted, own[: len(wanted)], strict=True)]
         return (*merged, *own[len(wanted) :])
 
     def _place(self, tree: Any, types: Types, places: tuple[RankSharding, ...]) -> PlacedPipeline:
-        return self._trace(tree, types, places).place(self._policy, self._residuals)
+        call = StackedCall.of(tree, [*zip(types, places, strict=True)])
+        if call is None:
+            return self._trace(tree, types, places).place(self._policy, self._residuals)
+        return self._place_pattern(call)
+
+    def _place_pattern(self, call: StackedCall) -> PlacedPipeline:
+        """Write the program for a pattern of shapes; trace and place the step if it has a new shape."""
+        key = call.rest, trace_settings()
+        traced, shapes = self._of_shapes.get(key, (None, None))
+        if traced is None or shapes is None or not shapes.serves(call):
+            prepared = call if shapes is None else call.prepared_for(shapes.call.kinds)
+            traced = self._trace(prepared.tree, *map(tuple, zip(*prepared.facts, strict=True)))
+            settings, step = traced.on_ranks(self._policy, self._residuals)
+            shapes = PlacedShapes(step=step, settings=settings, call=prepared)
+            self._of_shapes[key] = traced, shapes
+            if prepared is call:
+                return traced.written(step, settings, traced.signature)
+        step, settings = shapes.written_for(call)
+        types, places = map(tuple, zip(*call.facts, strict=True))
+        specs = [place.spec or PartitionSpec() for place in places]
+        donated = settings.donated[len(settings.donated) - len(places) :]
+        own, tree = traced.signature, without_statics(call.tree)
+        signature = Signature.of(tree, structs_of(types), specs, own.out_tree, donated)
+        return traced.written(step, settings, replace(signature, function=own.function))
 
     def _trace(self, tree: Any, types: Types, places: Sequence[RankSharding]) -> Traced:
         refuse_disabled_jit("a pipelined step")

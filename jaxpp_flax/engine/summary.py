@@ -82,8 +82,8 @@ class MemoryAnalysis:
 
 
 def summarise_stages(loop: CutLoop, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
-    """Return a row for each stage of a loop."""
-    part, blocks = loop.partition, _blocks(loop)
+    """Return a row for each stage of a loop; of several shapes of microbatches, for the largest."""
+    part, blocks = loop.partition.of_one_shape(), _blocks(loop)
     activations, kept = residuals_of(part)
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
@@ -98,7 +98,7 @@ def summarise_stages(loop: CutLoop, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
                 parameter_count=sum(v.aval.size for v in parameters),
                 parameter_bytes=sum(v.nbytes for v in parameters),
                 flops=sum(count_flops(task.graph.equations) for task in tasks),
-                sent_bytes=_sent_bytes(loop, stage),
+                sent_bytes=_sent_bytes(loop, part, stage),
                 activation_bytes=_bytes_in(stage, activations),
                 weight_bytes=_bytes_in(stage, kept),
                 devices=mesh.rank_devices(rank),
@@ -149,8 +149,7 @@ def sum_costs(executables: Executables) -> tuple[dict[str, float], ...]:
     return tuple(sums)
 
 
-def _sent_bytes(loop: CutLoop, stage: int) -> int:
-    part = loop.partition
+def _sent_bytes(loop: CutLoop, part: Partition, stage: int) -> int:
     rank = loop.schedule.rank_of(stage)
     outputs = {v for t in part.tasks if t.stage == stage and t.kind in RUN_FORWARD for v in t.graph.outputs}
     sent: set[tuple[Value, int]] = set()

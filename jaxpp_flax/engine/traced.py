@@ -18,7 +18,7 @@ from jaxpp_flax.engine.passes.loop.loop import Loop, each_loop
 from jaxpp_flax.engine.passes.place import StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices, Observer, Residuals, Settings
 from jaxpp_flax.engine.pipeline import PlacedPipeline
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Program
+from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
@@ -30,7 +30,6 @@ __all__ = [
     "Marks",
     "ScheduleOf",
     "Traced",
-    "build",
     "cut_at_every_mark",
     "passes_context",
     "prepare",
@@ -116,15 +115,28 @@ class Traced:
         Raises:
           ValueError: if a loop's marks or residuals do not fit its schedule.
         """
+        settings, placed = self.on_ranks(policy, residuals, schedule_of)
+        return self.written(placed, settings, self.signature)
+
+    def on_ranks(
+        self, policy: CutPolicy, residuals: Residuals = None, schedule_of: ScheduleOf | None = None
+    ) -> tuple[Choices, StepOnRanks]:
+        """Place the step as `place` does; return the settings, and the step before its program is written."""
         mesh, step = self.compiler.mesh, self.step
         if schedule_of is not None:
             step = each_loop(step, Loop, lambda loop: replace(loop, schedule=schedule_of(loop.schedule)))
         settings = with_choices(self.settings, step, policy, residuals)
         with passes_context(mesh):
-            program, placed = build(step, settings, self.observe)
+            placed = PLACING.run(step, settings, self.observe)
         chosen = settings.residual_plan
         if chosen is not None and any(stage.offload for stage in chosen.stages):
             check_devices(HOST_MEMORY, mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
+        return settings, placed
+
+    def written(self, placed: StepOnRanks, settings: Choices, signature: Signature) -> PlacedPipeline:
+        """Write the program of a step on ranks, for calls of a signature."""
+        with passes_context(self.compiler.mesh):
+            program = WRITING.run(placed, settings, self.observe)
         # A result for all processes is whole on each device, as each of them reads it.
         specs = [
             spec if spec is not None or not for_all else PartitionSpec()
@@ -132,7 +144,7 @@ class Traced:
         ]
         return self.placed_type(
             program=program,
-            signature=self.signature,
+            signature=signature,
             constants=self.constants,
             inputs=placed.inputs,
             outputs=placed.outputs,
@@ -165,12 +177,6 @@ def with_choices(settings: Settings, step: Graph, policy: CutPolicy, residuals: 
         return policy(_marks(loop, arguments, settings.shards), loop.schedule.num_stages)
 
     return Choices(**vars(settings), choose_cuts=choose_cuts, residuals=residuals)
-
-
-def build(step: Graph, settings: Choices, observe: Sequence[Observer]) -> tuple[Program, StepOnRanks]:
-    """Run the passes after the choices; return the program, and the step on ranks of which it is made."""
-    placed = PLACING.run(step, settings, observe)
-    return WRITING.run(placed, settings, observe), placed
 
 
 def _arguments(graph: Graph, specs: Sequence[PartitionSpec]) -> Arguments:

@@ -29,6 +29,7 @@ from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
+from jaxpp_flax.schedules.simulation.microbatch_order import MicrobatchOrder, order_by_cost
 from jaxpp_flax.schedules.simulation.simulate import Event, Timeline, replay, simulate
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.tools.drawing import Units, draw
@@ -50,6 +51,7 @@ __all__ = [
     "InterleavedGPipe",
     "KimiK2",
     "Link",
+    "MicrobatchOrder",
     "ResidualPlan",
     "Schedule",
     "ScheduleError",
@@ -68,6 +70,7 @@ __all__ = [
     "merge_order",
     "names",
     "normalize",
+    "order_by_cost",
     "read_csv",
     "replay",
     "simulate",

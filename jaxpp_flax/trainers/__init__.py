@@ -9,6 +9,7 @@ from jaxpp_flax.trainers.callbacks import Callback, StepRecord
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 from jaxpp_flax.trainers.callbacks.log_metrics import LogMetrics
 from jaxpp_flax.trainers.callbacks.sigterm import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers.data.lengths.group_by_length import LengthGroups, group_by_length
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,
@@ -70,6 +71,7 @@ __all__ = [
     "JsonlTracker",
     "MlflowTracker",
     "KILLED_STATUS",
+    "LengthGroups",
     "LogMetrics",
     "Logging",
     "LossError",
@@ -96,4 +98,5 @@ __all__ = [
     "WandbTracker",
     "WholeBatchLoss",
     "with_aux",
+    "group_by_length",
 ]

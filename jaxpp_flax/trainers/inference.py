@@ -14,6 +14,7 @@ import numpy as np
 from jaxpp_flax._compat_texts.errors import is_uneven_split
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
 from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, resized, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows
@@ -101,7 +102,8 @@ class InferenceCalls(WeightCalls):
         The weights are those of `Inference(params=)`. NNX modules run in `eval()` mode. For Linen, `model.training` is
         False. A loss with a parameter `training` gets False.
 
-        Batches may have any sizes. Smaller ones than the largest so far run its program: examples fill it up by
+        Batches may have any sizes; of `Microbatches`, each is a batch of its own.
+        Smaller ones than the largest so far run its program: examples fill it up by
         repetition, and each counts once, so the mean is exact. This needs a loss and metrics that are surely means, or
         pairs `(sum, weight)`, of single examples. If a trace does not show that (`exp` of the mean, a loss that
         compares examples), each size is compiled, and cut into at most `num_microbatches` parts; if the data-parallel
@@ -139,7 +141,11 @@ class InferenceCalls(WeightCalls):
         state_for, forms = self._state_for_step(), dict[Any, Form]()
         drawn = itertools.islice(data, steps)
         for batch in awaited(drawn, "the next batch to evaluate"):  # the data see the mesh of the caller
-            for terms, part in self._evaluated(batch, global_batch_size, state_for, alike, forms):
+            evaluated = functools.partial(
+                self._evaluated, global_batch_size=global_batch_size, state_for=state_for, alike=alike, forms=forms
+            )
+            batches = batch if isinstance(batch, Microbatches) else [batch]
+            for terms, part in itertools.chain.from_iterable(map(evaluated, batches)):
                 if pending is not None:
                     average.add(*pending)
                 count = part.num_microbatches if part.shares is None else part.shares.sum(dtype=np.float64)

@@ -43,6 +43,7 @@ from jaxpp_flax.trainers.step.builder import StepBuilder
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
+from jaxpp_flax.trainers.step.microbatch_orders import MicrobatchOrders
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
@@ -137,6 +138,7 @@ class TrainerObjects:
         self.steps = CompiledSteps(
             scheduling, assigner, builders, self.held, rows,
             stage=stage, ignored=ignored, fsdp=chosen.mesh.fsdp, clock=self.clock, under_way=under_way,
+            orders=MicrobatchOrders(training.order, display.message),
         )  # fmt: skip
         self._make_loop(display, checkpoints, saves_nonfinite=on_nonfinite == "ignore")
 

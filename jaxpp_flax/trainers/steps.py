@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.planning import PlanningStep, StepProfile
 from jaxpp_flax.planning.profile import profile_of
 from jaxpp_flax.trainers.data.batch import count_units, describe_batch, shape_of
@@ -112,7 +113,7 @@ class StepCalls(InferenceCalls):
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
         rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
-        microbatches = rows.split(whole)
+        microbatches = self._in_order(rows.split(whole), whole)
         compiled = self._compiled_training(microbatches, whole)
         if self.checkpoints.store is not None:
             self.checkpoints.store.check()
@@ -120,6 +121,12 @@ class StepCalls(InferenceCalls):
             return compiled, compared_rows(compiled, batch, microbatches, trained_on)
         trained_on.before(microbatches)
         return compiled, microbatches
+
+    def _in_order(self, microbatches: Any, whole: Any) -> Any:
+        """Return the microbatches as they shall run; those of one shape, and of one stage, stay as they are."""
+        if not isinstance(microbatches, StackedMicrobatches) or self.mesh is None:
+            return microbatches
+        return self.steps.in_order(microbatches, lambda given: self._compiled_training(given, whole))
 
     def _finish(self, results: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""
@@ -131,11 +138,25 @@ class StepCalls(InferenceCalls):
         return metrics
 
     def _compiled_training(self, microbatches: Any, whole: Any) -> Any:
-        return self.steps.for_training(microbatches, lambda known: self._announce_shape(whole, known))
+        return self.steps.for_training(microbatches, lambda *counts: self._announce_shapes(whole, *counts))
 
-    def _announce_shape(self, whole: Any, known: int) -> None:
-        """Tell that a batch of another shape than `known` ones will be compiled; refuse one too many."""
-        if known >= self.training.max_batch_shapes:
+    def _announce_shapes(self, whole: Any, known: int, new: int) -> None:
+        """Tell that batches, or microbatches, of other shapes than `known` ones will be compiled; refuse too many."""
+        most = self.training.max_batch_shapes
+        if isinstance(whole, Microbatches) and self.mesh is not None:
+            if known + new > most:
+                raise BatchError(
+                    f"microbatches of {new} other shape(s), after {known}: {describe_batch(whole)}. Each of the "
+                    f"{self.num_stages} stages is compiled for each shape. Pad the microbatches to at most {most} "
+                    "lengths, or allow more shapes: "
+                    f"`training=Training(max_batch_shapes={max(2 * most, known + new)})`."
+                )
+            self.loop.display.message(
+                f"compiling {self.num_stages} stages for {new} shape(s) of microbatches ({known + new} of at most "
+                f"{most}): {describe_batch(whole)}"
+            )
+            return
+        if known >= most:
             raise BatchError(
                 f"a batch of another shape, after {known}: {describe_batch(whole)}. Each shape is compiled on its own. "
                 f"Pad the batches to at most {known} lengths, or allow more shapes: "
@@ -143,8 +164,7 @@ class StepCalls(InferenceCalls):
             )
         if known:
             self.loop.display.message(
-                f"compiling for another shape of batches ({known + 1} of at most {self.training.max_batch_shapes}): "
-                f"{describe_batch(whole)}"
+                f"compiling for another shape of batches ({known + 1} of at most {most}): {describe_batch(whole)}"
             )
 
     @without_ambient_mesh
@@ -167,6 +187,7 @@ class StepCalls(InferenceCalls):
           ValueError: without a pipeline; also the errors of `train_step`.
         """
         self._check_ready("profile_step")
+        _check_one_shape("profile_step", batch)
         schedule, mesh = self.steps.scheduling.pipeline("profile_step")
         compiled, microbatches = self._prepare(batch, global_batch_size)
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
@@ -181,6 +202,7 @@ class StepCalls(InferenceCalls):
         Raises:
           ValueError: without a pipeline.
         """
+        _check_one_shape("a plan", batch)
         return self.steps.to_plan(self.steps.rows.split(batch), count_units(batch)[0])
 
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
@@ -244,7 +266,17 @@ class StepCalls(InferenceCalls):
         rows = self.steps.rows
         if call not in ("train", *get_args(InferenceKind)):
             raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
+        _check_one_shape("rows_read", batch)
         if call == "train":
             return rows.read(self.compile(batch), batch, rows.num_microbatches)
         part = rows.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
         return rows.read(self._compiled(call, part), batch, part.num_microbatches)
+
+
+def _check_one_shape(what: str, batch: Any) -> None:
+    """Refuse `Microbatches` where the microbatches of a step count as equal."""
+    if isinstance(batch, Microbatches):
+        raise BatchError(
+            f"{what} is for batches of one shape, but this one is Microbatches. Pass a pytree of arrays: "
+            "num_microbatches microbatches of one of the shapes."
+        )

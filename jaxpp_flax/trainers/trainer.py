@@ -211,7 +211,10 @@ class PipelineTrainer(AccumulationCalls, GenerationCalls, TransferCalls, FileCal
         """Train on `data`.
 
         Args:
-          data: an iterable of batches: a list, a generator, a grain dataset or loader.
+          data: an iterable of batches: a list, a generator, a grain dataset or loader. A batch is a pytree of arrays,
+            cut into `num_microbatches` equal parts; or `jaxpp_flax.Microbatches`: any number of parts, each of its own
+            shape. Then a mean loss counts every example, and a new shape is compiled, up to
+            `Training(max_batch_shapes=)`; without a mesh, each list of shapes counts.
           steps: the number of steps to train; with `resume`, counted from the beginning of the run. Data that can be
             iterated again is repeated as needed.
           epochs: the number of passes over the data; it must be possible to iterate over the data again. Without

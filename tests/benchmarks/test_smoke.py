@@ -168,3 +168,13 @@ def test_weights_cross_devices_once(tmp_path: Path):
     run_python(str(ROOT / "benchmarks" / "weights.py"), *flags, XLA_FLAGS=None)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["peak above the sampler, in leaves"] for row in rows] == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_texts_of_several_lengths_cost_less_than_their_padding(tmp_path: Path):
+    flags = ("--functions", "48", "--lengths", "32,64,128", "--tokens", "256", "--repeats", "1")
+    rows = {row["batches"]: row for row in rows_of("lengths", tmp_path, *flags)}
+    assert set(rows) == {"padded", "as drawn", "whole", "whole, one size", "grouped"}
+    # Counts of the padded shapes, not a measurement.
+    assert rows["grouped"]["predicted"] > 1.15 * rows["padded"]["predicted"]
+    assert rows["grouped"]["padding"] < rows["padded"]["padding"]

@@ -14,13 +14,14 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.passes import PLACING, WRITING
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop import Labels, Loop, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.passes.place import ResultRanks, StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices, Settings, observers
 from jaxpp_flax.engine.program.program import Program, ProgramTask
-from jaxpp_flax.engine.traced import CutPolicy, build, cut_at_every_mark, prepare, with_choices
+from jaxpp_flax.engine.traced import CutPolicy, cut_at_every_mark, prepare, with_choices
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
@@ -183,7 +184,8 @@ def built(
     observe = observers()
     prepared = prepare(graph, settings, observe)
     choices = with_choices(settings, prepared, policy, residuals)
-    return Built(*build(prepared, choices, observe), choices)
+    placed = PLACING.run(prepared, choices, observe)
+    return Built(WRITING.run(placed, choices, observe), placed, choices)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

@@ -43,6 +43,13 @@ def test_a_step_of_two_losses_lowers_both():
     assert max(gaps) < 0.05, "unlike answers to both copies have up to 0.5"
 
 
+def test_texts_of_several_lengths_train_in_one_step():
+    output = run_example("lengths.py", "--functions", "300", "--steps", "20", "--microbatches", "4")
+    assert "300 functions in microbatches of 16 x 64, 6 x 128, 2 x 256" in output
+    (loss,) = last_figures(output)
+    assert loss < 4.5, "a uniform guess has 5.5"
+
+
 @pytest.mark.extras
 def test_a_run_goes_on_with_the_next_batch_of_grain(tmp_path: Path):
     pytest.importorskip("grain")

@@ -11,6 +11,7 @@ from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import check_ends, donate_and_free
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.hoist_constants import hoist_constants
+from jaxpp_flax.engine.passes.loop.join_shapes import check_joined, join_shapes
 from jaxpp_flax.engine.passes.loop.label import label_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import check_opened, open_loops
@@ -91,6 +92,13 @@ PLACING = (
         requires="labelled loops",
         ensures="tasks, accumulators and carries; each labelled equation stands in one task, or in the backward of a "
         "stage that recomputes as well",
+    )
+    .then(
+        "join_shapes",
+        lambda step, _: join_shapes(step),
+        requires="loops cut into tasks",
+        ensures="the loops for several shapes of microbatches are one, whose accumulators and carries all shapes share",
+        check=check_joined,
     )
     .then(
         "lower_loops",

@@ -7,13 +7,13 @@ sent value is never donated: the copy may still be reading it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
 from jaxpp_flax.engine.analyses.donation_pairs import donation_pairs, order_of_outputs
-from jaxpp_flax.engine.program.program import Free, Instruction, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Instruction, LoopTask, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import VerificationError
 
 __all__ = ["check_ends", "donate_and_free"]
@@ -74,7 +74,7 @@ def _donations(
             continue
         inputs = run.inputs
         # If an earlier run of the task could not donate an input, later runs need not check this input.
-        first = range(len(inputs)) if donatable is None else donatable[run.task]
+        first = _donatable(program.tasks[run.task]) if donatable is None else donatable[run.task]
         inputs_before = donate.get(run.task, first)
         possible = {p for p in inputs_before if ends.get(inputs[p]) == number and inputs[p] not in never}
         if len(set(inputs)) < len(inputs):
@@ -85,6 +85,11 @@ def _donations(
         for number, task in enumerate(program.tasks)
         if number in donate
     }
+
+
+def _donatable(task: ProgramTask) -> Collection[int]:
+    own = task.donatable if isinstance(task, LoopTask) else None
+    return range(len(task.graph.inputs)) if own is None else own
 
 
 def _in_order(program: Program, pairs: Mapping[int, Mapping[int, int]]) -> Program:

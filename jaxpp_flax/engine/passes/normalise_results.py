@@ -62,11 +62,17 @@ def _narrowed(equation: Equation, needed: set[Value]) -> Equation:
     if len(used) == len(params["operations"]):
         return equation
     kept = [*range(carries), *(carries + k for k in used)]
+
+    def narrow(body: Graph) -> Graph:
+        return prune(replace(body, outputs=tuple(body.outputs[k] for k in kept)))
+
     narrowed: dict[str, Any] = {
-        "body": prune(replace(body, outputs=tuple(body.outputs[k] for k in kept))),
+        "body": narrow(body),
         "operations": tuple(params["operations"][k] for k in used),
         "partial_over": tuple(params["partial_over"][k] for k in kept),
     }
+    if "bodies" in params:
+        narrowed["bodies"] = tuple(map(narrow, params["bodies"]))
     return replace(
         equation,
         params={**params, **narrowed},

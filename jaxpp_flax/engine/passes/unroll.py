@@ -29,12 +29,15 @@ _STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,), _FUSED: (_F
 
 def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
     """Return the loop's (task, microbatch) pairs in a global order free of deadlock."""
-    tasks = loop.partition.tasks
-    by_kind = {(t.stage, t.kind): i for i, t in enumerate(tasks)}
+    pattern = loop.pattern or (0,) * loop.body.length
+    tasks_of = {shape: loop.partition.tasks_of(shape) for shape in {*pattern}}
+    by_kind = {(shape, t.stage, t.kind): n for shape, tasks in tasks_of.items() for n, t in tasks.items()}
     order: list[tuple[int, int]] = []
 
     def add(task: Task) -> None:
-        numbers = [by_kind[task.stage, k] for k in _STANDS_FOR[task.kind] if (task.stage, k) in by_kind]
+        shape = pattern[task.microbatch]
+        keys = [(shape, task.stage, kind) for kind in _STANDS_FOR[task.kind]]
+        numbers = [by_kind[key] for key in keys if key in by_kind]
         for number in numbers if task.kind is _B else numbers[:1]:
             order.append((number, task.microbatch))
 
@@ -45,32 +48,39 @@ def _scheduled(loop: LoweredLoop) -> list[tuple[int, int]]:
                 f"{type(loop.schedule).__name__} runs {task!r} on rank {rank}, but its `rank_of` gives stage "
                 f"{task.stage} to rank {home}, where the weights are. Make the two agree."
             )
-        for part in (task,) if (task.stage, task.kind) in by_kind else parts(task):
+        for part in (task,) if (pattern[task.microbatch], task.stage, task.kind) in by_kind else parts(task):
             add(part)
-    _check_order(loop, order)
+    _check_order(loop, pattern, order)
     return order
 
 
-def _check_order(loop: LoweredLoop, order: Sequence[tuple[int, int]]) -> None:
+def _check_order(loop: LoweredLoop, pattern: Sequence[int], order: Sequence[tuple[int, int]]) -> None:
     """Refuse a schedule that leaves out or repeats work, or breaks the order of work that must go in order."""
-    tasks, name = loop.partition.tasks, type(loop.schedule).__name__
-    ran: list[list[int]] = [[] for _ in tasks]
+    part, name = loop.partition, type(loop.schedule).__name__
+    turns = {*(c.result for c in part.carries), *(a.result for a in part.accumulators if a.ordered)}
+    ran: list[list[int]] = [[] for _ in part.tasks]
+    in_turn: dict[Value, list[int]] = {result: [] for result in turns}  # of the tasks of all shapes
+    turns_of = [turns.intersection(values(task.graph.outputs)) for task in part.tasks]
     for task, microbatch in order:
         ran[task].append(microbatch)
-    in_order = {c.task for c in loop.partition.carries} | {a.task for a in loop.partition.accumulators if a.ordered}
-    for index, (task, microbatches) in enumerate(zip(tasks, ran, strict=True)):
-        if sorted(microbatches) != [*range(loop.body.length)]:
-            raise ScheduleError(
-                f"{name} runs {task.name} for the microbatches {microbatches[:8]}; each task of the step must run "
-                f"exactly once for each of its {loop.body.length} microbatches. `jaxpp_flax.schedules.validate` checks "
-                "a schedule without a model."
-            )
-        if index in in_order and microbatches != sorted(microbatches):
-            raise ScheduleError(
-                f"{name} runs {task.name} for the microbatches in the order {microbatches[:8]}, but the task hands a "
-                "value from each microbatch to the next one (the loop's carry, or a reduction that depends on the "
-                "order). Use a schedule that runs each stage's microbatches in order."
-            )
+        for result in turns_of[task]:
+            in_turn[result].append(microbatch)
+    of_shape = {shape: [m for m, other in enumerate(pattern) if other == shape] for shape in {*pattern}}
+    for shape, wanted in of_shape.items():
+        for index, task in part.tasks_of(shape).items():
+            if sorted(ran[index]) != wanted:
+                raise ScheduleError(
+                    f"{name} runs {task.name} for the microbatches {ran[index][:8]}; each task of the step must run "
+                    f"exactly once for each of its {len(wanted)} microbatches. `jaxpp_flax.schedules.validate` checks "
+                    "a schedule without a model."
+                )
+            microbatches = next((in_turn[v] for v in turns_of[index] if in_turn[v] != sorted(in_turn[v])), None)
+            if microbatches is not None:
+                raise ScheduleError(
+                    f"{name} runs {task.name} for the microbatches in the order {microbatches[:8]}, but the task hands "
+                    "a value from each microbatch to the next one (the loop's carry, or a reduction that depends on "
+                    "the order). Use a schedule that runs each stage's microbatches in order."
+                )
 
 
 def loop_prefix(number: int) -> str:
@@ -95,14 +105,16 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
     last_carry = {edge: loop.carry_results[leaf] for (leaf, _), edge in returned.items()}
     carries = [_carries_read(part, task) for task in tasks]
     edges = [values(task.graph.outputs) for task in tasks]
-    left = [loop.body.length] * len(tasks)  # the runs of each task that are still to come
+    left = dict.fromkeys(states, loop.body.length)  # the updates of each accumulator that are still to come
     first: dict[Value, Atom] = {c.result: loop.carry_init[c.leaf] for c in part.carries}
+    own_leaves = _leaves_read(loop)
+    for edge in (edge for own in own_leaves for edge in own):
+        whole.pop(edge, None)
     instances = [
         first,
-        *({part.index: index} for index in indices[: loop.body.length]),
+        *({part.index: i, **own} for i, own in zip(indices[: loop.body.length], own_leaves, strict=True)),
     ]  # by a microbatch, counted from 1
     for number, microbatch in _scheduled(loop):
-        left[number] -= 1
         before, own, carried, inputs = instances[microbatch], instances[microbatch + 1], carries[number], list[Atom]()
         for edge in tasks[number].graph.inputs:
             if edge in whole:
@@ -112,13 +124,28 @@ def _runs(loop: LoweredLoop, indices: Sequence[Value], before_these: int) -> Ite
         outputs: list[Value] = []
         for edge in edges[number]:
             if edge in states:
-                value = Value(edge.aval) if left[number] else totals[edge]
+                left[edge] -= 1
+                value = Value(edge.aval) if left[edge] else totals[edge]
                 whole[states[edge]] = value
             else:
                 is_last = microbatch + 1 == loop.body.length and edge in last_carry
                 value = own[edge] = last_carry[edge] if is_last else Value(edge.aval)
             outputs.append(value)
         yield TaskStep(before_these + number, tuple(inputs), tuple(outputs), microbatch)
+
+
+def _leaves_read(loop: LoweredLoop) -> list[dict[Value, Atom]]:
+    """Return what the tasks of each microbatch read for the operands of their shape.
+
+    Without several shapes there is nothing: tasks slice their microbatch themselves.
+    """
+    if not loop.pattern:
+        return [{} for _ in range(loop.body.length)]
+    leaves, count = loop.constants[loop.first_leaf :], len(loop.leaves_of[0])
+    return [
+        dict(zip(loop.leaves_of[shape], leaves[m * count : (m + 1) * count], strict=True))
+        for m, shape in enumerate(loop.pattern)
+    ]
 
 
 def _carries_read(part: Partition, task: LoopTask) -> dict[Value, Value]:

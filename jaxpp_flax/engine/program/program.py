@@ -54,10 +54,14 @@ class ProgramTask:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoopTask(ProgramTask):
-    """The work of one stage and kind for one microbatch."""
+    """The work of one stage and kind for one microbatch.
+
+    `donatable` has the positions of the only inputs that it may donate; None: every one that it reads last.
+    """
 
     stage: int = field()
     kind: TaskKind = field()
+    donatable: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

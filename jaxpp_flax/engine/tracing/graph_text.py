@@ -90,6 +90,7 @@ class Fingerprinter(GraphText):
     """
 
     def __init__(self) -> None:
+        self._graphs: dict[Hashable, int] = {}
         self._bodies: dict[int, str] = {}
         self._operations: dict[tuple[Any, int, int], str] = {}
         self._numbers: dict[Hashable, int] = {}
@@ -97,7 +98,11 @@ class Fingerprinter(GraphText):
 
     def graph(self, graph: Graph) -> int:
         """Return the number of a graph and of all that compute the same."""
-        return self._number("\n".join(self.lines(graph)))
+        # Programs for other patterns of shapes have graphs of the same equations.
+        identity = graph.inputs, graph.outputs, graph.equations
+        if identity not in self._graphs:
+            self._graphs[identity] = self._number("\n".join(self.lines(graph)))
+        return self._graphs[identity]
 
     def type(self, aval: Any) -> str:
         return f"#{self._number(aval)}"

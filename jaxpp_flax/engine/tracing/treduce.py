@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding
 from jaxpp_flax._compat import needs_devices
 from jaxpp_flax._compat_texts.traces import is_reference
 from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, opened, struct_of
+from jaxpp_flax.engine.tracing.lengths.bodies import Entries, check_same_types, over_shared_constants, split_operands
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.reductions import Add, AddOp, Concat, Last, LastOp, Max, MaxOp, Op
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from jaxpp_flax.schedules import Schedule
 
 __all__ = [
-    "Add", "AddOp", "Concat", "Last", "LastOp", "Max", "MaxOp", "Op", "state_type", "treduce", "treduce_i", "treduce_p",
+    "Add", "AddOp", "Concat", "Last", "LastOp", "Max", "MaxOp", "Op", "state_type", "treduce", "treduce_i",
+    "treduce_items", "treduce_p",
 ]  # fmt: skip
 
 
@@ -35,20 +38,28 @@ treduce_p.multiple_results = True
 
 
 def _run(
-    *operands: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **_: Any
+    *operands: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **more: Any
 ) -> list[Any]:
     """Run the loop in plain JAX, one microbatch after another."""
     consts, carry = operands[:num_consts], operands[num_consts:]
     results = body.outputs[num_carry:]
     states = [op.state(length, struct_of(y.aval)) for op, y in zip(operations, results, strict=True)]
 
-    def step(index: jax.Array, loop: tuple[Sequence[Any], Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def step(
+        index: jax.Array, loop: tuple[Sequence[Any], Sequence[Any]], body: Graph = body, consts: Sequence[Any] = consts
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
         outputs = body.run(*consts, index, *loop[0])
         new = [op.update(s, y, index) for op, s, y in zip(operations, loop[1], outputs[num_carry:], strict=True)]
         return outputs[:num_carry], new
 
-    carry_out, reduced = jax.lax.fori_loop(jnp.int32(0), jnp.int32(length), step, (list(carry), states))
-    return [*carry_out, *reduced]
+    last: tuple[Sequence[Any], Sequence[Any]] = list(carry), states
+    if bodies := more.get("bodies"):
+        shared, leaves = split_operands(consts, len(more["pattern"]), more["num_leaves"])
+        for index in range(length):
+            last = step(jnp.int32(index), last, bodies[more["pattern"][index]], (*shared, *leaves[index]))
+    else:
+        last = jax.lax.fori_loop(jnp.int32(0), jnp.int32(length), step, last)
+    return [*last[0], *last[1]]
 
 
 treduce_p.def_impl(_run)
@@ -56,7 +67,7 @@ treduce_p.def_impl(_run)
 
 @treduce_p.def_effectful_abstract_eval
 def _abstract(
-    *avals: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **_: Any
+    *avals: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **more: Any
 ) -> tuple[list[Any], set[Any]]:
     carry = map(struct_of, avals[num_consts : num_consts + num_carry])
     # By identity: a user's operations may compare equal and do different things.
@@ -67,7 +78,8 @@ def _abstract(
         if (id(op), value) not in states:
             states[id(op), value] = state_type(op, length, value)
         reduced.append(states[id(op), value])
-    effects = {effect for equation in body.equations for effect in equation.effects}
+    bodies: tuple[Graph, ...] = more.get("bodies") or (body,)
+    effects = {effect for each in bodies for equation in each.equations for effect in equation.effects}
     return [jax.core.ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in (*carry, *reduced)], effects
 
 
@@ -91,9 +103,9 @@ def _same_type(one: Any, other: Any) -> bool:
 mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))
 
 
-def _for_devices(body: Graph) -> tuple[Any, ...]:
-    """Return a parameter that tells JAX if the body needs known devices to be lowered: JAX cannot read the graph."""
-    if not any(needs_devices(equation.primitive) for equation in everywhere(body)):
+def _for_devices(bodies: Iterable[Graph]) -> tuple[Any, ...]:
+    """Return a parameter that tells JAX if a body needs known devices to be lowered: JAX cannot read the graph."""
+    if not any(needs_devices(equation.primitive) for body in bodies for equation in everywhere(body)):
         return ()
     return (jax.make_jaxpr(lambda: jax.pure_callback(int, jax.ShapeDtypeStruct((), jnp.int32)))(),)
 
@@ -188,41 +200,67 @@ def treduce_i(
                 f"it to the operation itself, e.g. `operation=(Concat({axis}), Add)`."
             )
         operation = (Concat(axis), Add)
+    return _reduce(lambda microbatch, *given: fun(*given), length, schedule, operation, init)
+
+
+def _reduce(
+    fun: Callable[..., Any], length: int, schedule: Any, operation: Any, init: Any, entries: Entries | None = None
+) -> Any:
+    """Bind the loop: `fun` takes the leaves of a microbatch's entry, the carry if there is one, and the index."""
     has_carry = init is not _NO_CARRY
     carry = jax.tree.map(jnp.asarray, init if has_carry else ())
     carry_leaves, carry_tree = jax.tree.flatten(carry)
     _refuse_other_memory("treduce's init is", carry, map(jax.typeof, carry_leaves))
-
-    def body(index: jax.Array, *leaves: Any) -> Any:
-        if has_carry:
-            return fun(jax.tree.unflatten(carry_tree, leaves), index)
-        return (), fun(index)
-
     avals = [struct_of(jax.typeof(leaf)) for leaf in carry_leaves]
-    jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32), *avals)
-    if not (isinstance(shapes, tuple) and len(shapes) == 2):
-        raise TypeError("treduce with `init=` needs a body that returns the pair (carry, result).")
-    carry_shapes, result_shapes = shapes
-    _check_carry(avals, carry_tree, carry_shapes)
-    graph, consts = from_jaxpr(jaxpr)
-    _refuse_references(graph)
-    _refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in graph.outputs])
+    representatives = [()] if entries is None else entries.of_shapes
+    traced: list[tuple[Graph, list[Any]]] = []
+    results: list[Any] = []
+    for leaves in representatives:
+
+        def body(*inputs: Any, count: int = len(leaves)) -> Any:
+            microbatch, index, carried = inputs[:count], inputs[count], inputs[count + 1 :]
+            if has_carry:
+                return fun(microbatch, jax.tree.unflatten(carry_tree, carried), index)
+            return (), fun(microbatch, index)
+
+        structs = [struct_of(jax.typeof(leaf)) for leaf in leaves]
+        jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*structs, jax.ShapeDtypeStruct((), jnp.int32), *avals)
+        if not (isinstance(shapes, tuple) and len(shapes) == 2):
+            raise TypeError("treduce with `init=` needs a body that returns the pair (carry, result).")
+        _check_carry(avals, carry_tree, shapes[0])
+        traced.append(from_jaxpr(jaxpr))
+        results.append(shapes[1])
+        _refuse_references(traced[-1][0])
+        _refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in traced[-1][0].outputs])
+        names = tuple(", ".join(_says(_type_of(leaf, 1)) for leaf in each) for each in (representatives[0], leaves))
+        check_same_types(results[0], results[-1], (names[0], names[1]), _same_type)
+    bodies, consts = over_shared_constants(traced)
+    several: dict[str, Any] = {}
+    if entries is not None:
+        several = {"bodies": bodies, "pattern": entries.pattern, "num_leaves": len(representatives[0])}
+        consts += [leaf for leaves in entries.leaves for leaf in leaves]
     flat = treduce_p.bind(
         *consts,
         *carry_leaves,
-        body=graph,
+        body=bodies[0],
         num_consts=len(consts),
         num_carry=len(carry_leaves),
         length=length,
-        operations=tuple(_broadcast_operations(operation, result_shapes)),
-        partial_over=tuple(_partial_over(atom.aval) for atom in graph.outputs),
+        operations=tuple(_broadcast_operations(operation, results[0])),
+        partial_over=tuple(_partial_over(atom.aval) for atom in bodies[0].outputs),
         schedule=schedule,
         carry_names=tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(carry)),
-        lowered_for=_for_devices(graph),
+        lowered_for=_for_devices(bodies),
+        **several,
     )
     carried, reduced = flat[: len(carry_leaves)], flat[len(carry_leaves) :]
-    results = jax.tree.unflatten(jax.tree.structure(result_shapes), reduced)
-    return (jax.tree.unflatten(carry_tree, carried), results) if has_carry else results
+    reduced = jax.tree.unflatten(jax.tree.structure(results[0]), reduced)
+    return (jax.tree.unflatten(carry_tree, carried), reduced) if has_carry else reduced
+
+
+def _type_of(leaf: Any, begin: int) -> jax.ShapeDtypeStruct:
+    """Return the type of a leaf without its first axes."""
+    return jax.ShapeDtypeStruct(jnp.shape(leaf)[begin:], leaf.dtype)
 
 
 def _partial_over(aval: Any) -> frozenset[str]:
@@ -313,8 +351,10 @@ def treduce(
 
     Args:
       fun: the body of the loop for one microbatch: `fun(x)`; if `init` is given, `fun(carry, x) -> (carry, result)`.
-      xs: a pytree of arrays that all have the same size along `axis`: the number of microbatches.
-      axis: the axis of the microbatches in every leaf of `xs`.
+      xs: a pytree of arrays that all have the same size along `axis`: the number of microbatches. Or `Microbatches`,
+        whose microbatches may differ in shape: the body is traced, and each of its tasks compiled, once for each shape.
+        The results must have the same types for each of them.
+      axis: the axis of the microbatches in every leaf of `xs`; `Microbatches` have none.
       schedule, operation, init: as in `treduce_i`.
 
     Returns:
@@ -322,6 +362,7 @@ def treduce(
 
     Raises:
       ValueError: if `xs` has no array, or its leaves have different sizes along `axis`; also the errors of `treduce_i`.
+      TypeError: if a result of `Microbatches` has another type for one shape than for another.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -335,6 +376,13 @@ def treduce(
 
     Source: the loop of NVIDIA's JaxPP (Xhebraj, Lee, Chen and Grover, 2024).
     """
+    if isinstance(xs, Microbatches | StackedMicrobatches):
+        if axis != 0:
+            raise ValueError(
+                f"treduce got axis={axis} and Microbatches, which have no axis of microbatches: leave it out."
+            )
+        carry = {} if init is _NO_CARRY else {"init": init}
+        return treduce_items(lambda *given: fun(*given[:-2], given[-1]), xs, schedule, operation, **carry)
     length = _common_size(xs, axis)
     xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
 
@@ -344,6 +392,26 @@ def treduce(
     if init is _NO_CARRY:
         return treduce_i(lambda i: fun(microbatch(i)), length, schedule, operation)
     return treduce_i(lambda carry, i: fun(carry, microbatch(i)), length, schedule, operation, init=init)
+
+
+def treduce_items(
+    fun: Callable[..., Any],
+    batch: Microbatches | StackedMicrobatches,
+    schedule: Schedule | None = None,
+    operation: Any = _DEFAULT_OPERATION,
+    *,
+    init: Any = _NO_CARRY,
+) -> Any:
+    """Reduce `fun(i, x_i)` over the microbatches `x_i` of a batch; with `init`, `fun(carry, i, x_i)`. See `treduce`.
+
+    Example:
+      >>> batch = Microbatches([jnp.ones(2), jnp.ones(3)])
+      >>> print(treduce_items(lambda i, x: i + x.sum(), batch, operation=Add))
+      6.0
+    """
+    entries = Entries.of(batch)
+    body = lambda leaves, *given: fun(*given, entries.microbatch(leaves, given[-1]))  # noqa: E731
+    return _reduce(body, entries.length, schedule, operation, init, entries)
 
 
 def _common_size(xs: Any, axis: int) -> int:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.trainers.data.batch_leaves import check_leaf, leaf_name, leaves_of
 from jaxpp_flax.trainers.errors import BatchError
 
@@ -191,12 +192,14 @@ def join_parts(outputs: Sequence[Any]) -> Any:
 
 
 def describe_batch(batch: Any) -> str:
-    """Return the types and shapes of a batch's leaves, for messages.
+    """Return the types and shapes of a batch's leaves, for messages; of `Microbatches`, those of each shape.
 
     Example:
       >>> describe_batch({"x": np.zeros((4, 3), np.float32), "y": np.zeros(4, np.int32)})
       "['x'] float32[4, 3], ['y'] int32[4]"
     """
+    if isinstance(batch, Microbatches | StackedMicrobatches):
+        return "; ".join(dict.fromkeys(map(describe_batch, batch.items)))
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return ", ".join(f"{jax.tree_util.keystr(path)} {dtype_of(x)}{list(np.shape(x))}".strip() for path, x in leaves)
 
@@ -241,6 +244,9 @@ def count_units(batch: Any, global_batch_size: int | None = None) -> tuple[int, 
       >>> count_units({"tokens": np.zeros((4, 8), np.int32)}), count_units(np.zeros((4, 8)))
       ((32, 'tokens'), (4, 'examples'))
     """
+    if isinstance(batch, Microbatches):
+        counts, units = zip(*map(count_units, batch), strict=True)
+        return sum(counts), units[0]
     for leaf in jax.tree.leaves(batch):
         if len(np.shape(leaf)) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
             return (global_batch_size or leaf.shape[0]) * leaf.shape[1], "tokens"

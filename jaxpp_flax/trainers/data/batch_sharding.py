@@ -22,6 +22,7 @@ from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.trainers.data.batch import (
     InferencePart,
     batch_size,
@@ -61,8 +62,22 @@ class BatchSharding:
 
     @without_ambient_mesh
     def split(self, whole: Any) -> Any:
-        """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...)."""
+        """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...).
+
+        Each of several `Microbatches` is cut into itself: its leaves have the shape (1, microbatch, ...).
+        """
+        if isinstance(whole, Microbatches):
+            return StackedMicrobatches(tuple(self._stacked(number, item) for number, item in enumerate(whole)))
         return split_batch(whole, self.num_microbatches, self.batch_shards, self._cut)
+
+    def _stacked(self, number: int, item: Any) -> Any:
+        if batch_size(item) % self.batch_shards or not batch_size(item):
+            raise BatchError(
+                f"microbatch {number} of the Microbatches has {batch_size(item)} examples, which the "
+                f"{self.batch_shards} data-parallel devices of a stage cannot share evenly. Give each microbatch a "
+                f"multiple of {self.batch_shards}, and at least one of them."
+            )
+        return split_batch(item, 1, self.batch_shards, self._cut)
 
     def _cut(self, leaf: Any, count: int, each: int) -> Any:
         if self.mesh is not None and is_global(leaf):
@@ -98,6 +113,11 @@ class BatchSharding:
 
         With `together`, all examples are in one part.
         """
+        if isinstance(whole, Microbatches):
+            raise BatchError(
+                "predict takes one batch at a time, and Microbatches are several of their own shapes: "
+                "`[trainer.predict(part) for part in batch]`."
+            )
         taken = jax.tree.map(self._taken, whole)
         parts = split_for_inference(taken, self.num_microbatches, self.batch_shards, together=together, cut=self._cut)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
@@ -117,6 +137,13 @@ class BatchSharding:
         """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""
         if global_batch_size is None:
             return batch
+        if isinstance(batch, Microbatches):
+            raise BatchError(
+                f"global_batch_size={global_batch_size} with Microbatches: a process cannot pass only its own rows of "
+                "them, as the processes would have to agree on the shapes of each step. Pass the same Microbatches in "
+                "every process, and leave global_batch_size= out; a leaf that a process does not read may be a "
+                "`jax.ShapeDtypeStruct`."
+            )
         global_batch_size = check_count("global_batch_size", global_batch_size)
         if not self.is_across:
             size = batch_size(batch)

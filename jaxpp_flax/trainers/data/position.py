@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
 from jaxpp_flax.processes import exchange_values, process_group, value_hash
 from jaxpp_flax.trainers.errors import DataPositionError
 
@@ -39,15 +40,17 @@ class DataPosition:
     iterator: Any = None  # the iterator's own state: the result of its `get_state` or `state_dict`
     order: str | None = None  # the hash of these batches in their order, of data whose order is not known
 
-    def after(self, leaves: Sequence[Any], *, hashes: bool) -> DataPosition:
+    def after(self, leaves: Sequence[Any], *, hashes: bool, is_sized: bool = True) -> DataPosition:
         """Return the position after a batch with these leaves, without the iterator's state; `hashes`: note the order.
+
+        `is_sized`: the first leaf counts the examples of the batch; not so of `Microbatches`.
 
         Example:
           >>> after = BEGINNING.after([np.zeros((6, 3))], hashes=False)
           >>> after.batches, after.in_epoch, after.examples, after.batch_size
           (1, 1, 6, 6)
         """
-        size = examples_in(leaves)
+        size = examples_in(leaves) if is_sized else None
         own = _hash_of(leaves) if hashes and self.order is not None else None
         return DataPosition(
             batches=self.batches + 1,
@@ -100,12 +103,16 @@ def own_position(value: Any) -> DataPosition | None:
 
 
 def examples_in(batch: Any) -> int | None:
-    """Return the number of examples of a batch: the first axis of its first array; None without an array.
+    """Return the number of examples of a batch: the first axis of its first array.
+
+    None without an array, and for `Microbatches`: these may have any number of examples.
 
     Example:
       >>> examples_in({"scale": np.float32(1), "x": np.zeros((6, 3))}), examples_in(7)
       (6, None)
     """
+    if isinstance(batch, Microbatches):
+        return None
     return next((shape[0] for leaf in jax.tree.leaves(batch) if (shape := getattr(leaf, "shape", ()))), None)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_in
 from jaxpp_flax.trainers.errors import DataPositionError
@@ -102,8 +103,9 @@ class Source:
     def note(self, batch: Any) -> int | None:
         """Note a batch that the iterator has given; return its number of examples."""
         leaves = jax.tree.leaves(batch)
-        self.at = self.at.after(leaves, hashes=self._hashes)
-        return examples_in(leaves)
+        is_sized = not isinstance(batch, Microbatches)
+        self.at = self.at.after(leaves, hashes=self._hashes, is_sized=is_sized)
+        return examples_in(leaves) if is_sized else None
 
     def begin_pass(self) -> None:
         """Begin the next pass; data that has `set_epoch`, such as Hugging Face's, is told its number."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax.counts import check_count
+from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition
@@ -244,6 +245,8 @@ def check_batches(name: str, data: Any) -> None:
             f"{name} is a {type(data).__name__} of {', '.join(map(repr, data))}: one batch? Pass an iterable of "
             "batches: `[batch]`."
         )
+    if isinstance(data, Microbatches):
+        raise TypeError(f"{name} is a Microbatches: one batch? Pass an iterable of batches: `[batch]`.")
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         raise TypeError(
             f"{name} is an array ({type(data).__name__}) of shape {tuple(data.shape)}: one batch? Pass an iterable of "

@@ -74,6 +74,27 @@ def read_loss(output: Any, *, differentiated: bool = False) -> LossTerms:
     return LossTerms(total=total, weight=weight, metrics={name: _metric(name, v) for name, v in metrics.items()})
 
 
+def counted_by(terms: LossTerms, examples: int) -> LossTerms:
+    """Return the terms of a microbatch of so many examples, among microbatches of other sizes: every example counts.
+
+    A mean becomes a pair of a sum and a weight, so that the mean over the batch is that over its examples.
+
+    Example:
+      >>> terms = counted_by(LossTerms(total=jnp.float32(3.0), weight=None, metrics={"hits": jnp.float32(0.5)}), 4)
+      >>> float(terms.total), float(terms.weight), [float(part) for part in terms.metrics["hits"]]
+      (12.0, 4.0, [2.0, 4.0])
+    """
+
+    def of(value: Any) -> tuple[Any, Any]:
+        return value * examples, jnp.asarray(examples, jnp.result_type(value))
+
+    metrics = {name: value if isinstance(value, tuple) else of(value) for name, value in terms.metrics.items()}
+    if terms.weight is not None:
+        return LossTerms(total=terms.total, weight=terms.weight, metrics=metrics)
+    total, weight = of(terms.total)
+    return LossTerms(total=total, weight=weight, metrics=metrics)
+
+
 def whole_batch(summed: LossTerms, num_microbatches: int) -> tuple[dict[str, jax.Array], Any]:
     """Return the metrics of the whole batch, from the sums over its microbatches, and the divisor of the gradients.
 

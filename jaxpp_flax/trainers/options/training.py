@@ -15,6 +15,7 @@ from jaxpp_flax.trainers.model.calling import check_functions
 from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.microbatch_orders import OrderRule
 from jaxpp_flax.trainers.step.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, check_after_update
 
@@ -43,6 +44,9 @@ class Training(Options):
         in the function. The average of `ema_decay` gets what the function writes; a step that is skipped skips it.
       max_batch_shapes: how many different shapes of batches one schedule may train on, such as lengths of padded texts.
         Each shape is compiled by itself, and a message says so. A batch with one more shape is refused.
+      order: in which order the microbatches of `Microbatches` run: "cost" chooses it by the simulator from the FLOPs of
+        their shapes, so that ranks wait less; "given" keeps that of the data. The keys of `rngs` follow the place at
+        which a microbatch runs. A loss that hands state from one microbatch to the next keeps the order of the data.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds).
 
@@ -65,6 +69,7 @@ class Training(Options):
     on_nonfinite: OnNonFinite | None = None
     after_update: AfterUpdate | None = None
     max_batch_shapes: int = 32
+    order: OrderRule = "cost"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class Training(Options):
         if self.after_update is not None:
             check_after_update(self.after_update)
         check_count("max_batch_shapes", self.max_batch_shapes)
+        if self.order not in get_args(OrderRule):
+            raise ValueError(f'order={self.order!r}: it must be "cost" or "given".')
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise misfit("seed", self.seed, "a whole number")
 

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.work import count_flops
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, struct_of
-from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i
+from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce_i, treduce_items
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
-from jaxpp_flax.trainers.data.batch import dtype_of, shape_of
+from jaxpp_flax.trainers.data.batch import dtype_of, first_examples, shape_of
 from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
-from jaxpp_flax.trainers.loss.loss_rule import LossTerms, not_zero, read_loss, whole_batch
+from jaxpp_flax.trainers.loss.loss_rule import LossTerms, counted_by, not_zero, read_loss, whole_batch
 from jaxpp_flax.trainers.loss.loss_trace import evaluated_growth
 from jaxpp_flax.trainers.loss.whole_batch import (
     WholeBatchLoss,
@@ -168,7 +169,10 @@ class StepBuilder:
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
             sums = self.sums(state, batch, loop)
             params, grads = with_zeros(sums.grads, state.params, self.unused, self.update.summand)
-            return self.finish(replace(state, params=params), replace(sums, grads=grads), loop.num_microbatches)
+            new, metrics = self.finish(replace(state, params=params), replace(sums, grads=grads), loop.num_microbatches)
+            if isinstance(batch, StackedMicrobatches) and not self.weighs:
+                metrics.pop("weight")  # the number of examples
+            return new, metrics
 
         return step
 
@@ -224,11 +228,8 @@ class StepBuilder:
         """Return what the loop over the microbatches computes; the loss to differentiate is divided by `divisor`."""
         writes, leaves = self.writes, jax.tree.leaves(state.model_state)
 
-        def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
-            microbatch, model_state = (
-                _at(batch, index),
-                with_leaves(state.model_state, _numbered(writes.carried, carry)),
-            )
+        def body(carry: Sequence[Any], index: Any, microbatch: Any) -> tuple[Sequence[Any], Any]:
+            model_state = with_leaves(state.model_state, _numbered(writes.carried, carry))
 
             def loss_of(params: Any, overwritten: Sequence[Any]) -> tuple[Any, Any]:
                 rest = with_leaves(model_state, _numbered(self.overwritten, overwritten))
@@ -237,6 +238,8 @@ class StepBuilder:
                     step=state.step, microbatch=loop.number(index), training=True,
                 )  # fmt: skip
                 terms = read_loss(output)
+                if isinstance(batch, StackedMicrobatches):
+                    terms = counted_by(terms, first_examples(microbatch)[1].shape[0])
                 after = jax.tree.leaves(self.model.rest_of(bound, rest))
                 new_params = jax.tree.leaves(self.model.params_of(bound, params))
                 last = [new_params[i] for i in writes.params], [after[i] for i in writes.once]
@@ -254,7 +257,7 @@ class StepBuilder:
 
         before = [leaves[i] for i in writes.carried]
         operations = (Add, Max, Last, Add)
-        carried, (terms, overwriting, (params, once), grads) = self._loop(body, before, loop, operations)
+        carried, (terms, overwriting, (params, once), grads) = self._loop(body, before, loop, operations, batch)
         written = (*writes.carried, *writes.once, *self.overwritten), (*carried, *once, *overwriting)
         return Sums(terms=terms, grads=grads, written=_numbered(*written), params=_numbered(writes.params, params))
 
@@ -311,7 +314,7 @@ class StepBuilder:
         before = [leaves[i] for i in carried]
         forward = replace(loop, schedule=loop.schedule and ForwardOnly(loop.schedule))
         operations = embedding_operations(embed, before, batch)
-        return self._loop(lambda carry, i: embed(carry, i, _at(batch, i)), before, forward, operations)[1]
+        return self._loop(embed, before, forward, operations, batch)[1]
 
     def count_flops(self, state: TrainState, microbatch: Any) -> float:
         """Count the operations of the loss and its gradients for one microbatch.
@@ -378,10 +381,18 @@ class StepBuilder:
             function, self.model, params, rest, microbatch, step=state.step, microbatch=index, training=False
         )[0]
 
-    def _loop(self, body: Any, init: Sequence[Any], loop: Loop, operation: Any) -> tuple[Sequence[Any], Any]:
-        if not init:  # without a carry, the microbatches have no order
-            return [], treduce_i(lambda i: body([], i)[1], loop.num_microbatches, loop.schedule, operation)
-        return treduce_i(body, loop.num_microbatches, loop.schedule, operation, init=list(init))
+    def _loop(
+        self, body: Any, init: Sequence[Any], loop: Loop, operation: Any, batch: Any
+    ) -> tuple[Sequence[Any], Any]:
+        # Without a carry, the microbatches have no order.
+        once = body if init else lambda *given: body([], *given)[1]
+        carry = {"init": list(init)} if init else {}
+        if isinstance(batch, StackedMicrobatches):
+            results = treduce_items(once, batch, loop.schedule, operation, **carry)
+        else:
+            each = lambda *given: once(*given, _at(batch, given[-1]))  # noqa: E731
+            results = treduce_i(each, loop.num_microbatches, loop.schedule, operation, **carry)
+        return results if init else ([], results)
 
 
 def _type_of(leaf: Any) -> Any:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpp_flax.trainers.data.batch import signature
+from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.trainers.data.batch import describe_batch, signature
+from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
 from jaxpp_flax.trainers.loss.loss_trace import LossTrace, check_reads, check_written, is_separable, trace_loss
 from jaxpp_flax.trainers.loss.loss_warnings import (
@@ -48,10 +50,42 @@ class StepBuilderCache:
 
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
-        found = self.trace(state, microbatches)
+        if isinstance(microbatches, StackedMicrobatches):
+            found = self._trace_each(state, microbatches)
+        else:
+            found = self.trace(state, microbatches)
         return replace(
             self.untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
         )
+
+    def _trace_each(self, state: TrainState, batch: StackedMicrobatches) -> LossTrace:
+        """Trace the training loss for each shape of microbatches: what one step does is the same for all of them.
+
+        Raises:
+          LossError: if the loss compares the examples of the whole batch, or does something else for another shape.
+        """
+        if isinstance(self.untraced.loss_fn, WholeBatchLoss):
+            raise LossError(
+                "a WholeBatchLoss compares the examples of a whole batch, which Microbatches are not. "
+                "Pad the batch to one length and pass one pytree, or compare the examples of each microbatch alone."
+            )
+        shapes = {signature(item): item for item in (*batch.items, *batch.further)}
+        traces = {shape: self.trace(state, item) for shape, item in shapes.items()}
+        first, *others = traces
+        for other in others:
+            if _of_step(traces[other]) != _of_step(traces[first]):
+                raise LossError(
+                    "the loss writes other variables, or uses other parameters, for microbatches of "
+                    f"{describe_batch(one_of(shapes[other]))} than for those of "
+                    f"{describe_batch(one_of(shapes[first]))}. One step does the same for all its microbatches: let "
+                    "the loss not depend on the shapes in this way."
+                )
+        if traces[first].overwritten:
+            raise LossError(
+                "the loss overwrites variables with their gradients (the scales of fp8 layers), in units of the whole "
+                "batch's loss, which is not known before the last of several Microbatches. Pass batches of one shape."
+            )
+        return traces[first]
 
     def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
         """Trace the training loss for such batches; each structure of a batch is traced once."""
@@ -82,6 +116,8 @@ class StepBuilderCache:
     def count_flops(self, state: TrainState, microbatches: Any) -> float:
         """Count the operations of the loss and its gradients for such batches."""
         computed = self.untraced.computed_shapes(state)
+        if isinstance(microbatches, StackedMicrobatches):
+            return sum(self.count_flops(state, item) for item in microbatches.items) / self._num_microbatches
         return self._num_microbatches * self._stage.trace(self.untraced.count_flops, computed, one_of(microbatches))
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
@@ -107,3 +143,8 @@ class StepBuilderCache:
         """Warn once of a loss of evaluations that is not that of the whole batch."""
         if not self._has_warned_of_evaluation:
             self._has_warned_of_evaluation = warn_of_evaluation(growth, num_microbatches)
+
+
+def _of_step(trace: LossTrace) -> tuple[Any, ...]:
+    """Return what a step does of what a loss does."""
+    return trace.writes, trace.overwritten, trace.weighs, trace.unused

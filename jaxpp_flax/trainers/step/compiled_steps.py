@@ -16,11 +16,12 @@ from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambien
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
 from jaxpp_flax.planning import CutPolicy, PlanningStep
 from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.trainers.data.batch import describe_batch, signature
+from jaxpp_flax.trainers.data.batch import describe_batch, dtype_of, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, examples_of_a_device
 from jaxpp_flax.trainers.errors import ModelError
@@ -44,6 +45,7 @@ from jaxpp_flax.trainers.step.accumulation import (
 from jaxpp_flax.trainers.step.builder import Loop, Sums, one_of, with_schedule
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.microbatch_orders import MicrobatchOrders
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import trace_update
 
@@ -57,6 +59,7 @@ class CompiledSteps:
       ignored: the logical axis names without a meaning, each with a leaf.
       fsdp: for training steps.
       under_way: the training steps that devices may still run.
+      orders: the order of microbatches of several shapes.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class CompiledSteps:
         fsdp: Fsdp,
         clock: Clock,
         under_way: StepsUnderWay,
+        orders: MicrobatchOrders,
     ) -> None:
-        self.clock, self.under_way = clock, under_way
+        self.clock, self.under_way, self.orders = clock, under_way, orders
         self.scheduling, self.assigner, self.builders, self._held = scheduling, assigner, builders, held
         self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
@@ -81,24 +85,45 @@ class CompiledSteps:
         self.rows = rows
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
+        self.of_patterns: dict[Any, Any] = {}  # the function of the training step for `Microbatches`, by their kind
+        self.shapes_trained: dict[Any, set[Any]] = {}  # those of their microbatches that are compiled, likewise
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
 
-    def for_training(self, microbatches: Any, announce: Callable[[int], None]) -> Any:
+    def for_training(self, microbatches: Any, announce: Callable[[int, int], None]) -> Any:
         """Return the training step for such batches, and place the state for this step.
 
         Before a step is compiled, call `announce` with the number of other shapes of batches that have one with the
-        present schedule and settings.
+        present schedule and settings, and with the number of new shapes.
         """
 
         def build() -> Callable[..., Any]:
             like = self._key("train", microbatches)
-            announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled))
+            if isinstance(microbatches, StackedMicrobatches) and self.scheduling.mesh is not None:
+                shapes = self.shapes_trained.setdefault(self._pattern_key(microbatches), set())
+                new = {*map(signature, microbatches.items)} - shapes
+                if new:
+                    announce(len(shapes), len(new))
+                shapes |= new
+            else:  # without ranks, one program runs all microbatches of a step
+                announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled), 1)
             return self.training_function(microbatches)
 
         compiled = self.get("train", microbatches, build, donate=True)
         with self.clock.part("placement"):
             self._held.place(compiled)
         return compiled
+
+    def in_order(
+        self, microbatches: StackedMicrobatches, compiled_for: Callable[[StackedMicrobatches], Any]
+    ) -> StackedMicrobatches:
+        """Return microbatches of several shapes in the order in which they shall run; see `MicrobatchOrders`."""
+        schedule, _ = self.scheduling.pipeline("an order of microbatches")
+        return self.orders.arranged(microbatches, schedule, compiled_for, self._hands_on)
+
+    @without_ambient_mesh
+    def _hands_on(self, microbatches: StackedMicrobatches) -> bool:
+        """Return whether the loss hands state from one microbatch to the next."""
+        return bool(self.builders.for_training(self._held.memory, microbatches).writes.carried)
 
     @without_ambient_mesh
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
@@ -309,7 +334,9 @@ class CompiledSteps:
         if mesh is not None:
             shards = num_batch_shards(mesh)
             # Only inference has batches that data-parallel devices cannot divide evenly: each device computes all.
-            leaves, structure = jax.tree.flatten(batch)
+            # One item stands for all microbatches, of which a later step may have another number.
+            like = StackedMicrobatches(batch.items[:1]) if isinstance(batch, StackedMicrobatches) else batch
+            leaves, structure = jax.tree.flatten(like)
             is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
             of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
             in_specs = (specs, jax.tree.unflatten(structure, of_batch))
@@ -359,4 +386,12 @@ class CompiledSteps:
             return called_with_few_bits(jitted.lower(*arguments).compile())
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
+            if isinstance(arguments[1], StackedMicrobatches):  # one function serves all patterns of shapes
+                step = self.of_patterns.setdefault(self._pattern_key(arguments[1]), step)
             return step.compile(*arguments)
+
+    def _pattern_key(self, batch: StackedMicrobatches) -> Any:
+        """Return what the steps for patterns of some shapes share: the schedule, and what a microbatch is."""
+        leaves, tree = jax.tree.flatten(batch.items[0])
+        kinds = [(dtype_of(leaf), len(leaf.shape)) for leaf in leaves]
+        return self.scheduling.schedule, tree, tuple(kinds), trace_settings()

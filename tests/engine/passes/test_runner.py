@@ -33,6 +33,7 @@ SHOWS = {
     "defer_reductions": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
     "label": r"(?ms)marks: layer_0 \(cuts\)\n.*^   3  [^\n]* = dot_general",
     "partition": r"task bwd_0 \(stage 0\)",
+    "join_shapes": r"task bwd_0 \(stage 0\)",
     "lower_loops": r"its accumulators update .*argument 0.*argument 3",
     "scatter_gradients": r"its accumulators update .*argument 0.*argument 3",
     "place": r"(?m)^ranks \[1\]: sub makes float32",

@@ -34,7 +34,7 @@ from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.regions import is_barrier
 
-__all__ = ["hoist_constants"]
+__all__ = ["equation_key", "hoist_constants"]
 
 
 def hoist_constants(step: Graph, specs: Sequence[PartitionSpec]) -> Graph:
@@ -147,7 +147,7 @@ def _copied(equations: Sequence[Equation], outer: dict[Value, Atom]) -> list[Equ
     copies, copy_of = list[Equation](), dict[Hashable, Equation]()
     for equation in equations:
         inputs = tuple(outer[a] if isinstance(a, Value) else a for a in equation.inputs)
-        key = _key(equation, inputs)
+        key = equation_key(equation, inputs)
         if (copied := copy_of.get(key)) is None:
             outputs = tuple(Value(v.aval) for v in equation.outputs)
             copied = replace(equation, inputs=inputs, outputs=outputs, late=False, transposed=False)
@@ -158,7 +158,7 @@ def _copied(equations: Sequence[Equation], outer: dict[Value, Atom]) -> list[Equ
     return copies
 
 
-def _key(equation: Equation, inputs: tuple[Atom, ...]) -> Hashable:
+def equation_key(equation: Equation, inputs: tuple[Atom, ...]) -> Hashable:
     """Return what is equal for two equations of one result; None if their parameters cannot be compared."""
     try:
         key = (equation.primitive, inputs, tuple(sorted(equation.params.items())))

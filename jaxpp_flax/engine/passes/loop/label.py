@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_flax.engine.analyses.data_flow import ancestors
-from jaxpp_flax.engine.passes.loop.loop import LabelledLoop, Labels, Loop, advanced, each_loop, loops_of
+from jaxpp_flax.engine.passes.loop.loop import LabelledLoop, Labels, Loop, Shapes, advanced, each_loop, loops_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, producers, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
@@ -94,12 +94,18 @@ def label_loops(step: Graph, choose_cuts: Callable[[Loop], Sequence[int]]) -> Gr
     """Ask a cut policy for the marks that cut each loop, and label the body.
 
     The last loop of a step is asked for first: it is the one that trains, and earlier ones compute what it trains on. A
-    policy that gives all loops the same stages then decides by the work of training.
+    policy that gives all loops the same stages then decides by the work of training. Loops for several shapes of
+    microbatches get the cuts of the last of these shapes.
 
     Raises:
       ValueError: if the chosen marks do not make as many stages as the schedule has.
     """
-    cuts = {loop: _checked(loop, choose_cuts(loop)) for loop in reversed(loops_of(step, Loop))}
+    cuts, of_shapes = dict[Loop, tuple[int, ...]](), dict[Shapes, tuple[int, ...]]()
+    for loop in reversed(loops_of(step, Loop)):
+        of_others = None if loop.of_shape is None else of_shapes.get(loop.of_shape.shapes)
+        cuts[loop] = _checked(loop, choose_cuts(loop) if of_others is None else of_others)
+        if loop.of_shape is not None:
+            of_shapes[loop.of_shape.shapes] = cuts[loop]
     return each_loop(step, Loop, lambda loop: advanced(LabelledLoop, loop, labels=label(loop.body, cuts[loop])))
 
 

@@ -27,6 +27,28 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Shapes:
+    """The entries of a loop over microbatches of several shapes: the microbatches, and one for each further shape.
+
+    Attributes:
+      numbers: for each entry, the number of its shape.
+      leaves: the leaves of each entry. A loop of one shape reads those of its first entry.
+      first: the place of these leaves among the constants of each loop.
+    """
+
+    numbers: tuple[int, ...]
+    leaves: tuple[tuple[Atom, ...], ...]
+    first: int
+
+
+class OfShape(NamedTuple):
+    """The shape that a loop is for, among the shapes of its `treduce`."""
+
+    number: int
+    shapes: Shapes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Loop(Equation):
     """A `treduce` of the step with its schedule and its body, opened.
 
@@ -38,6 +60,8 @@ class Loop(Equation):
         that dimension; or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       gathered: the constants of the body that are parameters gathered from their shards (see `gather_parameters`).
+      of_shape: which shape of microbatches the loop is for, until `join_shapes` makes one loop of those of all shapes;
+        None for any other loop.
     """
 
     schedule: Schedule
@@ -46,6 +70,7 @@ class Loop(Equation):
     batch_dims: tuple[BatchDim | None, ...]
     batch_shards: int = 1
     gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
+    of_shape: OfShape | None = None
 
     def reading(self, inputs: tuple[Atom, ...]) -> Loop:
         """Return the loop over other operands."""
@@ -242,7 +267,11 @@ class Carry:
 
 @dataclass(frozen=True)
 class Partition:
-    """A loop's body cut into tasks."""
+    """A loop's body cut into tasks.
+
+    Of microbatches of several shapes, `shape_of` has the shape of each task; without it, all have one. The tasks of
+    each shape define the results of the same accumulators and carries.
+    """
 
     num_stages: int
     operands: tuple[Value, ...]
@@ -250,6 +279,21 @@ class Partition:
     tasks: tuple[LoopTask, ...]
     accumulators: tuple[Accumulator, ...]
     carries: tuple[Carry, ...]
+    shape_of: tuple[int, ...] = ()
+
+    def tasks_of(self, shape: int) -> dict[int, LoopTask]:
+        """Return the tasks of microbatches of a shape, by their numbers."""
+        return {n: task for n, task in enumerate(self.tasks) if not self.shape_of or self.shape_of[n] == shape}
+
+    def of_one_shape(self) -> Partition:
+        """Return the tasks of the shape with the largest results alone, in place of those of all shapes."""
+        if not self.shape_of:
+            return self
+        nbytes = dict.fromkeys(self.shape_of, 0)
+        for task, shape in zip(self.tasks, self.shape_of, strict=True):
+            nbytes[shape] += sum(value.nbytes for value in values(task.graph.outputs))
+        largest = max(nbytes, key=nbytes.__getitem__)
+        return replace(self, tasks=tuple(self.tasks_of(largest).values()), shape_of=())
 
     @cached_property
     def data(self) -> frozenset[Value]:
@@ -274,8 +318,10 @@ class Partition:
             task.graph.verify()
             if len(values(task.graph.outputs)) < len(task.graph.outputs):
                 raise VerificationError(f"task {task.name} returns a constant")
-        steps = ((f"task {t.name}", t.graph.inputs, values(t.graph.outputs)) for t in self.tasks)
-        verify_order((*self.operands, self.index, *states), steps, ())
+        for shape in {*self.shape_of} or {0}:
+            tasks = self.tasks_of(shape).values()
+            steps = ((f"task {t.name}", t.graph.inputs, values(t.graph.outputs)) for t in tasks)
+            verify_order((*self.operands, self.index, *states), steps, ())
 
     def as_text(self) -> str:
         return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)
@@ -291,9 +337,19 @@ def verify_effects(labels: Labels, partitioned: Partition) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CutLoop(LabelledLoop):
-    """A loop with the tasks that its schedule runs."""
+    """A loop with the tasks that its schedule runs.
+
+    Attributes:
+      partition: the tasks.
+      pattern: for each microbatch, the number of its shape, if there are several.
+      leaves_of: then, for each shape, the operands that its tasks read in place of the leaves of a microbatch.
+      first_leaf: then, the place among the constants where the leaves of one microbatch after another begin.
+    """
 
     partition: Partition
+    pattern: tuple[int, ...] = ()
+    leaves_of: tuple[tuple[Value, ...], ...] = ()
+    first_leaf: int = 0
 
     def verify(self) -> None:
         """Check the body, the phases and the tasks."""

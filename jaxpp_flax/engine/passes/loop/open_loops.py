@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from jaxpp_flax._compat import is_ordered
 from jaxpp_flax._compat_texts.traces import is_future
-from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
+from jaxpp_flax.engine.passes.loop.loop import Loop, OfShape, Shapes, advanced
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, VerificationError, inside, opened
+from jaxpp_flax.engine.tracing.lengths.bodies import split_operands
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, treduce_p
@@ -54,7 +56,9 @@ class _SomeStages(OnePass):
 
 
 def open_loops(graph: Graph, num_ranks: int, *, needs_loop: bool = True) -> Graph:
-    """Return the step with a `Loop` for each `treduce`; without `needs_loop` it may hold none.
+    """Return the step with a `Loop` for each `treduce`, and for each shape of its microbatches.
+
+    Without `needs_loop` the step may hold no loop.
 
     A call is opened, too, if one of its results needs fewer operands than another. A differentiated `jnp.where` returns
     its mask and its zeros, at full size, beside its value: opened, they are cheap work that a backward does itself; as
@@ -75,8 +79,8 @@ def open_loops(graph: Graph, num_ranks: int, *, needs_loop: bool = True) -> Grap
             "for inference use `mpmd_jit`. A step without a loop, such as an optimizer's update, needs the ranks of "
             "its arguments: pass `MpmdSharding`s as in_shardings."
         )
-    equations = (_open(e, num_ranks) if e.primitive is treduce_p else e for e in graph.equations)
-    return replace(graph, equations=tuple(equations))
+    opened_or_kept = (_open(e, num_ranks) if e.primitive is treduce_p else [e] for e in graph.equations)
+    return replace(graph, equations=tuple(chain.from_iterable(opened_or_kept)))
 
 
 def check_opened(step: Graph) -> None:
@@ -87,18 +91,39 @@ def check_opened(step: Graph) -> None:
             raise VerificationError(f"`{equation.name}` at {equation.where} holds a loop that is not opened")
 
 
-def _open(equation: Equation, num_ranks: int) -> Loop:
-    schedule = _read_schedule(equation, num_ranks)
-    graph = inline(equation.params["body"], flatten=_mixes, hints=False)
+def _open(equation: Equation, num_ranks: int) -> list[Loop]:
+    """Return the loop of a `treduce`; of microbatches of several shapes, one for each shape."""
+    schedule, params = _read_schedule(equation, num_ranks), equation.params
+    if "bodies" not in params:
+        return [_opened(equation, params["body"], schedule)]
+    constants, carry = equation.inputs[: params["num_consts"]], equation.inputs[params["num_consts"] :]
+    numbers, num_leaves = params["pattern"], params["num_leaves"]
+    shared, leaves = split_operands(constants, len(numbers), num_leaves)
+    shapes = Shapes(numbers=numbers, leaves=tuple(map(tuple, leaves)), first=len(shared))
+    loops: list[Loop] = []
+    for number, body in enumerate(params["bodies"]):
+        inputs = (*shared, *leaves[numbers.index(number)], *carry)
+        # The loop that `join_shapes` makes of these has the results of the last one.
+        is_last = number + 1 == len(params["bodies"])
+        outputs = equation.outputs if is_last else tuple(Value(value.aval) for value in equation.outputs)
+        own = {**params, "num_consts": len(shared) + num_leaves}
+        loop = _opened(replace(equation, params=own, inputs=inputs, outputs=outputs), body, schedule)
+        loops.append(replace(loop, of_shape=OfShape(number, shapes)))
+    return loops
+
+
+def _opened(equation: Equation, body: Graph, schedule: Schedule) -> Loop:
+    """Return the loop of an equation over the body of one shape."""
+    graph = inline(body, flatten=_mixes, hints=False)
     refuse_ordered_effects(graph)
     _refuse_futures(graph)
-    body = LoopBody.of(graph, equation.params)
-    _check_partial_sums(body, equation.where)
+    opened_body = LoopBody.of(graph, equation.params)
+    _check_partial_sums(opened_body, equation.where)
     if isinstance(schedule, OnePass):
-        schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.forward_markers))
-    none = (None,) * len(body.operations)
+        schedule = schedule.without_dead_stages(count_marks(body), len(opened_body.forward_markers))
+    none = (None,) * len(opened_body.operations)
     # What the parameters say stands in the body from here on.
-    return advanced(Loop, equation, params={}, schedule=schedule, body=body, data_axes=none, batch_dims=none)
+    return advanced(Loop, equation, params={}, schedule=schedule, body=opened_body, data_axes=none, batch_dims=none)
 
 
 def _check_partial_sums(body: LoopBody, where: str) -> None:
@@ -176,7 +201,8 @@ def refuse_ordered_effects(graph: Graph) -> None:
     """
     for equation in graph.equations:
         if equation.primitive is treduce_p:
-            refuse_ordered_effects(equation.params["body"])
+            for body in equation.params.get("bodies", (equation.params["body"],)):
+                refuse_ordered_effects(body)
             continue
         if any(map(is_ordered, equation.effects)):
             raise ValueError(

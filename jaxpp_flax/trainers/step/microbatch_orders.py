@@ -1,0 +1,91 @@
+"""The order in which the microbatches of several shapes run: by their predicted costs, or as the data gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.planning.loads import flops_per_byte
+from jaxpp_flax.planning.predicted.microbatch_costs import microbatch_costs
+from jaxpp_flax.schedules import Costs, MicrobatchOrder, Schedule, order_by_cost
+from jaxpp_flax.trainers.data.batch import signature
+
+__all__ = ["MicrobatchOrders", "OrderRule"]
+
+OrderRule = Literal["cost", "given"]
+
+# A gain below this is not told.
+_WORTH_A_LINE = 1.01
+
+
+class MicrobatchOrders:
+    """Chooses the order of the microbatches of a step, and keeps the choice for each pattern of shapes.
+
+    The order depends on the schedule and on the shapes alone: a run that resumes has the order of the run before it.
+
+    Args:
+      rule: "cost" chooses by simulation; "given" keeps the order of the data.
+      tell: prints a line.
+    """
+
+    def __init__(self, rule: OrderRule, tell: Callable[[str], None]) -> None:
+        self._rule, self._tell, self._has_told = rule, tell, False
+        self._costs: dict[Schedule, dict[Any, Costs]] = {}  # of the shapes that are compiled
+        self.chosen: dict[tuple[Schedule, tuple[Any, ...]], MicrobatchOrder] = {}
+
+    def arranged(
+        self,
+        batch: StackedMicrobatches,
+        schedule: Schedule,
+        compiled_for: Callable[[StackedMicrobatches], Any],
+        hands_on: Callable[[StackedMicrobatches], bool],
+    ) -> StackedMicrobatches:
+        """Return the microbatches in the order in which they shall run.
+
+        Args:
+          compiled_for: compiles the step for microbatches in their order.
+          hands_on: whether the loss hands state from one microbatch to the next: these keep their order.
+        """
+        kinds = tuple(map(signature, batch.items))
+        if self._rule == "given" or len(set(kinds)) < 2:
+            return batch
+        key = schedule, kinds
+        if key not in self.chosen:
+            if hands_on(batch):
+                self._tell_once(
+                    "the microbatches of a step run in the order of the data: the loss hands state from one to the next"
+                )
+                self.chosen[key] = MicrobatchOrder(tuple(range(len(kinds))), 0.0, 0.0)
+            else:
+                self.chosen[key] = self._choose(batch, kinds, schedule, compiled_for)
+        order = self.chosen[key].order
+        return StackedMicrobatches(tuple(batch.items[number] for number in order), batch.further)
+
+    def _choose(
+        self,
+        batch: StackedMicrobatches,
+        kinds: tuple[Any, ...],
+        schedule: Schedule,
+        compiled_for: Callable[[StackedMicrobatches], Any],
+    ) -> MicrobatchOrder:
+        costs = self._costs.setdefault(schedule, {})
+        if not costs.keys() >= set(kinds):
+            compiled = compiled_for(batch)
+            platform = compiled.mpmd_mesh.rank_devices(0)[0].platform
+            work = microbatch_costs(compiled.program, schedule.num_stages, flops_per_byte(platform))
+            for kind, cost in zip(kinds, work, strict=True):
+                costs.setdefault(kind, cost)
+        order = order_by_cost(schedule, [costs[kind] for kind in kinds])
+        if order.gain >= _WORTH_A_LINE:
+            self._tell_once(
+                f"the {len(kinds)} microbatches of a step run in an order by their cost: the first such step is "
+                f"predicted to be {order.gain:.2f} times as fast as in the order of the data "
+                '(`training=Training(order="given")` keeps that)'
+            )
+        return order
+
+    def _tell_once(self, line: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._tell(line)
