@@ -33,6 +33,11 @@ def without_high_calls(jaxpr: Any) -> Any:
     return _Lowered().jaxpr(jaxpr)
 
 
+def _is_high(equation: Any) -> bool:
+    rule = getattr(equation.primitive, "is_high", None)  # no public name; a JAX without it has no such jaxprs
+    return rule is not None and bool(rule(*(atom.aval for atom in equation.invars), **equation.params))
+
+
 class _Lowered:
     """Rewrites jaxprs; one that several equations share stays shared."""
 
@@ -45,7 +50,9 @@ class _Lowered:
             return closed
         if id(closed) not in self.known:
             equations = [self._equation(equation) for equation in inner.eqns]
-            low = inner.replace(eqns=equations, **({"is_high": False} if hasattr(inner, "is_high") else {}))
+            # An order of calls (`program_order`) is high, too: JAX forgets it where a jaxpr says that nothing is.
+            high = {"is_high": any(map(_is_high, equations))} if hasattr(inner, "is_high") else {}
+            low = inner.replace(eqns=equations, **high)
             self.known[id(closed)] = closed, low if inner is closed else closed.replace(jaxpr=low)
         return self.known[id(closed)][1]
 

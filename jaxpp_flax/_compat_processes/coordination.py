@@ -6,13 +6,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import jax
+
 from jaxpp_flax import _compat
 
-__all__ = ["outlive_broken_connections", "start_coordination_service"]
+__all__ = ["outlive_broken_connections", "start_coordination_service", "why_no_mtls"]
 
+# JAX 0.12 has these; its environment variables are `JAX_MTLS_CERT_FILE` and so on.
+_MTLS = ("jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix")
 _CALLS, _PAUSE_SECONDS = 5, 0.02
 # Longer than any run. Not all that XLA computes from these seconds has room for more.
 _NEVER_SECONDS = 10**8
+
+
+def why_no_mtls() -> str | None:
+    """Return why the processes cannot connect as JAX's settings for mutual TLS ask; None if none is set.
+
+    Example:
+      >>> why_no_mtls()  # returns None
+    """
+    given = [name for name in _MTLS if getattr(jax.config, name, None) is not None]
+    if not given:
+        return None
+    return (
+        f"JAX's settings {given} ask for mutual TLS between the processes, but this package serves the coordination "
+        "without TLS, and sends arrays so. Unset them, and keep the processes inside a trusted network; or connect the "
+        "processes by `jax.distributed.initialize(mtls_cert_file=..., ...)`, without this package's launcher: then JAX "
+        "serves the coordination with TLS, and arrays still travel without."
+    )
 
 
 def start_coordination_service(address: str, process_count: int) -> Callable[[], None] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["context_on_mesh", "in_context", "is_recomputed", "scopes_of", "transpositions"]
+__all__ = ["context_on_mesh", "in_context", "is_future", "is_recomputed", "is_reference", "scopes_of", "transpositions"]
 
 # The scope, for both implementations of `jax.checkpoint`, of what a backward pass computes again.
 _RECOMPUTED = "rematted_computation"
@@ -47,6 +47,28 @@ def transpositions(scopes: str) -> int:
 def is_recomputed(scopes: str) -> bool:
     """Return whether the work under these scopes computes again, in a backward pass, what `jax.checkpoint` dropped."""
     return _RECOMPUTED in scopes
+
+
+def is_future(aval: Any) -> bool:
+    """Return whether a type is that of a collective that is not done yet; its class has no public name.
+
+    Example:
+      >>> import jax
+      >>> is_future(jax.typeof(1.0))
+      False
+    """
+    return type(aval).__name__ == "AbstractFuture"
+
+
+def is_reference(aval: Any) -> bool:
+    """Return whether a type is that of a mutable array (`jax.new_ref`); JAX 0.12 has no public name for its class.
+
+    Example:
+      >>> import jax
+      >>> is_reference(jax.typeof(1.0))
+      False
+    """
+    return type(aval).__name__ == "AbstractRef"
 
 
 def in_context(context: Any) -> AbstractContextManager[Any]:

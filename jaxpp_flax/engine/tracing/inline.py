@@ -170,7 +170,8 @@ class _Inliner:
         # The differentiation rules of a custom call are useless by now. As opaque objects, they would hide that two
         # stages are alike.
         always = equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-        return facts.body is not None and (always or (self.remat if facts.recomputes else self.flatten)(equation))
+        body = facts.body_in(equation.params)
+        return body is not None and (always or (self.remat if facts.recomputes else self.flatten)(equation))
 
     def _append(self, equation: Equation) -> None:
         if equation.transposed and is_barrier(equation):  # each result is its own operand

@@ -86,6 +86,7 @@ class Facts:
       jumps: whether results jump where a float among the operands moves a little; by default, those that are no floats.
       sums_over_devices: the result is the sum of the operand over axes of the mesh.
       body: the parameter that holds a body which may replace the call without changing a value.
+      keeps_order: the parameter that is true for calls whose body must stay together, in its order.
       recomputes: the body is one of `jax.checkpoint`.
       placing: the parameter with the sharding that the operation gives its operand.
       unread: parameters that change no result.
@@ -100,13 +101,15 @@ class Facts:
     jumps: bool | None = None
     sums_over_devices: bool = False
     body: str | None = None
+    keeps_order: str | None = None
     recomputes: bool = False
     placing: str | None = None
     unread: tuple[str, ...] = ()
 
     def body_in(self, params: Mapping[str, Any]) -> Any:
         """Return the body of a call with these parameters, if it may replace the call; None for all others."""
-        return None if self.body is None else params[self.body]
+        whole = self.keeps_order is not None and params[self.keeps_order]
+        return None if self.body is None or whole else params[self.body]
 
     def placing_in(self, params: Mapping[str, Any]) -> Any:
         """Return the sharding that an equation with these parameters gives its operand; None for all others."""
@@ -140,6 +143,12 @@ _LIGHT = """
     random_seed random_split random_unwrap random_wrap reduced_vary_cast reduced_vary_cast_p stack
     tile to_edtype unstack vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint zeros_like
 """
+# A collective in two halves stands in the body of a `shard_map`: its start costs what the whole one costs.
+_STARTS = """
+    all_gather_reduced_start all_gather_start all_to_all_start pbroadcast_start ppermute_start psum_invariant_start
+    psum_start reduce_scatter_start unreduced_psum_start unreduced_reduce_scatter_start
+"""
+_ENDS = "all_gather_done all_to_all_done pbroadcast_done ppermute_done psum_done reduce_scatter_done"
 _KERNELS = """
     all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k cholesky cholesky_update
     composite cond core_map cudnn_fusion custom_linear_solve custom_partitioning eig eigh ffi_call fft geqp3 geqrf
@@ -147,7 +156,7 @@ _KERNELS = """
     pmin ppermute qr ragged_all_to_all random_bits random_gamma reduce reduce_scatter reduce_window reduce_window_max
     reduce_window_min reduce_window_sum rng_bit_generator rng_uniform schur select_and_gather_add select_and_scatter
     select_and_scatter_add svd symmetric_product threefry2x32 threefry4x32 triangular_solve tridiagonal
-    tridiagonal_solve unreduced_psum unreduced_reduce_scatter
+    pbroadcast_dynamic tridiagonal_solve unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter
 """
 
 
@@ -212,6 +221,8 @@ def _rows() -> Iterator[tuple[str, Facts]]:
 
     # What holds programs.
     yield from rows("call closed_call eval_jaxpr", light, body="call_jaxpr", unread=("name",))
+    # JAX 0.12: with `enforce`, calls in a given order (`jax.experimental.overlap.program_order`).
+    yield from rows("program_order", loop, body="call_jaxpr", keeps_order="enforce")
     yield from rows("jit", light, body="jaxpr", unread=("name", "inline"))
     yield from rows("checkpoint remat2", light, body="jaxpr", recomputes=True)
     yield from rows("custom_jvp_call", light, body="call_jaxpr", unread=("jvp_jaxpr_fun", "name"))
@@ -219,7 +230,8 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("scan", loop, Batch.SCAN)
     yield from rows("while", loop)
     yield from rows("shard_map", kernel, Batch.SHARD_MAP)
-    yield from rows(_KERNELS, kernel)
+    yield from rows(_KERNELS + _STARTS, kernel)
+    yield from rows(_ENDS, view)
 
 
 _BY_NAME = dict(_rows())

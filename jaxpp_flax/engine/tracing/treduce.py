@@ -17,7 +17,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jaxpp_flax._compat import needs_devices
-from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, struct_of
+from jaxpp_flax._compat_texts.traces import is_reference
+from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, opened, struct_of
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.reductions import Add, AddOp, Concat, Last, LastOp, Max, MaxOp, Op
 
 if TYPE_CHECKING:
@@ -203,6 +205,7 @@ def treduce_i(
     carry_shapes, result_shapes = shapes
     _check_carry(avals, carry_tree, carry_shapes)
     graph, consts = from_jaxpr(jaxpr)
+    _refuse_references(graph)
     _refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in graph.outputs])
     flat = treduce_p.bind(
         *consts,
@@ -237,6 +240,35 @@ def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
         return leaf
     entries = [None if i == axis % leaf.ndim else entry for i, entry in enumerate(spec)]
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, sharding.spec.update(partitions=tuple(entries))))
+
+
+def _refuse_references(graph: Graph) -> None:
+    """Refuse mutable arrays in the body of a loop, also in its plain calls: JAX gives its own loops alone a rule."""
+    for value in filter(lambda value: is_reference(value.aval), graph.inputs):
+        raise NotImplementedError(
+            f"treduce's body reads or writes a mutable array of the step, {value.aval}. Microbatches run on several "
+            "ranks at the same time. Return what is to be kept, and reduce it by an operation (`Add`, `Last`, ...), or "
+            "pass it as `init=`."
+        )
+    for equation in graph.equations:
+        body = facts_of(equation.primitive).body_in(equation.params)
+        if any(is_reference(value.aval) for value in equation.outputs) or (body is not None and _makes_reference(body)):
+            raise NotImplementedError(
+                f"treduce's body makes a mutable array (`{equation.name}`) at {equation.where}. Stages are programs of "
+                "their own, and cannot share one. Write the code with `x.at[...].set(...)`, or as the carry of a "
+                "jax.lax.scan."
+            )
+
+
+def _makes_reference(jaxpr: Any) -> bool:
+    """Return whether an equation of a called jaxpr makes a mutable array; those of Pallas kernels are none."""
+    for equation in opened(jaxpr).eqns:
+        body = facts_of(equation.primitive).body_in(equation.params)
+        if any(is_reference(variable.aval) for variable in equation.outvars):
+            return True
+        if body is not None and _makes_reference(body):
+            return True
+    return False
 
 
 def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:

@@ -132,7 +132,7 @@ def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
         _take_part(process_group(), settings)
         _tell_launcher(settings)
         return None
-    if (why := _compat.why_one_process()) is not None:
+    if (why := _compat.why_one_process() or coordination.why_no_mtls()) is not None:
         raise LaunchError(why)
     settings = replace(
         settings,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
-from jaxpp_flax.engine.tracing.primitives import Batch, Cost, facts_of
+from jaxpp_flax.engine.tracing.primitives import _BY_NAME, Batch, Cost, facts_of  # pyright: ignore[reportPrivateUsage]
 from tests.running import run_python
 
 # The rows would say nothing more than the safe answers do.
@@ -24,14 +24,10 @@ UNCLASSIFIED = {
         semaphore_signal semaphore_wait shape_assertion unreachable
     """,
     "inside Pallas kernels": "multiple_of num_programs program_id",
-    "halves of collectives, collectives between programs": """
-        all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start pbroadcast_done
-        pbroadcast_dynamic pbroadcast_start ppermute_done ppermute_start precv psend psum_done psum_invariant_start
-        psum_start reduce_scatter_done reduce_scatter_start unreduced_pmax unreduced_pmin unreduced_psum_start
-        unreduced_reduce_scatter_start
-    """,
+    "collectives between programs": "precv psend",
+    "opened before the table is asked (`_compat_hijax.py`)": "call_hi_primitive call_hi_primitive_linearized",
     "opaque calls, and calls inside transformations": """
-        call_exported call_hi_primitive call_hi_primitive_linearized create_linear custom_jvp_call_jaxpr custom_lin
+        call_exported create_linear custom_jvp_call_jaxpr custom_lin
         custom_vmap_call dce_sink jaxpr_call mpmd_map pin remat_opt stage tie unpin xla_metadata_call
         xla_metadata_value
     """,
@@ -103,3 +99,15 @@ def _body(equation):
 def test_a_dimension_may_be_a_number_of_numpy():
     assert facts_of(jax.lax.split_p).dimensions_in({"axis": np.int64(1)}) == (1,)
     assert facts_of(jax.lax.reduce_sum_p).dimensions_in({"axes": (0, 2)}) == (0, 2)
+
+
+def test_calls_in_an_order_stay_whole():
+    """`jax.experimental.overlap.program_order` of JAX 0.12: only a call that keeps no order may be opened."""
+    facts, body = _BY_NAME["program_order"], object()
+    assert [facts.body_in({"call_jaxpr": body, "enforce": enforce}) for enforce in (True, False)] == [None, body]
+    assert facts.cost is Cost.LOOP  # it is never cheap enough to be computed twice
+
+
+def test_a_collective_in_two_halves_costs_its_start():
+    costs = {name: _BY_NAME[name].cost for name in ("psum_start", "psum_invariant_start", "psum_done")}
+    assert [*costs.values()] == [Cost.KERNEL, Cost.KERNEL, Cost.VIEW]

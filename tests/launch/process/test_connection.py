@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpp_flax import _compat
@@ -195,6 +196,16 @@ def test_a_place_outside_of_the_run_is_refused():
         initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=2)
     with pytest.raises(LaunchError, match="coordinator_address='here': it must be 'host:port'"):
         initialize(coordinator_address="here", num_processes=2, process_id=1)
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_mtls_cert_file"), reason="mutual TLS is new in JAX 0.12")
+def test_mutual_tls_is_refused_by_name():
+    jax.config.update("jax_mtls_cert_file", "cert.pem")
+    try:
+        with pytest.raises(LaunchError, match=r"\['jax_mtls_cert_file'\] ask for mutual TLS.* Unset them"):
+            initialize("localhost:1", 2, 0)
+    finally:
+        jax.config.update("jax_mtls_cert_file", None)
 
 
 def test_an_address_that_cannot_be_resolved_is_refused():

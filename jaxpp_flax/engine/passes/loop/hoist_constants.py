@@ -190,7 +190,8 @@ def _mixing_calls(body: LoopBody) -> Iterator[Value]:
             continue
         constants.update(equation.outputs)
         sizes = {v.aval.size > 1 for v in equation.outputs}
-        if facts_of(equation.primitive).body is not None and (len(arrays) > 1 or (arrays and len(sizes) > 1)):
+        body = facts_of(equation.primitive).body_in(equation.params)
+        if body is not None and (len(arrays) > 1 or (arrays and len(sizes) > 1)):
             yield from equation.outputs
 
 

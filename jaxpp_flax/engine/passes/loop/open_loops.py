@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax._compat import is_ordered
+from jaxpp_flax._compat_texts.traces import is_future
 from jaxpp_flax.engine.passes.loop.loop import Loop, advanced
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, VerificationError, inside, opened
@@ -62,9 +63,11 @@ def open_loops(graph: Graph, num_ranks: int) -> Graph:
     Raises:
       ValueError, TypeError: if the step holds no loop, or a loop's schedule does not fit the mesh.
       ValueError: if a side effect has `ordered=True`.
-      NotImplementedError: if partial sums are carried, or reduced by a user's own operation.
+      NotImplementedError: if partial sums are carried, or reduced by a user's own operation; if a collective that is
+        not done yet leaves its `shard_map`.
     """
     refuse_ordered_effects(graph)
+    _refuse_futures(graph)
     if not any(e.primitive is treduce_p for e in graph.equations):
         raise ValueError(
             "the step given to mpmd_jit_with_loop holds no `treduce`: there is no loop over microbatches to pipeline. "
@@ -87,6 +90,7 @@ def _open(equation: Equation, num_ranks: int) -> Loop:
     schedule = _read_schedule(equation, num_ranks)
     graph = inline(equation.params["body"], flatten=_mixes, hints=False)
     refuse_ordered_effects(graph)
+    _refuse_futures(graph)
     body = LoopBody.of(graph, equation.params)
     _check_partial_sums(body, equation.where)
     if isinstance(schedule, OnePass):
@@ -179,4 +183,15 @@ def refuse_ordered_effects(graph: Graph) -> None:
                 "pipeline work on several microbatches at the same time, so that no order of the whole step "
                 "is kept. Leave out ordered=True: each call still happens once for each microbatch. Pass what "
                 "tells the calls apart (the microbatch's index, the layer's name) to the callback."
+            )
+
+
+def _refuse_futures(graph: Graph) -> None:
+    """Refuse collectives that start in one equation and end in another: the two could come into different tasks."""
+    for equation in graph.equations:
+        if any(is_future(value.aval) for value in equation.outputs):
+            raise NotImplementedError(
+                f"the `{equation.name}` at {equation.where} returns a collective that is not done yet. The stages of a "
+                "pipeline are programs of their own, and such a future cannot pass from one to the next. Call its "
+                "`.done()` inside the function that starts it, before the shard_map returns."
             )
