@@ -230,8 +230,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("scan", loop, Batch.SCAN)
     yield from rows("while", loop)
     yield from rows("shard_map", kernel, Batch.SHARD_MAP)
-    yield from rows(_KERNELS, kernel)
-    yield from rows(_STARTS, kernel)
+    yield from rows(_KERNELS + _STARTS, kernel)
     yield from rows(_ENDS, view)
 
 
