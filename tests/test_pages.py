@@ -68,6 +68,7 @@ TRAINER_PAGES = {
     "evaluation": (1, ""),
     "devices": (2, ""),
     "lora": (2, ""),
+    "other_loops": (2, ""),
 }
 
 

@@ -69,7 +69,7 @@ ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime
 TRAINER_PARTS = (
     "errors", "mesh", "progress", "data", "metrics", "state", "model", "stages", "writes", "loss", "step", "callbacks",
     "trackers", "checkpoints", "loop", "options", "objects", "weights", "weight_transfer", "files", "inference",
-    "generation", "steps", "trainer", "__init__",
+    "generation", "steps", "accumulation", "trainer", "__init__",
 )  # fmt: skip
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
 ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers", "memory"}
