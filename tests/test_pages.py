@@ -67,6 +67,7 @@ TRAINER_PAGES = {
     "evaluation": (1, ""),
     "devices": (2, ""),
     "lora": (2, ""),
+    "weights": (2, "bfloat16"),
 }
 
 
