@@ -69,6 +69,7 @@ TRAINER_PAGES = {
     "devices": (2, ""),
     "lora": (2, ""),
     "other_loops": (2, ""),
+    "weights": (2, "bfloat16"),
 }
 
 

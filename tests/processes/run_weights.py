@@ -43,7 +43,7 @@ def sampler_on(devices: Sequence[Any], stages: int) -> nnx.Module:
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         sharding = NamedSharding(mesh, SPECS[path[-1]])
         zeros = np.zeros(leaf.shape, np.float32)
-        leaf.set_value(jax.make_array_from_callback(leaf.shape, sharding, zeros.__getitem__))
+        leaf.set_value(jax.make_array_from_callback(leaf.shape, sharding, zeros.__getitem__, dtype=zeros.dtype))
     return model
 
 
