@@ -60,7 +60,7 @@ def check(trainer: PipelineTrainer, cache: ExplicitCache | None, prompts: Any, n
 CASES = [
     ("attention", 2, {}),
     ("recurrent", 1, {}),
-    ("implicit", 1, {}),
+    slow("implicit", 1, {}),
     slow("attention", 1, {}),
     slow("recurrent", 2, {}),
     slow("linen", 1, {}),
