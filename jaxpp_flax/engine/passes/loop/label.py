@@ -49,7 +49,7 @@ def _match_backward(body: LoopBody, cut_of: Mapping[Equation, int]) -> dict[Equa
         if equation.primitive is marker_p and equation.params["direction"] != FORWARD:
             originals = remaining.get(equation.params["identifier"], [])
             original = originals.pop() if len(originals) > 1 else (originals[0] if originals else None)
-            if original in cut_of:
+            if original is not None and original in cut_of:
                 matched[equation] = cut_of[original]
     return matched
 

@@ -109,11 +109,11 @@ class Trace:
     def updates(self, axes: Axes) -> list[tuple[tuple[int, ...], TaskFacts]]:
         """Return the products in the optimizer's update of each parameter, with the blocks that hold the parameter."""
         count = len(self.step.argument_bytes)  # blocks number the arguments from the end
-        specs = {place % count: spec for place, spec in self.blocks.arguments.values() if -place <= count}
+        specs = {place % count: spec for place, spec in self.blocks.arguments.values() if self._is_argument(place)}
         held = {
             of.argument % count: of.blocks
             for of in self.blocks.holdings
-            if of.kind == "parameters" and self._is_argument(of)
+            if of.kind == "parameters" and of.argument is not None and self._is_argument(of.argument)
         }
         facts = facts_of_update(self._update, specs, self.sizes(axes))
         return [(held[place], of) for place, of in facts.items() if place in held]
@@ -124,7 +124,7 @@ class Trace:
 
     def _all_bytes(self, item: Holding, specs: Mapping[int, PartitionSpec], axes: Axes) -> list[tuple[str, float]]:
         """Return a holding by kind, and with it what a step keeps of a parameter: its optimizer and wider copies."""
-        if item.kind != "parameters" or not self._is_argument(item):
+        if item.kind != "parameters" or item.argument is None or not self._is_argument(item.argument):
             return [(item.kind, item.nbytes)]
         own, whole = self.step.argument_bytes[item.argument], item.nbytes * item.shards
         found = [(item.kind, item.nbytes)]
@@ -135,9 +135,9 @@ class Trace:
             found.append(("gathered", item.nbytes * axes.fsdp))
         return found
 
-    def _is_argument(self, item: Holding) -> bool:
-        """Return whether a holding is an argument; arrays that the step closes over stand in front of these."""
-        return item.argument is not None and -item.argument <= len(self.step.argument_bytes)
+    def _is_argument(self, place: int) -> bool:
+        """Return whether an argument is at this place from the end; arrays that the step closes over stand in front."""
+        return -place <= len(self.step.argument_bytes)
 
     def sent(self, data: int = 1) -> list[float]:
         """Return the bytes that cross a cut before each block, on each of the devices that divide the examples."""
