@@ -47,7 +47,7 @@ def test_texts_of_several_lengths_train_in_one_step():
     output = run_example("lengths.py", "--functions", "300", "--steps", "20", "--microbatches", "4")
     assert "300 functions in microbatches of 16 x 64, 6 x 128, 2 x 256" in output
     (loss,) = last_figures(output)
-    assert loss < 4.5, "a uniform guess has 5.5"
+    assert loss < 5.3, "the first step has 5.7, a uniform guess 5.5"
 
 
 @pytest.mark.extras

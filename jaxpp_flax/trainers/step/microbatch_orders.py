@@ -52,23 +52,19 @@ class MicrobatchOrders:
             return batch
         key = schedule, kinds
         if key not in self.chosen:
-            if hands_on(batch):
-                self._tell_once(
-                    "the microbatches of a step run in the order of the data: the loss hands state from one to the next"
-                )
-                self.chosen[key] = MicrobatchOrder(tuple(range(len(kinds))), 0.0, 0.0)
-            else:
-                self.chosen[key] = self._choose(batch, kinds, schedule, compiled_for)
+            costs = self._learn(batch, kinds, schedule, compiled_for)  # first: what cannot be compiled is refused there
+            self.chosen[key] = self._keep(kinds) if hands_on(batch) else self._choose(kinds, schedule, costs)
         order = self.chosen[key].order
         return StackedMicrobatches(tuple(batch.items[number] for number in order), batch.further)
 
-    def _choose(
+    def _learn(
         self,
         batch: StackedMicrobatches,
         kinds: tuple[Any, ...],
         schedule: Schedule,
         compiled_for: Callable[[StackedMicrobatches], Any],
-    ) -> MicrobatchOrder:
+    ) -> dict[Any, Costs]:
+        """Return the costs of each shape; a new shape is compiled."""
         costs = self._costs.setdefault(schedule, {})
         if not costs.keys() >= set(kinds):
             compiled = compiled_for(batch)
@@ -76,6 +72,15 @@ class MicrobatchOrders:
             work = microbatch_costs(compiled.program, schedule.num_stages, flops_per_byte(platform))
             for kind, cost in zip(kinds, work, strict=True):
                 costs.setdefault(kind, cost)
+        return costs
+
+    def _keep(self, kinds: tuple[Any, ...]) -> MicrobatchOrder:
+        self._tell_once(
+            "the microbatches of a step run in the order of the data: the loss hands state from one to the next"
+        )
+        return MicrobatchOrder(tuple(range(len(kinds))), 0.0, 0.0)
+
+    def _choose(self, kinds: tuple[Any, ...], schedule: Schedule, costs: dict[Any, Costs]) -> MicrobatchOrder:
         order = order_by_cost(schedule, [costs[kind] for kind in kinds])
         if order.gain >= _WORTH_A_LINE:
             self._tell_once(
