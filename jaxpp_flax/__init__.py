@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
     from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
     from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
-    from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+    from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
     from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
     from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
     from jaxpp_flax.layers import PipelineStage, pipeline_stage
@@ -107,7 +107,7 @@ _HOME = {
     "Checkpoints": "trainers",
     "DictTracker": "trainers",
     "JsonlTracker": "trainers",
-    "Microbatches": "engine.tracing.lengths.microbatches",
+    "Microbatches": "engine.tracing.bodies.microbatches",
     "PipelineTrainer": "trainers",
     "Tracker": "trainers",
     "TrainState": "trainers",

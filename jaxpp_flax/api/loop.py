@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpp_flax.api.schedules import own_schedule
 from jaxpp_flax.engine.tracing import treduce as engine
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 
 __all__ = ["treduce", "treduce_i"]
 

@@ -34,8 +34,8 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature, Statics, arguments_of, both_ways, paths_of, without_statics
 from jaxpp_flax.engine.traced import CutPolicy, Traced, cut_at_every_mark, passes_context, prepare
+from jaxpp_flax.engine.tracing.bodies.microbatches import repeated_over
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.engine.tracing.lengths.microbatches import repeated_over
 from jaxpp_flax.engine.tracing.memory import in_memory
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp

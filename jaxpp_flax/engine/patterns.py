@@ -16,8 +16,8 @@ from jaxpp_flax.engine.passes.loop.join_shapes import over_microbatches
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop
 from jaxpp_flax.engine.passes.place import StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices
+from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches, shape_numbers
 from jaxpp_flax.engine.tracing.ir import Value, values
-from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches, shape_numbers
 from jaxpp_flax.engine.tracing.reductions import AddOp, LastOp, MaxOp
 
 __all__ = ["PlacedShapes", "StackedCall"]

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpp_flax._compat_texts.errors import is_uneven_split
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, resized, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows
@@ -27,7 +27,7 @@ from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.model.calling import call_model
-from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop
+from jaxpp_flax.trainers.step.loop import ForwardOnly, Loop
 from jaxpp_flax.trainers.weights import WeightCalls
 
 __all__ = ["Average", "InferenceCalls"]

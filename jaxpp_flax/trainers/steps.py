@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.planning import PlanningStep, StepProfile
 from jaxpp_flax.planning.profile import profile_of
 from jaxpp_flax.trainers.data.batch import count_units, describe_batch, shape_of
@@ -20,7 +20,7 @@ from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.lost_bits import lost_bits
+from jaxpp_flax.trainers.step.facts.lost_bits import lost_bits
 
 __all__ = ["StepCalls"]
 

@@ -19,8 +19,8 @@ from jaxpp_flax.engine.runtime.reshard import mpmd_to_spmd_reshard
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.step.facts.unused_parameters import parameter_paths
 from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
-from jaxpp_flax.trainers.step.unused_parameters import parameter_paths
 from jaxpp_flax.verify.comparison import Comparison, compare, run_twice
 from jaxpp_flax.verify.copies import differing_copies
 from jaxpp_flax.verify.errors import VerifyError

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import Microbatches, mark_stage_end, treduce
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals, by_name
 from tests.engine.toys import mesh_of

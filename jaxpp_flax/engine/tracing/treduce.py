@@ -17,11 +17,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jaxpp_flax._compat import needs_devices
-from jaxpp_flax._compat_texts.traces import is_reference
-from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, opened, struct_of
-from jaxpp_flax.engine.tracing.lengths.bodies import Entries, check_same_types, over_shared_constants, split_operands
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
-from jaxpp_flax.engine.tracing.primitives import facts_of
+from jaxpp_flax.engine.tracing.bodies.checks import check_carry, refuse_other_memory, refuse_references, same_type, says
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches, StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.several_shapes import (
+    Entries,
+    check_same_types,
+    over_shared_constants,
+    split_operands,
+)
+from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.reductions import Add, AddOp, Concat, Last, LastOp, Max, MaxOp, Op
 
 if TYPE_CHECKING:
@@ -91,13 +95,6 @@ def state_type(op: Op, length: int, value: jax.ShapeDtypeStruct) -> jax.ShapeDty
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(length), lambda i, state: op.update(state, y, i), start)
 
     return jax.eval_shape(loop, value)
-
-
-def _same_type(one: Any, other: Any) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    # A type has a partition only on an Explicit mesh.
-    return None in (one.sharding, other.sharding) or one.sharding.spec == other.sharding.spec
 
 
 mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))
@@ -210,7 +207,7 @@ def _reduce(
     has_carry = init is not _NO_CARRY
     carry = jax.tree.map(jnp.asarray, init if has_carry else ())
     carry_leaves, carry_tree = jax.tree.flatten(carry)
-    _refuse_other_memory("treduce's init is", carry, map(jax.typeof, carry_leaves))
+    refuse_other_memory("treduce's init is", carry, map(jax.typeof, carry_leaves))
     avals = [struct_of(jax.typeof(leaf)) for leaf in carry_leaves]
     representatives = [()] if entries is None else entries.of_shapes
     traced: list[tuple[Graph, list[Any]]] = []
@@ -227,13 +224,13 @@ def _reduce(
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*structs, jax.ShapeDtypeStruct((), jnp.int32), *avals)
         if not (isinstance(shapes, tuple) and len(shapes) == 2):
             raise TypeError("treduce with `init=` needs a body that returns the pair (carry, result).")
-        _check_carry(avals, carry_tree, shapes[0])
+        check_carry(avals, carry_tree, shapes[0])
         traced.append(from_jaxpr(jaxpr))
         results.append(shapes[1])
-        _refuse_references(traced[-1][0])
-        _refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in traced[-1][0].outputs])
-        names = tuple(", ".join(_says(_type_of(leaf, 1)) for leaf in each) for each in (representatives[0], leaves))
-        check_same_types(results[0], results[-1], (names[0], names[1]), _same_type)
+        refuse_references(traced[-1][0])
+        refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in traced[-1][0].outputs])
+        names = tuple(", ".join(says(_type_of(leaf, 1)) for leaf in each) for each in (representatives[0], leaves))
+        check_same_types(results[0], results[-1], (names[0], names[1]), same_type)
     bodies, consts = over_shared_constants(traced)
     several: dict[str, Any] = {}
     if entries is not None:
@@ -278,64 +275,6 @@ def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
         return leaf
     entries = [None if i == axis % leaf.ndim else entry for i, entry in enumerate(spec)]
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, sharding.spec.update(partitions=tuple(entries))))
-
-
-def _refuse_references(graph: Graph) -> None:
-    """Refuse mutable arrays in the body of a loop, also in its plain calls: JAX gives its own loops alone a rule."""
-    for value in filter(lambda value: is_reference(value.aval), graph.inputs):
-        raise NotImplementedError(
-            f"treduce's body reads or writes a mutable array of the step, {value.aval}. Microbatches run on several "
-            "ranks at the same time. Return what is to be kept, and reduce it by an operation (`Add`, `Last`, ...), or "
-            "pass it as `init=`."
-        )
-    for equation in graph.equations:
-        body = facts_of(equation.primitive).body_in(equation.params)
-        if any(is_reference(value.aval) for value in equation.outputs) or (body is not None and _makes_reference(body)):
-            raise NotImplementedError(
-                f"treduce's body makes a mutable array (`{equation.name}`) at {equation.where}. Stages are programs of "
-                "their own, and cannot share one. Write the code with `x.at[...].set(...)`, or as the carry of a "
-                "jax.lax.scan."
-            )
-
-
-def _makes_reference(jaxpr: Any) -> bool:
-    """Return whether an equation of a called jaxpr makes a mutable array; those of Pallas kernels are none."""
-    for equation in opened(jaxpr).eqns:
-        body = facts_of(equation.primitive).body_in(equation.params)
-        if any(is_reference(variable.aval) for variable in equation.outvars):
-            return True
-        if body is not None and _makes_reference(body):
-            return True
-    return False
-
-
-def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:
-    """Refuse loop values outside device memory: microbatches are reduced in device memory."""
-    for (path, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
-        if (kind := memory_kind_of(aval)) is not None:
-            raise ValueError(
-                f"{what} {aval.dtype}{list(aval.shape)} in {kind!r} memory (leaf {jax.tree_util.keystr(path)}), but "
-                "microbatches are reduced in the devices' own memory. Move it there, `jax.device_put(x, "
-                "jax.memory.Space.Device)`, and back after the loop (or by `out_shardings`); take gradients with "
-                "respect to the moved parameter."
-            )
-
-
-def _check_carry(before: Sequence[Any], treedef: Any, after: Any) -> None:
-    leaves, after_tree = jax.tree_util.tree_flatten_with_path(after)
-    if after_tree != treedef:
-        raise TypeError(f"treduce's carry changes its structure from {treedef} to {after_tree}; both must be the same.")
-    for old, (path, new) in zip(before, leaves, strict=True):
-        if not _same_type(old, new):
-            raise TypeError(
-                f"treduce's carry changes its type at carry{jax.tree_util.keystr(path)}: {_says(old)} goes in, "
-                f"{_says(new)} comes out. Cast, reshape or reshard it back in the body."
-            )
-
-
-def _says(struct: Any) -> str:
-    spec = "" if struct.sharding is None else f" as {struct.sharding.spec}"
-    return f"{struct.dtype}{list(struct.shape)}{spec}"
 
 
 def treduce(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.trainers.data.batch_leaves import check_leaf, leaf_name, leaves_of
 from jaxpp_flax.trainers.errors import BatchError
 

@@ -22,7 +22,7 @@ from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches, StackedMicrobatches
 from jaxpp_flax.trainers.data.batch import (
     InferencePart,
     batch_size,

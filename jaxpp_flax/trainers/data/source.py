@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_in
 from jaxpp_flax.trainers.errors import DataPositionError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax.counts import check_count
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition

@@ -16,8 +16,8 @@ from jaxpp_flax.trainers.generation.sampling import Sampling
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.step.loop import ForwardOnly
 
 __all__ = ["GenerationProgram"]
 

@@ -22,8 +22,9 @@ from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.builder import Loop, StepBuilder, Sums, with_leaves
-from jaxpp_flax.trainers.step.unused_parameters import with_zeros
+from jaxpp_flax.trainers.step.builder import StepBuilder, Sums, with_leaves
+from jaxpp_flax.trainers.step.facts.unused_parameters import with_zeros
+from jaxpp_flax.trainers.step.loop import Loop
 
 __all__ = ["Accumulation", "Pending", "StatePlaces", "adding", "as_read", "terms_of", "zero_terms", "zeros_on"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
 from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.loss.loss_graph import LossGrowth
@@ -22,7 +22,7 @@ from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss, warn_of_mixing
 from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import StepBuilder, one_of
-from jaxpp_flax.trainers.step.unused_parameters import report_unused
+from jaxpp_flax.trainers.step.facts.unused_parameters import report_unused
 
 __all__ = ["StepBuilderCache"]
 

@@ -16,7 +16,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambien
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
 from jaxpp_flax.planning import CutPolicy, PlanningStep
 from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
@@ -42,9 +42,10 @@ from jaxpp_flax.trainers.step.accumulation import (
     zero_terms,
     zeros_on,
 )
-from jaxpp_flax.trainers.step.builder import Loop, Sums, one_of, with_schedule
+from jaxpp_flax.trainers.step.builder import Sums, one_of
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
-from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.facts.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.loop import Loop, with_schedule
 from jaxpp_flax.trainers.step.microbatch_orders import MicrobatchOrders
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import trace_update

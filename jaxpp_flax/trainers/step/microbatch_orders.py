@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from jaxpp_flax.engine.tracing.lengths.microbatches import StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
 from jaxpp_flax.planning.loads import flops_per_byte
 from jaxpp_flax.planning.predicted.microbatch_costs import microbatch_costs
 from jaxpp_flax.schedules import Costs, MicrobatchOrder, Schedule, order_by_cost

@@ -9,9 +9,9 @@ from typing import Any
 from jaxpp_flax._compat import is_ordered
 from jaxpp_flax._compat_texts.traces import is_future
 from jaxpp_flax.engine.passes.loop.loop import Loop, OfShape, Shapes, advanced
+from jaxpp_flax.engine.tracing.bodies.several_shapes import split_operands
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, VerificationError, inside, opened
-from jaxpp_flax.engine.tracing.lengths.bodies import split_operands
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, treduce_p

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxpp_flax.counts import check_count
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.trainers.data.lengths.padded_rows import RowLayout
 from jaxpp_flax.trainers.data.lengths.row_counts import RowCounts
 from jaxpp_flax.trainers.errors import BatchError, DataPositionError

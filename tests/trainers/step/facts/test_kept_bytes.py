@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
+from jaxpp_flax.trainers.step.facts.kept_bytes import kept_bytes
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches, StackedMicrobatches, shape_numbers
 from jaxpp_flax.engine.tracing.ir import Graph, Value
-from jaxpp_flax.engine.tracing.lengths.microbatches import Microbatches, StackedMicrobatches, shape_numbers
 
 __all__ = ["Entries", "check_same_types", "over_shared_constants", "split_operands"]
 

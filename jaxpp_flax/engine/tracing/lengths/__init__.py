@@ -1,1 +1,0 @@
-"""Microbatches of several shapes in one loop: their container, and a loop's body for each shape."""

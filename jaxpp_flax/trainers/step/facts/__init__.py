@@ -1,0 +1,1 @@
+"""What is known of a step beside its program: unused parameters, kept bytes, lost bits."""
