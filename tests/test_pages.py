@@ -313,6 +313,7 @@ def unmarked() -> dict[str, Any]:
 )
 def test_a_short_page_runs(page: str, blocks: int, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs" / "guides")  # where files lie that pages offer
     given = unmarked()
     if marked:
         pipeline_stage(given["Block"])

@@ -134,7 +134,6 @@ def test_a_broken_link_is_found(tmp_path: Path):
         ("start/first_training", "first_training", ""),
         ("guides/trainer", "model", "# model.py"),
         ("guides/linen", "linen_model", "# linen_model.py"),
-        ("guides/quote", "train", "# train.py"),
     ],
 )
 def test_a_file_that_a_page_offers_is_what_the_page_shows(page: str, file: str, beginning: str):
