@@ -267,7 +267,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         """Return the ranks that `in_shardings` gives each argument; none for a spec, or without a request."""
         args, kwargs = jax.tree_util.tree_unflatten(tree := without_statics(tree), range(tree.num_leaves))
         given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
-        nodes = [node for _, node in broadcast_prefix(tuple(given), args, "in_shardings")] if args else []
+        given = (*map(repeated_over, given, args), *given[len(args) :])
+        nodes = [node for _, node in broadcast_prefix(given, args, "in_shardings")] if args else []
         ranks = [frozenset(node.ranks if isinstance(node, MpmdSharding) else ()) for node in nodes]
         return ranks + [frozenset()] * len(jax.tree.leaves(kwargs))
 

@@ -78,6 +78,11 @@ def _module(model: nnx.Module, adapters: NameFilter | None) -> nnx.Module:
 
 
 def _variables(variables: Mapping[str, Any], adapters: NameFilter | None) -> dict[str, Any]:
+    if "params" not in variables:
+        raise TypeError(
+            f'without_adapters got a mapping with the keys {sorted(variables)}, and no collection "params": pass all '
+            "variables of the Linen module, as `init` returns them."
+        )
     is_adapter = matches_any(_NAMES if adapters is None else adapters)
     leaves, structure = jax.tree_util.tree_flatten_with_path(variables["params"])
     chosen = [is_adapter(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in leaves]

@@ -11,7 +11,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.trainers.data.batch_sharding import compared_rows
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.state.holder import is_gone
-from jaxpp_flax.trainers.steps import StepCalls
+from jaxpp_flax.trainers.steps import StepCalls, check_one_shape
 
 __all__ = ["AccumulationCalls"]
 
@@ -58,10 +58,11 @@ class AccumulationCalls(StepCalls):
         """
         self._check_ready("accumulate")
         self._check_sums("accumulate")
+        check_one_shape("accumulate", batch)
         rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
         microbatches = rows.split(whole)
-        add = self.steps.for_accumulation(microbatches, lambda known: self._announce_shape(whole, known))
+        add = self.steps.for_accumulation(microbatches, lambda known: self._announce_shapes(whole, known, 1))
         if self.checkpoints.store is not None:
             self.checkpoints.store.check()
         if whole is not batch:
@@ -106,6 +107,7 @@ class AccumulationCalls(StepCalls):
     def zero_grad(self) -> None:
         """Drop the gradients that `accumulate` has summed, and what the loss has written with them."""
         self.pending = None
+        self.steps.under_way.drop(self.step + 1)
 
     def _check_sums(self, call: str) -> None:
         """Refuse sums whose memory was reused by a call that did not end."""

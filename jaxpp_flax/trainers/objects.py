@@ -50,8 +50,8 @@ from jaxpp_flax.trainers.step.optimizer_update import Update
 __all__ = ["TrainerObjects"]
 
 _CHANGE_THE_STATE = (
-    "fit", "load_pretrained", "profile_step", "restore", "set_state", "set_weights", "train_step", "training_steps",
-    "use_schedule",
+    "compiled_step", "fit", "load_pretrained", "profile_step", "restore", "set_state", "set_weights", "train_step",
+    "training_steps", "use_schedule",
 )  # fmt: skip
 
 

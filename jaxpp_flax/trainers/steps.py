@@ -187,7 +187,7 @@ class StepCalls(InferenceCalls):
           ValueError: without a pipeline; also the errors of `train_step`.
         """
         self._check_ready("profile_step")
-        _check_one_shape("profile_step", batch)
+        check_one_shape("profile_step", batch)
         schedule, mesh = self.steps.scheduling.pipeline("profile_step")
         compiled, microbatches = self._prepare(batch, global_batch_size)
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
@@ -202,7 +202,7 @@ class StepCalls(InferenceCalls):
         Raises:
           ValueError: without a pipeline.
         """
-        _check_one_shape("a plan", batch)
+        check_one_shape("a plan", batch)
         return self.steps.to_plan(self.steps.rows.split(batch), count_units(batch)[0])
 
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None:
@@ -266,14 +266,14 @@ class StepCalls(InferenceCalls):
         rows = self.steps.rows
         if call not in ("train", *get_args(InferenceKind)):
             raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
-        _check_one_shape("rows_read", batch)
+        check_one_shape("rows_read", batch)
         if call == "train":
             return rows.read(self.compile(batch), batch, rows.num_microbatches)
         part = rows.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
         return rows.read(self._compiled(call, part), batch, part.num_microbatches)
 
 
-def _check_one_shape(what: str, batch: Any) -> None:
+def check_one_shape(what: str, batch: Any) -> None:
     """Refuse `Microbatches` where the microbatches of a step count as equal."""
     if isinstance(batch, Microbatches):
         raise BatchError(

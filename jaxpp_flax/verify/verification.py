@@ -21,6 +21,7 @@ from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.step.facts.unused_parameters import parameter_paths
 from jaxpp_flax.trainers.step.nonfinite import nonfinite_leaf
+from jaxpp_flax.trainers.steps import check_one_shape
 from jaxpp_flax.verify.comparison import Comparison, compare, run_twice
 from jaxpp_flax.verify.copies import differing_copies
 from jaxpp_flax.verify.errors import VerifyError
@@ -86,6 +87,7 @@ def verify(trainer: PipelineTrainer, batch: Any) -> Report:
       >>> report.agrees, report.facts["reference"]
       (True, 'the whole batch at once')
     """
+    check_one_shape("verify", batch)
     microbatches = trainer.steps.rows.split(batch)
     compiled = trainer.compile(batch)  # and places the state
     unused = set(trainer.steps.builders.for_training(trainer.held.memory, microbatches).unused)

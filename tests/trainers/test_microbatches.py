@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from flax import nnx
 
 from jaxpp_flax import Microbatches, PipelineStage, PipelineTrainer, WholeBatchLoss
 from jaxpp_flax.trainers import BatchError, LossError, Training
+from jaxpp_flax.verify import verify
 from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 
@@ -136,6 +139,27 @@ def test_fit_draws_them_as_any_batches_and_counts_their_shapes(capsys):
     assert told.count("shape(s) of microbatches") == 1
     with pytest.raises(BatchError, match=r"1 other shape\(s\), after 3"):
         trainer.train_step(Microbatches([item(2, 4), item(2, 6)]))
+
+
+def test_calls_for_one_shape_are_refused_by_name():
+    trainer = trainer_of()
+    trainer.train_step(BATCHES[0])
+    for call in (trainer.accumulate, trainer.profile_step, trainer.rows_read, partial(verify, trainer)):
+        with pytest.raises(BatchError, match="is for batches of one shape, but this one is Microbatches"):
+            call(BATCHES[0])
+
+
+def test_a_loss_that_draws_keys_keeps_the_order_of_the_data():
+    """So a step on ranks is that on one device, whatever its microbatches cost."""
+
+    def loss(model, batch, rngs):
+        keep = jax.random.bernoulli(rngs.dropout(), 0.5, batch["mask"].shape)
+        total, weight = masked_loss(model, {**batch, "mask": batch["mask"] * keep})
+        return total, weight + 1.0
+
+    batch = Microbatches([item(2, 8), item(2, 4), item(2, 8, seed=1), item(2, 4, seed=1), item(2, 4, seed=2)])
+    losses = [trainer_of(loss=loss, **options).train_step(batch)["loss"] for options in ({}, {"num_stages": 1})]
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=RTOL)
 
 
 def test_what_no_step_can_train_on_is_refused():

@@ -224,7 +224,7 @@ def _check_fits(path: str, shape: tuple[int, ...], shardings: Sequence[Sharding]
     try:
         for sharding in shardings:
             sharding.shard_shape(shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # the second for a spec with more entries than the leaf has axes
         raise ValueError(f"reshard: leaf {path} of shape {shape} does not fit its sharding. {error}") from error
 
 

@@ -44,7 +44,7 @@ class LoopBody(Graph):
             operations=params["operations"],
             length=params["length"],
             carry_names=params["carry_names"],
-            partial_over=params["partial_over"],
+            partial_over=params.get("partial_over", (frozenset(),) * len(graph.outputs)),
         )
 
     @property

@@ -231,7 +231,8 @@ def _check_enough(marks: Sequence[Mark], num_stages: int) -> None:
     raise AssignmentError(
         f"num_stages={num_stages} needs at least {num_stages - 1} marks, but the function has {len(marks)}"
         + (f": {_listing(marks)}. " if marks else ". ")
-        + "Wrap more of the model's layers in PipelineStage (or mark them with mark_stage_end), "
+        + "Layers that are called beside one another count once. "
+        "Wrap more of the model's layers in PipelineStage (or mark them with mark_stage_end), "
         f"or use at most num_stages={len(marks) + 1}."
     )
 

@@ -94,6 +94,12 @@ class LossGraph:
         """Return which inputs after the constants an output depends on."""
         return used_inputs(self.graph, [i == output for i in range(len(self.graph.outputs))])[len(self.constants) :]
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether an output depends on the number of the microbatch."""
+        outputs = [True] * len(self.graph.outputs)
+        return used_inputs(self.graph, outputs)[len(self.constants) + self.num_states + self.num_parameters + 1]
+
     def used_parameters(self, output: int) -> list[bool]:
         """Return which parameters an output depends on."""
         return self.used_by(output)[self.num_states :][: self.num_parameters]

@@ -53,6 +53,7 @@ class LossTrace:
     mixed: str | None = None  # the place where the loss mixes examples in another way
     growing: str | None = None  # how the loss grows with the number of examples, if not as a mean
     moved: tuple[str, ...] = ()  # the paths of carried leaves that a call with the whole batch leaves with other values
+    numbered: bool = False  # the loss depends on the number of the microbatch: random keys do
     wide: str | None = None  # of its matrix products, how many have a wider type than they are to have, and where
 
 
@@ -185,6 +186,7 @@ def trace_loss(
         mixed=growth.mixed,
         growing=growth.text,
         moved=tuple(paths[i] for i in growth.moved),
+        numbered=loss.is_numbered,
         wide=None if model.compute is None else wide_products(loss.graph, model.compute),
     )
 

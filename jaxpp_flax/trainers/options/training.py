@@ -45,8 +45,8 @@ class Training(Options):
       max_batch_shapes: how many different shapes of batches one schedule may train on, such as lengths of padded texts.
         Each shape is compiled by itself, and a message says so. A batch with one more shape is refused.
       order: in which order the microbatches of `Microbatches` run: "cost" chooses it by the simulator from the FLOPs of
-        their shapes, so that ranks wait less; "given" keeps that of the data. The keys of `rngs` follow the place at
-        which a microbatch runs. A loss that hands state from one microbatch to the next keeps the order of the data.
+        their shapes, so that ranks wait less; "given" keeps that of the data, and so does a loss that hands state from
+        one microbatch to the next or draws random keys.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds).
 

@@ -95,10 +95,11 @@ class StepBuilder:
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
             sums = self.sums(state, batch, loop)
             params, grads = with_zeros(sums.grads, state.params, self.unused, self.update.summand)
-            new, metrics = self.finish(replace(state, params=params), replace(sums, grads=grads), loop.num_microbatches)
-            if isinstance(batch, StackedMicrobatches) and not self.weighs:
-                metrics.pop("weight")  # the number of examples
-            return new, metrics
+            several = isinstance(batch, StackedMicrobatches)
+            count = len(batch.items) if several else loop.num_microbatches
+            # A mean over microbatches of several shapes is weighed by their examples.
+            begun, weighs = replace(state, params=params), self.weighs or not several
+            return self.finish(begun, replace(sums, grads=grads), count, tells_weight=weighs)
 
         return step
 
@@ -111,13 +112,15 @@ class StepBuilder:
         return self._accumulate(computed, batch, loop, known)
 
     def finish(
-        self, state: TrainState, sums: Sums, num_microbatches: int, calls: Any = 1
+        self, state: TrainState, sums: Sums, num_microbatches: int, calls: Any = 1, *, tells_weight: bool = True
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the second half of a step: the new state and the metrics.
 
         `sums` have the gradients of all parameters, of so many `calls` of a loop over `num_microbatches`.
         """
         metrics, divisor = whole_batch(sums.terms, calls * self.num_means(num_microbatches))
+        if not tells_weight:
+            metrics.pop("weight")
         params = with_leaves(state.params, sums.params) if sums.params else None
 
         def after(params: Any, rest: Any, more: dict[str, Any]) -> tuple[Any, Any]:

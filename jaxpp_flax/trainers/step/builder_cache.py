@@ -58,6 +58,11 @@ class StepBuilderCache:
             self.untraced, writes=found.writes, overwritten=found.overwritten, weighs=found.weighs, unused=found.unused
         )
 
+    def keeps_order(self, state: TrainState, batch: StackedMicrobatches) -> bool:
+        """Return whether the loss depends on the order of the microbatches: by states, or by random keys."""
+        found = self._trace_each(state, batch)
+        return bool(found.writes.carried) or found.numbered
+
     def _trace_each(self, state: TrainState, batch: StackedMicrobatches) -> LossTrace:
         """Trace the training loss for each shape of microbatches: what one step does is the same for all of them.
 
@@ -70,7 +75,8 @@ class StepBuilderCache:
                 "Pad the batch to one length and pass one pytree, or compare the examples of each microbatch alone."
             )
         shapes = {signature(item): item for item in (*batch.items, *batch.further)}
-        traces = {shape: self.trace(state, item) for shape, item in shapes.items()}
+        count = max(self._num_microbatches, len(batch.items))
+        traces = {shape: self.trace(state, item, count) for shape, item in shapes.items()}
         first, *others = traces
         for other in others:
             if _of_step(traces[other]) != _of_step(traces[first]):
@@ -87,25 +93,26 @@ class StepBuilderCache:
             )
         return traces[first]
 
-    def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
+    def trace(self, state: TrainState, microbatches: Any, num_microbatches: int | None = None) -> LossTrace:
         """Trace the training loss for such batches; each structure of a batch is traced once."""
-        key = signature(microbatches)
+        count = num_microbatches or self._num_microbatches
+        key = signature(microbatches), count > 1  # one alone is the whole batch
         if key not in self._traced:
             one = one_of(microbatches)
             model, loss_fn = self.untraced.model, self.untraced.loss_fn
             computed = self.untraced.computed_shapes(state)
-            tracing = partial(trace_loss, model, loss_fn, num_microbatches=self._num_microbatches)
+            tracing = partial(trace_loss, model, loss_fn, num_microbatches=count)
             found = self._stage.trace(tracing, computed, one)
-            check_written(found, state, computed, self._num_microbatches)
+            check_written(found, state, computed, count)
             if found.overwritten:
-                self._stage.trace(partial(check_reads, model, loss_fn, self._num_microbatches), computed, one)
+                self._stage.trace(partial(check_reads, model, loss_fn, count), computed, one)
             if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
                 found = replace(found, divided=None, mixed=None, growing=None)
-                if self._num_microbatches > 1 and not self._has_warned:
-                    mixing = partial(warn_of_mixing, loss_fn, model, self._num_microbatches)
+                if count > 1 and not self._has_warned:
+                    mixing = partial(warn_of_mixing, loss_fn, model, count)
                     self._has_warned = self._stage.trace(mixing, computed, one)
-            self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
-            self._has_warned_of_states = self._has_warned_of_states or warn_of_states(found, self._num_microbatches)
+            self._has_warned = self._has_warned or warn_of_microbatches(found, count)
+            self._has_warned_of_states = self._has_warned_of_states or warn_of_states(found, count)
             self._has_warned_of_precision = self._has_warned_of_precision or warn_of_precision(found, model.compute)
             if not self._reported.issuperset(found.unused):
                 report_unused(found.unused, state.params)

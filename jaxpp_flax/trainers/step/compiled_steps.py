@@ -119,12 +119,12 @@ class CompiledSteps:
     ) -> StackedMicrobatches:
         """Return microbatches of several shapes in the order in which they shall run; see `MicrobatchOrders`."""
         schedule, _ = self.scheduling.pipeline("an order of microbatches")
-        return self.orders.arranged(microbatches, schedule, compiled_for, self._hands_on)
+        return self.orders.arranged(microbatches, schedule, compiled_for, self._keeps_order)
 
     @without_ambient_mesh
-    def _hands_on(self, microbatches: StackedMicrobatches) -> bool:
-        """Return whether the loss hands state from one microbatch to the next."""
-        return bool(self.builders.for_training(self._held.memory, microbatches).writes.carried)
+    def _keeps_order(self, microbatches: StackedMicrobatches) -> bool:
+        """Return whether the loss hands state from one microbatch to the next, or draws keys by their numbers."""
+        return self.builders.keeps_order(self._held.memory, microbatches)
 
     @without_ambient_mesh
     def training_function(self, microbatches: Any) -> Callable[..., Any]:

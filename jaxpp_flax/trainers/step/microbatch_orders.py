@@ -39,13 +39,14 @@ class MicrobatchOrders:
         batch: StackedMicrobatches,
         schedule: Schedule,
         compiled_for: Callable[[StackedMicrobatches], Any],
-        hands_on: Callable[[StackedMicrobatches], bool],
+        keeps_order: Callable[[StackedMicrobatches], bool],
     ) -> StackedMicrobatches:
         """Return the microbatches in the order in which they shall run.
 
         Args:
           compiled_for: compiles the step for microbatches in their order.
-          hands_on: whether the loss hands state from one microbatch to the next: these keep their order.
+          keeps_order: whether the loss depends on the order of the microbatches, by states that it hands on or by
+            random keys.
         """
         kinds = tuple(map(signature, batch.items))
         if self._rule == "given" or len(set(kinds)) < 2:
@@ -53,7 +54,7 @@ class MicrobatchOrders:
         key = schedule, kinds
         if key not in self.chosen:
             costs = self._learn(batch, kinds, schedule, compiled_for)  # first: what cannot be compiled is refused there
-            self.chosen[key] = self._keep(kinds) if hands_on(batch) else self._choose(kinds, schedule, costs)
+            self.chosen[key] = self._keep(kinds) if keeps_order(batch) else self._choose(kinds, schedule, costs)
         order = self.chosen[key].order
         return StackedMicrobatches(tuple(batch.items[number] for number in order), batch.further)
 
@@ -76,7 +77,8 @@ class MicrobatchOrders:
 
     def _keep(self, kinds: tuple[Any, ...]) -> MicrobatchOrder:
         self._tell_once(
-            "the microbatches of a step run in the order of the data: the loss hands state from one to the next"
+            "the microbatches of a step run in the order of the data: the loss hands state from one to the next, or "
+            "draws random keys by their numbers"
         )
         return MicrobatchOrder(tuple(range(len(kinds))), 0.0, 0.0)
 

@@ -78,6 +78,10 @@ class StepsUnderWay:
         while self._metrics:
             self._look(*self._metrics.popleft())
 
+    def drop(self, step: int) -> None:
+        """Forget a step that is not taken: its batches are dropped."""
+        self._metrics = collections.deque((number, metrics) for number, metrics in self._metrics if number != step)
+
     def clear(self) -> None:
         """Forget the steps: their state is given up."""
         self._metrics.clear()

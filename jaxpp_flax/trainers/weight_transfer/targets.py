@@ -121,7 +121,7 @@ def _faults(leaf: Outgoing, place: Any, target: Target, process: int | None) -> 
     sharding = target.sharding
     try:
         sharding.shard_shape(leaf.shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # JAX's, for a spec with more entries than the leaf has axes
         named = isinstance(sharding, NamedSharding)
         text = f"{sharding.spec} over {dict(sharding.mesh.shape)}" if named else f"{sharding}: {error}"
         yield f"its shape {leaf.shape} cannot be divided as {text}"

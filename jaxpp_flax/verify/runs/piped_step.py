@@ -60,7 +60,12 @@ def _watching(loop: OpenedLoop) -> Equation:
     operations = (*params["operations"], *[Concat()] * len(crossed))
     return replace(
         equation,
-        params={**params, "body": body, "operations": operations},
+        params={
+            **params,
+            "body": body,
+            "operations": operations,
+            "partial_over": (*params["partial_over"], *[frozenset()] * len(crossed)),
+        },
         outputs=(*equation.outputs, *[Value(atom.aval) for atom in crossed]),
     )
 
