@@ -309,7 +309,7 @@ class Lines(Display):
     """Remembers what a bar would have shown."""
 
     def __init__(self):
-        super().__init__(False)
+        super().__init__(messages=False, progress=False)
         self.shown: list[Any] = []
 
     def message(self, text: str) -> None:

@@ -134,7 +134,7 @@ def test_a_list_as_before_is_not_told(make: Callable[..., Any], before: Callable
 
 class Lines(Display):
     def __init__(self) -> None:
-        super().__init__(False)
+        super().__init__(messages=False, progress=False)
         self.shown: list[str] = []
 
     def message(self, text: str) -> None:
