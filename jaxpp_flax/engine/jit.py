@@ -217,8 +217,8 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
                 return traced.written(step, settings, traced.signature)
         step, settings = shapes.written_for(call)
         types, places = map(tuple, zip(*call.facts, strict=True))
-        specs = [place.spec or PartitionSpec() for place in places]
-        donated = settings.donated[len(settings.donated) - len(places) :]
+        specs = [PartitionSpec() if place.spec is None else place.spec for place in places]
+        donated = tuple(settings.donated[len(settings.donated) - len(places) :])
         own, tree = traced.signature, without_statics(call.tree)
         signature = Signature.of(tree, structs_of(types), specs, own.out_tree, donated)
         return traced.written(step, settings, replace(signature, function=own.function))

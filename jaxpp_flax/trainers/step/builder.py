@@ -315,7 +315,7 @@ class StepBuilder:
     ) -> tuple[Sequence[Any], Any]:
         # Without a carry, the microbatches have no order.
         once = body if init else lambda *given: body([], *given)[1]
-        carry = {"init": list(init)} if init else {}
+        carry: dict[str, Any] = {"init": list(init)} if init else {}
         if isinstance(batch, StackedMicrobatches):
             results = treduce_items(once, batch, loop.schedule, operation, **carry)
         else:

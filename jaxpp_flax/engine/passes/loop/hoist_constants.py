@@ -190,8 +190,8 @@ def _mixing_calls(body: LoopBody) -> Iterator[Value]:
             continue
         constants.update(equation.outputs)
         sizes = {v.aval.size > 1 for v in equation.outputs}
-        body = facts_of(equation.primitive).body_in(equation.params)
-        if body is not None and (len(arrays) > 1 or (arrays and len(sizes) > 1)):
+        called = facts_of(equation.primitive).body_in(equation.params)
+        if called is not None and (len(arrays) > 1 or (arrays and len(sizes) > 1)):
             yield from equation.outputs
 
 

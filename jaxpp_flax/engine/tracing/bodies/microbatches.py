@@ -86,7 +86,7 @@ class StackedMicrobatches:
     further: tuple[Any, ...] = ()
 
 
-def _unflattened(_: None, items: Sequence[Any]) -> Microbatches:
+def _unflattened(_: None, items: Iterable[Any]) -> Microbatches:
     batch = object.__new__(Microbatches)  # JAX fills pytrees with anything: nothing is checked
     object.__setattr__(batch, "items", tuple(items))
     return batch
