@@ -47,6 +47,6 @@ def assign_stages(trainer: PipelineTrainer, batch: Any) -> None:
     steps = trainer.steps
     compiled = steps.compiled.copy()
     with mock.patch.object(MpmdFunction, "compile", MpmdFunction.place):
-        steps.for_training(trainer.steps.rows.split(batch), lambda known: None)
+        steps.for_training(trainer.steps.rows.split(batch), lambda known, new: None)
     steps.compiled.clear()  # of what is only placed; other trainers may share it
     steps.compiled.update(compiled)

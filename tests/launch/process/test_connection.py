@@ -203,7 +203,7 @@ def test_mutual_tls_is_refused_by_name():
     jax.config.update("jax_mtls_cert_file", "cert.pem")
     try:
         with pytest.raises(LaunchError, match=r"\['jax_mtls_cert_file'\] ask for mutual TLS.* Unset them"):
-            initialize("localhost:1", 2, 0)
+            initialize(coordinator_address="localhost:1", num_processes=2, process_id=0)
     finally:
         jax.config.update("jax_mtls_cert_file", None)
 
