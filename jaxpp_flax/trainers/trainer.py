@@ -180,7 +180,7 @@ class PipelineTrainer(AccumulationCalls, GenerationCalls, TransferCalls, FileCal
           >>> tracker = DictTracker()
           >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
           ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
-          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
+          ...                           logging=Logging(tracker=tracker, every=2, progress=False, messages=False))
           >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, callbacks=[LogMetrics()]):
           ...     pass
           >>> sorted(tracker["loss"])  # the first step, the last one, and each second one

@@ -39,7 +39,7 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
     )
     steps = CompiledSteps(
         scheduling, Assigner("even"), unused, after_step_12, unused,
-        stage=StageContext(mesh=None), ignored={}, fsdp="microbatch", clock=Clock(), under_way=unused,
+        stage=StageContext(mesh=None), ignored={}, fsdp="microbatch", clock=Clock(), under_way=unused, orders=unused,
     )  # fmt: skip
     assert (
         steps.get(kind, {}, lambda: lambda state, batch: batch, donate=kind == "train")(after_step_12.memory, {}) == {}
