@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.planning.compilers.tasks import exchanges, read_task
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
-from tests.helpers import batch_of, tree_allclose
+from tests.helpers import batch_of, slow, tree_allclose
 from tests.matrix.harness import mesh_of
 from tests.matrix.test_fsdp import FSDP, check, explicit
 from tests.matrix.test_sharding import DIM, explicit_mesh
@@ -121,7 +121,7 @@ def entries(compiled: Compiled) -> Iterator[tuple[Any, Any]]:
                     yield found[held.shape.index(ROWS)], (held.shape[-1], found[-1])
 
 
-@pytest.mark.parametrize("axes", [("fsdp",), ("data", "fsdp")], ids="_".join)
+@pytest.mark.parametrize("axes", [slow(("fsdp",)), ("data", "fsdp")], ids="_".join)
 @pytest.mark.parametrize("stage", [layers, recomputed, recurrence, twice])
 def test_scans_keep_the_batch_divided(stage: Callable[..., jax.Array], axes: tuple[str, ...]):
     """All that a stage hands on, and keeps for its backward; and weights are gathered, no activations exchanged."""

@@ -247,7 +247,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("schedule", [slow("gpipe"), "1f1b"])
-@pytest.mark.parametrize("case", slow_but(REGIONS, "nnx.remat", "trainer", "nnx.remat in a stage that recomputes"))
+@pytest.mark.parametrize("case", slow_but(REGIONS, "nnx.remat", "nnx.remat in a stage that recomputes"))
 def test_each_region_keeps_its_barrier_with_a_data_axis(case, schedule):
     """Without it, accelerators undo the recomputation, or hold the values of all regions at once."""
     make, options, regions = REGIONS[case]

@@ -17,6 +17,7 @@ from jaxpp_flax.trainers import MicrobatchStateWarning
 from jaxpp_flax.trainers.step import builder
 from jaxpp_flax.trainers.writes import dependencies
 from jaxpp_flax.verify import verify
+from tests.helpers import slow, slow_but
 from tests.trainers import models as m
 from tests.verify.test_whole_step import changed_state, doubled_summand
 
@@ -66,7 +67,7 @@ RIGHT: dict[str, Callable[[], PipelineTrainer]] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", slow_but(RIGHT, "and random numbers, in two parts", "scales of fp8"))
 def test_a_right_step_is_compared_and_agrees(name: str):
     report = verify(RIGHT[name](), BATCH)
     assert report.agrees, report
@@ -79,7 +80,7 @@ def lost_scales(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "plant",
-    [lost_scales, doubled_summand, lambda patch: patch.setattr(builder, "Max", builder.Add)],
+    [lost_scales, slow(doubled_summand), lambda patch: patch.setattr(builder, "Max", builder.Add)],
     ids=["scales are not written", "gradients are doubled", "scales are added up"],
 )
 def test_a_fault_beside_fp8_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):

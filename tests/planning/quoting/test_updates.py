@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.planning import device_named, quote
 from jaxpp_flax.planning.quoting.traced import Axes, trace_model
+from tests.helpers import slow
 
 WIDTH, LAYERS, DEVICE = 1024, 6, "h100-sxm"
 
@@ -71,7 +72,8 @@ def operations(tx: Any) -> float:
     return (cost if isinstance(cost, dict) else cost[0])["flops"]
 
 
-CASES = [*((name, "layers") for name in OPTIMIZERS), ("muon", None)]
+CASES = [("muon in a chain", "layers"), ("shampoo", "layers"), ("muon", None)]
+CASES += [slow("muon", "layers"), slow("muon with two kinds of steps", "layers")]
 
 
 @pytest.mark.parametrize(("name", "depth"), CASES, ids=str)

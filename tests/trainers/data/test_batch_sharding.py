@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Inference
 from jaxpp_flax.verify import verify
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.trainers.models import Layers, make_xy, squared_error
 
 BATCH = make_xy(8)
@@ -47,9 +48,13 @@ def results(batch: Any, **options: Any) -> Any:
     return metrics["loss"], trainer.evaluate([batch]), trainer.predict(batch), verify(trainer, batch).agrees
 
 
-@pytest.mark.parametrize("stages", ["one", "two", "data"])
+KINDS = ["explicit", "two explicit axes", "explicit and auto", "the trainer's names", "auto", "another device"]
+DEFAULT = [("explicit", "two"), ("auto", "data"), ("another device", "one"), ("the trainer's names", "two")]
+
+
 @pytest.mark.parametrize(
-    "kind", ["explicit", "two explicit axes", "explicit and auto", "the trainer's names", "auto", "another device"]
+    ("kind", "stages"),
+    [case if case in DEFAULT else slow(*case) for case in product(KINDS, ["one", "two", "data"])],
 )
 def test_a_batch_may_have_a_sharding_of_its_own(kind: str, stages: str):
     options = {"one": {"num_stages": 1}, "two": {"num_stages": 2}, "data": {"num_stages": 2, "mesh": {"data": 2}}}

@@ -15,7 +15,7 @@ from flax import nnx
 import jaxpp_flax.checkpoint
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Checkpoints, ModelError
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 
 BATCH = m.make_batch(4)
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused():
         trainer.set_state(state)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [slow(1), 2])
 def test_a_state_of_numpy_arrays_is_taken(num_stages):
     trainer, reference = make_trainer(num_stages), make_trainer(num_stages)
     state = jax.tree.map(np.asarray, reference.state)

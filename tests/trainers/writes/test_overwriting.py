@@ -106,7 +106,7 @@ def next_state(state: TrainState, batch: Any, loss: Any) -> TrainState:
     ("module", "loss", "options"),
     [
         ("direct_op", "mean", {}), ("direct_op", "pair", {"mesh": {"data": 2}}), ("op", "mean", {"num_stages": 1}),
-        ("einsum", "pair", {}), ("direct_op", "whole_batch", {}),
+        slow("einsum", "pair", {}), ("direct_op", "whole_batch", {}),
         slow("nanoo", "mean", {}), slow("op", "pair", {}), slow("einsum", "mean", {"mesh": {"data": 2}}),
         slow("direct_op", "mean", {"num_microbatches": 1}), slow("direct_op", "mean", {"schedule": "interleaved_1f1b"}),
     ],
@@ -126,7 +126,7 @@ def test_equal_to_train_state_on_the_whole_batch(module: str, loss: str, options
 
 @pytest.mark.parametrize(
     ("module", "loss", "scale"),
-    [("direct_op", "mean", 1024.0), ("einsum", "pair", DynamicLossScale()), ("op", "whole_batch", 1024.0)],
+    [slow("direct_op", "mean", 1024.0), ("einsum", "pair", DynamicLossScale()), slow("op", "whole_batch", 1024.0)],
 )
 def test_a_loss_scale(module: str, loss: str, scale: Any):
     """Histories of gradients hold those of the scaled loss, which is what a layer converts to fp8.
