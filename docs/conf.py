@@ -35,7 +35,11 @@ extensions = [
 exclude_patterns = ["_extensions"]
 html_theme = "sphinx_book_theme"
 html_title = f"jaxpp_flax {release}"
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],  # the sidebar has the search already
+}
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["widths.css"]

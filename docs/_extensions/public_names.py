@@ -40,6 +40,11 @@ MODULES = (
     "jaxpp_flax.launch.ray",
 )
 
+# Attributes without a leading underscore that only the parts of an object use.
+INTERNAL = {
+    "PipelineTrainer": ("clock", "guarded_tracker", "held", "measures", "pending")
+}
+
 
 def public_names(module: str) -> list[str]:
     """The names that the module exports, in its own order."""
@@ -117,7 +122,10 @@ def _members(value: type) -> list[str]:
         if not base.__module__.startswith("jaxpp_flax")
         or any(base.__name__ in public_names(module) for module in MODULES)
     ]
-    return ["   :members:", f"   :inherited-members: {' '.join(described)}"]
+    options = ["   :members:", f"   :inherited-members: {' '.join(described)}"]
+    if internal := INTERNAL.get(value.__name__):
+        options.append(f"   :exclude-members: {', '.join(internal)}")
+    return options
 
 
 class PublicNames(SphinxDirective):
