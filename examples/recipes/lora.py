@@ -32,6 +32,7 @@ from llama import NAMES, Llama, LlamaConfig
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "rms_norm_eps": 1e-6,
     "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }  # fmt: skip
 Batch = dict[str, Any]
 
