@@ -112,6 +112,17 @@ def test_links_inside_the_repository(page: Path):
     assert broken_links(page) == []
 
 
+def test_the_pages_that_users_read_have_no_more_words_than_the_limit():
+    """Counted as the command in CONTRIBUTING counts, code included: a page that tells more cuts elsewhere."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ((folders, limit),) = re.findall(
+        r"`find ((?:docs/\w+ )+)-name '\*\.md' \| xargs wc -w`\s+counts at most ([\d,]+):", contributing
+    )
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    counted = sum(words[page] for folder in folders.split() for page in (ROOT / folder).rglob("*.md"))
+    assert 0 < counted <= int(limit.replace(",", "")), f"{counted:,} words"
+
+
 def test_no_line_of_code_is_cut_on_a_page():
     blocks = [
         (page.name, block) for page in PAGES for block in re.findall(r"```.*?\n(.*?)```", page.read_text(), re.DOTALL)
