@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     run, steps = vars(parser.parse_args()).values()
     jax.config.update("jax_num_cpu_devices", 4)  # takes effect on CPU alone
-    if not (run / "held_out.bin").exists():
+    if not any(run.glob("*.bin")):
         write_tokens(run)
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
     trainer = PipelineTrainer(

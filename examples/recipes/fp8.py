@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 
-# In a copy of this file, train_gpt.py lies beside it.
+# A copy of this file needs examples/train_gpt.py beside it.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from train_gpt import (
     GPT,

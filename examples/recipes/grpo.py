@@ -23,7 +23,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.layers import add_lora, without_adapters
 from jaxpp_flax.trainers import Training
 
-# In a copy of this file, llama.py lies beside it.
+# A copy of this file needs examples/pretrained/llama.py beside it.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pretrained"))
 from llama import Llama, LlamaConfig
 

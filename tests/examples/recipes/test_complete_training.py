@@ -37,6 +37,14 @@ def test_windows_go_on_where_their_state_was_taken(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_tokens_of_a_user_are_not_written_over(tmp_path: Path):
+    (tmp_path / "train.bin").write_bytes(bytes(400))
+    with pytest.raises(AssertionError, match=r"No such file or directory: .*held_out\.bin"):
+        run_example(SCRIPT, "--run", str(tmp_path), "--steps", "10")
+    assert (tmp_path / "train.bin").read_bytes() == bytes(400)
+
+
+@pytest.mark.slow
 def test_losses_are_those_of_plain_flax(tmp_path: Path):
     recipe, tx = load_example(SCRIPT), optax.adamw(3e-3)
     recipe.write_tokens(tmp_path)
