@@ -256,8 +256,9 @@ def trainer_of(case: Case) -> PipelineTrainer:
     residuals = ResidualPlan([StageResiduals(offload=0.5) for _ in range(case.stages)]) if case.offload else None
     return PipelineTrainer(
         model_of(case), keeping_gradients(), LOSSES[case.loss], num_stages=case.stages, num_microbatches=4,
-        schedule=by_name(case.schedule, case.stages, case.ranks), mesh=mesh, memory=Memory(remat=case.remat, residuals=residuals),
-        training=Training(order=case.order, max_batch_shapes=100), logging=False,
+        schedule=by_name(case.schedule, case.stages, case.ranks), mesh=mesh,
+        memory=Memory(remat=case.remat, residuals=residuals), training=Training(order=case.order, max_batch_shapes=100),
+        logging=False,
     )  # fmt: skip
 
 

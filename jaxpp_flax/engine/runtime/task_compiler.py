@@ -66,9 +66,7 @@ class TaskCompiler(Generic[MeshT]):
     rank_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     compilations: int = 0
     _keys: Fingerprinter = field(default_factory=Fingerprinter)  # tells equal tasks
-    _for_devices: dict[int, bool] = field(
-        default_factory=dict[int, bool]
-    )  # by graph: JAX lowers it for known ones alone
+    _for_devices: dict[int, bool] = field(default_factory=dict[int, bool])  # by the key of a graph
     _distinct: dict[Hashable, _Distinct] = field(default_factory=dict[Hashable, _Distinct])
     _choices: dict[Hashable, Callable[[], Original] | tuple[Format, ...]] = field(default_factory=dict[Hashable, Any])
 
