@@ -1,6 +1,7 @@
 """Texts of several lengths: padding to the longest, whole batches of one length, and microbatches of several lengths.
 
     python benchmarks/lengths.py --orders
+    python benchmarks/lengths.py --patterns --stages 8 --microbatches 16 --width 16 [--schedule zbv]
     python benchmarks/lengths.py [--functions 512] [--lengths 128,256,512,1024] [--json rows.json]
 
 The corpus is the functions of Python's own standard library, by bytes: most are short, a few are long. Each contestant
@@ -15,6 +16,9 @@ trains on the same functions in one pass after a pass that compiles:
 Figures are ratios to "padded" in one run: functions a second of processor time, and a second of the clock (on a quiet
 machine with a core for each stage alone). "predicted" is the same ratio by the FLOPs of the padded shapes; "predicted
 of the order" is what the order of the microbatches gains in the simulator, which needs idle ranks to show.
+
+`--patterns` tells what a step costs whose microbatches are a new mixture of shapes that are compiled already: the
+processor time of such a step, less that of the same step again.
 """
 
 from __future__ import annotations
@@ -147,8 +151,8 @@ def new_trainer(arguments: Any) -> Any:
         return (losses * mask).sum(), mask.sum()
 
     return PipelineTrainer(
-        Model(nnx.Rngs(0)), optax.sgd(1e-2), loss, num_stages=arguments.stages,
-        num_microbatches=arguments.microbatches, logging=False,
+        Model(nnx.Rngs(0)), optax.sgd(1e-5), loss, num_stages=arguments.stages,  # many stages without norms grow
+        num_microbatches=arguments.microbatches, schedule=arguments.schedule, logging=False,
     )  # fmt: skip
 
 
@@ -178,6 +182,37 @@ def report_orders(path: str | None) -> None:
     workload.report("the time in the given order, as a multiple of that in the order by cost", rows, path)
 
 
+def report_patterns(arguments: Any) -> None:
+    """The processor time of steps: the first, which compiles; new mixtures of its shapes; and the same again."""
+    import numpy as np
+
+    from jaxpp_flax import Microbatches
+
+    workload.prepare(arguments, arguments.stages)
+    trainer, draws = new_trainer(arguments), random.Random(0)
+    kinds = [padded([np.arange(length) % 7] * rows, rows, length) for rows, length in ((8, 8), (4, 16), (2, 32))]
+
+    def seconds(batch: Any) -> float:
+        began = time.process_time()
+        trainer.train_step(batch)
+        workload.wait(trainer.state.params)
+        return time.process_time() - began
+
+    def drawn(*first: Any) -> Any:
+        return Microbatches([*first, *draws.choices(kinds, k=arguments.microbatches - len(first))])
+
+    batch = drawn(*kinds)
+    first, again, new = seconds(batch), list[float](), list[float]()
+    seconds(batch)
+    for _ in range(arguments.repeats):
+        batch = drawn()
+        new.append(seconds(batch))
+        again.append(min(seconds(batch), seconds(batch)))
+    more = statistics.median(one - other for one, other in zip(new, again, strict=True))
+    row = {"first": first, "again": statistics.median(again), "new": statistics.median(new), "more for a pattern": more}
+    workload.report("processor seconds of a step", [{"schedule": arguments.schedule, **row}], arguments.json)
+
+
 def main() -> None:
     flags = workload.parser(str(__doc__))
     flags.set_defaults(microbatches=8, width=64, repeats=3)
@@ -185,9 +220,13 @@ def main() -> None:
     flags.add_argument("--lengths", default="128,256,512,1024")
     flags.add_argument("--tokens", type=int, default=4096, help="of a microbatch, padding included")
     flags.add_argument("--orders", action="store_true", help="simulate orders of microbatches alone")
+    flags.add_argument("--patterns", action="store_true", help="time new mixtures of compiled shapes alone")
+    flags.add_argument("--schedule", default="1f1b")
     arguments = flags.parse_args()
     if arguments.orders:
         report_orders(arguments.json)
+    elif arguments.patterns:
+        report_patterns(arguments)
     else:
         race_batches(arguments)
 

@@ -191,11 +191,14 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             return tuple(own)
         # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
         args, _ = jax.tree_util.tree_unflatten(tree, leaves)
-        given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
-        given = (*map(repeated_over, given, args), *given[len(args) :])
-        wanted = broadcast_shardings(tuple(given), args, "in_specs", self.mpmd_mesh)
+        wanted = broadcast_shardings(self._in_specs_of(args), args, "in_specs", self.mpmd_mesh)
         merged = [wish.over(place) for wish, place in zip(wanted, own[: len(wanted)], strict=True)]
         return (*merged, *own[len(wanted) :])
+
+    def _in_specs_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the requests of `in_specs` for these arguments; one that is too many stays, to be refused."""
+        given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
+        return (*map(repeated_over, given, args), *given[len(args) :])
 
     def _place(self, tree: Any, types: Types, places: tuple[RankSharding, ...]) -> PlacedPipeline:
         call = StackedCall.of(tree, [*zip(types, places, strict=True)])
@@ -217,7 +220,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
                 return traced.written(step, settings, traced.signature)
         step, settings = shapes.written_for(call)
         types, places = map(tuple, zip(*call.facts, strict=True))
-        specs = [PartitionSpec() if place.spec is None else place.spec for place in places]
+        specs = [place.placement or PartitionSpec() for place in places]
         donated = tuple(settings.donated[len(settings.donated) - len(places) :])
         own, tree = traced.signature, without_statics(call.tree)
         signature = Signature.of(tree, structs_of(types), specs, own.out_tree, donated)
@@ -266,9 +269,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
     def _argument_ranks(self, tree: Any) -> list[frozenset[int]]:
         """Return the ranks that `in_shardings` gives each argument; none for a spec, or without a request."""
         args, kwargs = jax.tree_util.tree_unflatten(tree := without_statics(tree), range(tree.num_leaves))
-        given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(args)
-        given = (*map(repeated_over, given, args), *given[len(args) :])
-        nodes = [node for _, node in broadcast_prefix(given, args, "in_shardings")] if args else []
+        nodes = [node for _, node in broadcast_prefix(self._in_specs_of(args), args, "in_shardings")] if args else []
         ranks = [frozenset(node.ranks if isinstance(node, MpmdSharding) else ()) for node in nodes]
         return ranks + [frozenset()] * len(jax.tree.leaves(kwargs))
 

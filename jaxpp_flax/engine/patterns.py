@@ -32,12 +32,14 @@ class StackedCall:
       facts: what is known of each leaf: its type, and its place.
       entries: the positions of the leaves of each microbatch, and of each further shape.
       length: the number of microbatches.
+      around: the structure of the call around its microbatches, and that of a microbatch.
     """
 
     tree: Any
     facts: tuple[Hashable, ...]
     entries: tuple[tuple[int, ...], ...]
     length: int
+    around: tuple[Hashable, Hashable]
 
     @classmethod
     def of(cls, tree: Any, facts: Sequence[Hashable]) -> StackedCall | None:
@@ -46,8 +48,10 @@ class StackedCall:
         nodes = [node for node in jax.tree.leaves(call, is_leaf=_is_stacked) if _is_stacked(node)]
         if len(nodes) != 1:
             return None
-        entries = [tuple(jax.tree.leaves(entry)) for entry in (*nodes[0].items, *nodes[0].further)]
-        return cls(tree, tuple(facts), tuple(entries), len(nodes[0].items))
+        items = nodes[0].items
+        entries = [tuple(jax.tree.leaves(entry)) for entry in (*items, *nodes[0].further)]
+        around = jax.tree.structure(call, is_leaf=_is_stacked), jax.tree.structure(items[0])
+        return cls(tree, tuple(facts), tuple(entries), len(items), around)
 
     @property
     def kinds(self) -> list[Hashable]:
@@ -63,10 +67,7 @@ class StackedCall:
     @property
     def rest(self) -> Hashable:
         """What does not depend on the microbatches."""
-        call = jax.tree_util.tree_unflatten(self.tree, range(len(self.facts)))
-        (item, *_) = [node.items[0] for node in jax.tree.leaves(call, is_leaf=_is_stacked) if _is_stacked(node)]
-        outer = jax.tree.structure(call, is_leaf=_is_stacked)
-        return outer, jax.tree.structure(item), tuple(self.facts[position] for position in self.others)
+        return self.around, tuple(self.facts[position] for position in self.others)
 
     def prepared_for(self, kinds: Sequence[Any]) -> StackedCall:
         """Return the call with an entry more for each of these kinds that it lacks."""

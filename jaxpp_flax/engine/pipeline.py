@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
 import jax
@@ -151,8 +151,9 @@ class PlacedPipeline(Placed[CompiledPipeline]):
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; it has no ranks if nothing reads it."""
+        sharding = cache(partial(MpmdSharding, self.mpmd_mesh))  # arguments that lie alike share one
         shardings = [
-            MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(value.aval))
+            sharding(frozenset(ranks), spec, memory_kind_of(value.aval))
             for ranks, spec, value in zip(self.program.arguments, self.in_specs, self.inputs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self.signature.tree, shardings[len(self.constants) :])

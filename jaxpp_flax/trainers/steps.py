@@ -20,7 +20,9 @@ from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.builder import one_of
 from jaxpp_flax.trainers.step.facts.lost_bits import lost_bits
+from jaxpp_flax.trainers.step.worst_memory import worst_memory
 
 __all__ = ["StepCalls"]
 
@@ -60,15 +62,25 @@ class StepCalls(InferenceCalls):
         count = sum(leaf.size for leaf in jax.tree.leaves(self.held.memory.params))
         with display.phase(f"compiling {self.num_stages} stages, {count:,} parameters"):
             compiled = self._compiled_training(microbatches, whole)
-        for line in lost_bits(self.held.memory, self.precision.summed, self.num_microbatches):
+        several = isinstance(microbatches, StackedMicrobatches)
+        num_microbatches = len(microbatches.items) if several else self.num_microbatches
+        for line in lost_bits(self.held.memory, self.precision.summed, num_microbatches):
             display.message_once(line)
         if self.mesh is not None:
             schedule, mesh = steps.scheduling.pipeline("the table of stages")
             title = f"{schedule.num_stages} stages on {describe_mesh(mesh)}, {schedule!r}"
-            memory = {of.rank: of.held_bytes for of in compiled.memory_analysis()}
+            memory, worst = {of.rank: of.held_bytes for of in compiled.memory_analysis()}, None
+            if several:
+                memory, worst = worst_memory(microbatches, lambda mixed: self._compiled_training(mixed, whole))
             plan = self.plan
-            table = stage_table(compiled.stages, memory, title, schedule, self.num_microbatches, plan)
+            table = stage_table(compiled.stages, memory, title, schedule, num_microbatches, plan)
             display.message(table)
+            if worst is not None:
+                shapes = describe_batch(Microbatches(tuple(map(one_of, worst.items))))
+                display.message(
+                    "memory: the most over this batch and over batches of one of its shapes alone; the worst has "
+                    f"{num_microbatches} microbatches of {shapes}"
+                )
             if plan is not None and steps.assigner.note_told(plan):
                 display.message(plan.table())
         return compiled
@@ -229,8 +241,9 @@ class StepCalls(InferenceCalls):
         loads nothing.
         """
         read = getattr(self.compile(batch), "read_here", None)
-        # A step without a mesh has no `read_here`.
-        return jax.tree.map(lambda _: True, batch) if read is None else read[0][1]
+        if read is None:  # a step without a mesh
+            return jax.tree.map(lambda _: True, batch)
+        return jax.tree.unflatten(jax.tree.structure(batch), jax.tree.leaves(read[0][1]))
 
     def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
         """Return the examples of a batch that this process reads: the rows to load of each leaf.

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import Microbatches, PipelineStage, PipelineTrainer, WholeBatchLoss
+from jaxpp_flax.engine.jit import MpmdFunction
+from jaxpp_flax.schedules import by_name
 from jaxpp_flax.trainers import BatchError, LossError, Training
 from jaxpp_flax.verify import verify
 from tests.helpers import slow, tree_allclose
@@ -82,7 +84,7 @@ def trainer_of(model=None, loss=masked_loss, **options):
         slow({"schedule": "zero_bubble"}),
         slow({"schedule": "gpipe"}),
         slow({"num_stages": 1}),
-        slow({"schedule": "interleaved_1f1b", "mesh": {"data": 2, "stage": 1}}),
+        slow({"schedule": by_name("interleaved_1f1b", 2, 1), "mesh": {"data": 2}}),
     ],
 )
 def test_training_is_that_on_padded_batches(options):
@@ -139,6 +141,32 @@ def test_fit_draws_them_as_any_batches_and_counts_their_shapes(capsys):
     assert told.count("shape(s) of microbatches") == 1
     with pytest.raises(BatchError, match=r"1 other shape\(s\), after 3"):
         trainer.train_step(Microbatches([item(2, 4), item(2, 6)]))
+
+
+def test_a_shape_counts_once_it_is_compiled(monkeypatch):
+    trainer = trainer_of(training=Training(max_batch_shapes=2))
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(MpmdFunction, "compile", fail)
+    for lengths in ((4, 8), (5, 6)):  # four shapes, of which none is compiled
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.train_step(Microbatches([item(2, length) for length in lengths]))
+
+
+def test_the_table_is_of_the_microbatches_and_tells_the_worst_mixture(capsys):
+    trainer = trainer_of(logging=True, schedule="gpipe")
+    batch = Microbatches([item(2, 4), item(2, 16), item(2, 4), item(2, 4), item(2, 4)])
+    compiled = trainer.compile(batch)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "5 microbatches of ['mask'] float32[2, 16], ['targets'] int32[2, 16], ['tokens'] int32[2, 16]" in told
+    assert "float32[2, 4], " not in told.partition("the worst has")[2]
+    longest = trainer.compile(Microbatches([item(2, 16)] * 5))
+    for mixed, worst in zip(compiled.memory_analysis(), longest.memory_analysis(), strict=True):
+        assert mixed.peak_bytes < worst.peak_bytes
+    assert compiled.compiler.compilations == longest.compiler.compilations
+    assert all(all(read.values()) for read in trainer.leaves_read(batch))
 
 
 def test_calls_for_one_shape_are_refused_by_name():

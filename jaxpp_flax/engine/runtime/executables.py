@@ -23,7 +23,7 @@ from jaxpp_flax.engine.runtime.layouts import MaybeLayout, TaskLayouts, left_to_
 from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
-from jaxpp_flax.engine.tracing.ir import struct_of
+from jaxpp_flax.engine.tracing.memory import typed_sharding
 
 __all__ = ["Executables", "compile_program"]
 
@@ -329,7 +329,7 @@ def _layout_of(started: Callable[[], tuple[TaskLayouts, Any]], output: int) -> M
 
 def _spec_in_type(aval: Any) -> PartitionSpec:
     """Return the spec in a type on an Explicit mesh; on an Auto mesh, the spec of a whole array."""
-    typed = struct_of(aval).sharding
+    typed = typed_sharding(aval)
     return PartitionSpec() if typed is None else canonical(typed.spec)
 
 
@@ -338,7 +338,7 @@ def _explicit_spec(aval: Any, mesh: Mesh) -> PartitionSpec | None:
 
     It must be asked for: without, XLA may choose another one for the results of a `shard_map`.
     """
-    typed = struct_of(aval).sharding
+    typed = typed_sharding(aval)
     if typed is None or set(mesh.axis_types) != {AxisType.Explicit} or typed.spec.unreduced or typed.spec.reduced:
         return None
     return canonical(typed.spec)

@@ -66,6 +66,7 @@ class TaskCompiler(Generic[MeshT]):
     rank_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     compilations: int = 0
     _keys: Fingerprinter = field(default_factory=Fingerprinter)  # tells equal tasks
+    _for_devices: dict[int, bool] = field(default_factory=dict[int, bool])  # by the key of a graph
     _distinct: dict[Hashable, _Distinct] = field(default_factory=dict[Hashable, _Distinct])
     _choices: dict[Hashable, Callable[[], Original] | tuple[Format, ...]] = field(default_factory=dict[Hashable, Any])
 
@@ -193,7 +194,10 @@ class TaskCompiler(Generic[MeshT]):
         mesh = self.mesh.unstack[task.rank]
         if self.mesh.is_described:
             return mesh, mesh.abstract_mesh
-        if any(needs_devices(e.primitive) for e in everywhere(task.graph)):
+        number = self._keys.graph(task.graph)
+        if number not in self._for_devices:
+            self._for_devices[number] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
+        if self._for_devices[number]:
             return mesh, mesh
         return mesh.abstract_mesh if layouts == DEFAULTS else mesh, mesh.abstract_mesh
 

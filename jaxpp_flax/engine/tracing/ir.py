@@ -18,11 +18,10 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.sharding import AxisType
 
 from jaxpp_flax._compat_hijax import without_high_calls
 from jaxpp_flax._compat_texts.traces import in_context, is_recomputed, transpositions
-from jaxpp_flax.engine.tracing.memory import in_memory, memory_kind_of
+from jaxpp_flax.engine.tracing.memory import in_memory, memory_kind_of, typed_sharding
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
@@ -371,9 +370,7 @@ def prune(
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Return the type for tracing: with its memory, and with its sharding on an Explicit mesh."""
-    mesh = getattr(aval.sharding, "mesh", None)
-    typed = mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
-    sharding = in_memory(aval.sharding if typed else None, memory_kind_of(aval))
+    sharding = in_memory(typed_sharding(aval), memory_kind_of(aval))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 

@@ -97,19 +97,22 @@ class CompiledSteps:
         present schedule and settings, and with the number of new shapes.
         """
 
+        new = set[Any]()  # the shapes of microbatches that are compiled for this call
+
         def build() -> Callable[..., Any]:
             like = self._key("train", microbatches)
             if isinstance(microbatches, StackedMicrobatches) and self.scheduling.mesh is not None:
-                shapes = self.shapes_trained.setdefault(self._pattern_key(microbatches), set())
-                new = {*map(signature, microbatches.items)} - shapes
+                trained = self.shapes_trained.get(self._pattern_key(microbatches), set[Any]())
+                new.update({*map(signature, microbatches.items)} - trained)
                 if new:
-                    announce(len(shapes), len(new))
-                shapes |= new
+                    announce(len(trained), len(new))
             else:  # without ranks, one program runs all microbatches of a step
                 announce(sum(key[:2] + key[-1:] == like[:2] + like[-1:] for key in self.compiled), 1)
             return self.training_function(microbatches)
 
         compiled = self.get("train", microbatches, build, donate=True)
+        if new:  # they count once they are compiled
+            self.shapes_trained.setdefault(self._pattern_key(microbatches), set()).update(new)
         with self.clock.part("placement"):
             self._held.place(compiled)
         return compiled
@@ -272,8 +275,7 @@ class CompiledSteps:
             with self.clock.part("compilation"):
                 policy = self._ready_to_compile(kind, microbatches)
                 state = held.kept.described(held.memory) if donate else held.memory.for_inference()
-                function = build()
-                form = self._form(microbatches, donate=donate)
+                function, form = build(), self._form(microbatches, donate=donate)
                 if form["in_shardings"] is not None:
                     form["in_shardings"] = (*form["in_shardings"], *[PartitionSpec()] * len(more))
                 self.compiled[key] = self._compile(function, (state, microbatches, *more), policy, **form)
