@@ -21,6 +21,7 @@ from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.facts.lost_bits import lost_bits
+from jaxpp_flax.trainers.step.microbatch_orders import in_same_order
 
 __all__ = ["StepCalls"]
 
@@ -53,6 +54,7 @@ class StepCalls(InferenceCalls):
           ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
         """
         whole = self.steps.rows.whole(batch, global_batch_size)
+        self.steps.trained_on.shapes(whole)
         microbatches = self.steps.rows.split(whole)
         if self.steps.has_training(microbatches):
             return self._compiled_training(microbatches, whole)
@@ -113,12 +115,15 @@ class StepCalls(InferenceCalls):
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
         rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
-        microbatches = self._in_order(rows.split(whole), whole)
+        trained_on.shapes(whole)
+        given = rows.split(whole)
+        microbatches = self._in_order(given, whole)
         compiled = self._compiled_training(microbatches, whole)
         if self.checkpoints.store is not None:
             self.checkpoints.store.check()
         if whole is not batch:
-            return compiled, compared_rows(compiled, batch, microbatches, trained_on)
+            own = in_same_order(batch, given, microbatches) if isinstance(batch, Microbatches) else batch
+            return compiled, compared_rows(compiled, own, microbatches, trained_on)
         trained_on.before(microbatches)
         return compiled, microbatches
 

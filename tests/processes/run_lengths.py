@@ -1,0 +1,215 @@
+"""Run by `test_lengths.py` as two processes: steps over microbatches of several shapes are those of plain JAX.
+
+Usage: run_lengths.py CASE [COUNT SEED]. Cases: "same" (every process draws the same batches), "differs" (in step 3,
+process 1 draws other shapes), "own" (each process draws rows of its own), "wrong" (own rows that are refused), "random"
+(COUNT random sets of lengths from SEED, half of them by own rows).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from typing import Any
+
+from tests.processes.running import join_run, join_watched_run
+
+join_watched_run() if sys.argv[1] == "differs" else join_run()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
+from jaxpp_flax import Microbatches, PipelineStage, PipelineTrainer, group_by_length  # noqa: E402
+from jaxpp_flax.processes import exchange_values, process_group  # noqa: E402
+from jaxpp_flax.processes.store import CoordinationError  # noqa: E402
+from jaxpp_flax.trainers.errors import BatchError  # noqa: E402
+from tests.helpers import tree_allclose  # noqa: E402
+
+WIDTH, VOCABULARY, SECONDS = 8, 11, 200
+# A few steps of float32 in another order of sums; a lost token changes the loss in its third digit.
+RTOL = 2e-5
+
+
+class Mixer(nnx.Module):
+    """Each token sees the mean of those of its row that count."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        mean = (x * mask[..., None]).sum(1, keepdims=True) / jnp.maximum(mask.sum(1), 1)[:, None, None]
+        return x + jnp.tanh(self.linear(x + mean))
+
+
+class Model(nnx.Module):
+    """Two stages, with the embedding as head."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([PipelineStage(Mixer(rngs)) for _ in range(2)])
+
+    def __call__(self, batch: Any) -> jax.Array:
+        x = self.embed(batch["tokens"])
+        for block in self.blocks:
+            x = block(x, batch["mask"].astype(jnp.float32))
+        return self.embed.attend(x)
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    """The sum over tokens, and their number."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["tokens"])
+    return (losses * batch["mask"]).sum(), batch["mask"].sum().astype(jnp.float32)
+
+
+def trainer(*, data_across: bool, **options: Any) -> PipelineTrainer:
+    """Two stages of two devices. `data_across`: each process has one device of each stage, else one stage."""
+    devices = np.array(jax.devices()).reshape(2, 2)
+    mesh = Mesh(devices.T if data_across else devices, ("stage", "data"))
+    options = {"num_microbatches": 4, "num_stages": 2, "mesh": mesh, "logging": False, **options}
+    return PipelineTrainer(Model(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, **options)
+
+
+class Plain:
+    """Plain JAX in one process: one step on each list of microbatches, all of them padded to one batch."""
+
+    def __init__(self) -> None:
+        self.graphdef, self.params = nnx.split(Model(nnx.Rngs(0)))
+
+        def value(params: Any, batch: Any) -> Any:
+            total, weight = loss_fn(nnx.merge(self.graphdef, params), batch)
+            return total / weight
+
+        self.value_and_grad = jax.jit(jax.value_and_grad(value))
+
+    def step(self, parts: list[dict[str, np.ndarray]]) -> float:
+        longest = max(part["tokens"].shape[1] for part in parts)
+        wide = [{k: np.pad(v, ((0, 0), (0, longest - v.shape[1]))) for k, v in part.items()} for part in parts]
+        loss, grads = self.value_and_grad(self.params, {k: np.concatenate([w[k] for w in wide]) for k in wide[0]})
+        self.params = jax.tree.map(lambda p, g: p - 0.1 * g, self.params, grads)
+        return float(loss)
+
+    def check(self, trained: PipelineTrainer) -> None:
+        actual = jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(trained.gather_model(), nnx.Param)))
+        tree_allclose(actual, [np.asarray(leaf) for leaf in jax.tree.leaves(self.params)], rtol=RTOL, atol=1e-6)
+
+
+def item(rows: int, length: int, rng: Any) -> dict[str, np.ndarray]:
+    tokens = rng.integers(0, VOCABULARY, (rows, length)).astype(np.int32)
+    return {"tokens": tokens, "mask": np.arange(length) < rng.integers(1, length + 1, (rows, 1))}
+
+
+def batches_of(patterns: list[list[tuple[int, int]]], seed: int) -> list[Microbatches]:
+    rng = np.random.default_rng(seed)
+    return [Microbatches([item(rows, length, rng) for rows, length in pattern]) for pattern in patterns]
+
+
+PATTERNS = [
+    [(2, 4), (2, 8), (4, 4)], [(2, 8)], [(2, 8), (2, 4), (2, 8), (4, 4)], [(2, 4), (2, 8), (4, 4)], [(2, 8), (2, 4)],
+]  # fmt: skip
+
+
+def same(batches: list[Microbatches], **options: Any) -> None:
+    """Every process draws the same batches; with a stage each, and with the examples divided between them."""
+    for data_across in (False, True):
+        piped, plain = trainer(data_across=data_across, **options), Plain()
+        for batch in batches:
+            expected = plain.step([*batch])
+            np.testing.assert_allclose(float(piped.train_step(batch)["loss"]), expected, rtol=RTOL)
+        plain.check(piped)
+
+
+def texts_of(seed: int, count: int, longest: int) -> list[np.ndarray]:
+    """Texts of many lengths, most of them short; of one seed, in the share of each process."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(1 + rng.geometric(0.25, count), longest)
+    return [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
+
+
+def of_everyone(batch: Any) -> list[dict[str, np.ndarray]]:
+    """The microbatches of all processes."""
+    lists = [[{k: v.tolist() for k, v in part.items()} for part in batch]]
+    (every,) = zip(*exchange_values(process_group(), "the batches of a test", lists), strict=True)
+    return [{k: np.asarray(v) for k, v in part.items()} for parts in every for part in parts]
+
+
+def own(texts: list[list[np.ndarray]], *, lengths: tuple[int, ...], tokens: int, **options: Any) -> None:
+    """Each process draws the texts of its own; every text of all of them counts once."""
+    mine = texts[jax.process_index()]
+    piped, plain = trainer(data_across=True, **options), Plain()
+    groups = group_by_length(
+        mine, lengths=lengths, tokens=tokens, num_microbatches=piped.num_microbatches, own_examples=True
+    )
+    seen = 0
+    for batch in groups:
+        together = of_everyone(batch)
+        seen += sum(int(part["mask"].sum()) for part in batch)
+        np.testing.assert_allclose(float(piped.train_step(batch)["loss"]), plain.step(together), rtol=RTOL)
+    assert seen == sum(map(len, mine)), (seen, sum(map(len, mine)))
+    plain.check(piped)
+
+
+def differs() -> None:
+    """Both patterns are compiled in both processes; in the third step they take different ones."""
+    piped = trainer(data_across=False)
+    first, second = batches_of([[(2, 4), (2, 8)], [(2, 8), (2, 8), (2, 4)]], 0)
+    for batch in (first, second):
+        piped.train_step(batch)
+    print("differs now", flush=True)
+    piped.train_step(second if jax.process_index() else first)
+    float(piped.train_step(first)["loss"])
+    print("nothing was refused", flush=True)
+
+
+def wrong() -> None:
+    """Own rows that cannot be a step."""
+    rng, process = np.random.default_rng(jax.process_index()), jax.process_index()
+    piped = trainer(data_across=True)
+    try:
+        piped.train_step(Microbatches([item(2, 4, rng)], own_rows=True), global_batch_size=4)
+    except BatchError as error:
+        print(f"size: {error}", flush=True)
+    try:
+        piped.train_step(Microbatches([item(2, 4, rng), item(2, 8 if process else 4, rng)], own_rows=True))
+    except CoordinationError as error:
+        print(f"shapes: {error}", flush=True)
+
+
+def random(count: int, seed: int) -> None:
+    """Schedules, lengths, numbers of microbatches and texts by chance."""
+    for number in range(count):
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        rng = np.random.default_rng((seed, number))
+        count_of = int(rng.integers(1, 4)) * 2
+        schedule = str(rng.choice(["1f1b", "gpipe", "zero_bubble", "eager_1f1b"]))
+        lengths = tuple(sorted(rng.choice([2, 3, 5, 8, 12], rng.integers(1, 4), replace=False).tolist()))
+        print(f"set {number}: {schedule}, {count_of} microbatches, lengths {lengths}", flush=True)
+        options = {"schedule": schedule, "num_microbatches": count_of}
+        if number % 2:
+            shapes = [(2 * int(rng.integers(1, 3)), length) for length in lengths]
+            patterns = [[shapes[i] for i in rng.integers(0, len(shapes), rng.integers(1, 7))] for _ in range(4)]
+            same(batches_of(patterns, number), **options)
+        else:
+            sizes = rng.integers(1, 40, 2)
+            texts = [texts_of(100 * number + i, int(size), lengths[-1]) for i, size in enumerate(sizes)]
+            own(texts, lengths=lengths, tokens=2 * lengths[-1], **options)
+    print(f"{count} sets right", flush=True)
+
+
+def main() -> None:
+    case, *arguments = sys.argv[1:]
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    if case == "same":
+        same(batches_of(PATTERNS, 0))
+    elif case == "own":
+        own([texts_of(1, 23, 8), texts_of(2, 40, 8)], lengths=(4, 8), tokens=16)
+    elif case == "random":
+        random(*map(int, arguments))
+    else:
+        {"differs": differs, "wrong": wrong}[case]()
+    print("all done", flush=True)
+
+
+main()
