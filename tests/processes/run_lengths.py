@@ -27,6 +27,7 @@ from jax.sharding import Mesh  # noqa: E402
 from jaxpp_flax import Microbatches, PipelineStage, PipelineTrainer, group_by_length  # noqa: E402
 from jaxpp_flax.processes import exchange_values, process_group  # noqa: E402
 from jaxpp_flax.processes.store import CoordinationError  # noqa: E402
+from jaxpp_flax.trainers.callbacks import Callback  # noqa: E402
 from jaxpp_flax.trainers.errors import BatchError  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
 
@@ -163,6 +164,22 @@ def own(
     plain.check(piped)
 
 
+def fit_and_evaluate(piped: PipelineTrainer, plain: Plain, texts: list[np.ndarray]) -> None:
+    """By own rows too: the loss of an evaluation, and the size of the whole batch that a callback is told."""
+    groups = group_by_length(texts, lengths=(4, 12), tokens=TOKENS, num_microbatches=4, own_examples=True)
+    (batch, *_) = groups
+    np.testing.assert_allclose(piped.evaluate([batch])["loss"], plain.step(of_everyone(batch)), rtol=RTOL)
+    sizes = list[tuple[Any, Any]]()
+
+    class Sizes(Callback):
+        def on_step(self, trainer: Any, record: Any) -> None:
+            sizes.append((record.global_batch_size, trainer.measures.count(record.batch, record.global_batch_size)))
+
+    piped.fit(groups, steps=1, callbacks=[Sizes()])
+    rows, tokens = (sum(part["tokens"].shape[0] for part in batch), sum(part["tokens"].size for part in batch))
+    assert sizes == [(2 * rows, (2 * tokens, "tokens"))], (sizes, rows, tokens)
+
+
 def differs() -> None:
     """Both patterns are compiled in both processes; in the third step they take different ones."""
     piped = trainer(data_across=False)
@@ -199,10 +216,8 @@ def random(count: int, seed: int) -> None:
         schedule, data_across = str(rng.choice(schedules)), bool(rng.integers(2))
         lengths = tuple(sorted(rng.choice([2, 4, 12], rng.integers(1, 4), replace=False).tolist()))
         each, by_rows = int(rng.integers(1, 9)), data_across and bool(rng.integers(2))
-        print(
-            f"set {number}: {schedule}, {data_across=}, {by_rows=}, {each} microbatches, {lengths}, {time.process_time():.0f} s",
-            flush=True,
-        )
+        what = f"{schedule}, {data_across=}, {by_rows=}, {each} microbatches, lengths {lengths}"
+        print(f"set {number}: {what} (after {time.process_time():.0f} s of CPU)", flush=True)
         key = schedule, data_across
         if key not in trainers:
             trainers[key] = trainer(schedule=schedule, data_across=data_across), Plain()
@@ -223,7 +238,9 @@ def main() -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     if case == "few":
         same(trainer(data_across=False), Plain(), batches_of(PATTERNS, 0))
-        own(trainer(data_across=True), Plain(), [texts_of(1, 9, 12), texts_of(2, 40, 12)], lengths=(4, 12))
+        by_rows, plain, texts = trainer(data_across=True), Plain(), [texts_of(1, 9, 12), texts_of(2, 40, 12)]
+        own(by_rows, plain, texts, lengths=(4, 12))
+        fit_and_evaluate(by_rows, plain, texts[jax.process_index()])
         wrong()
     elif case == "more":
         same(trainer(data_across=True, schedule="zero_bubble"), Plain(), batches_of(PATTERNS, 1))
