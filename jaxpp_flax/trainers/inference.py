@@ -142,7 +142,7 @@ class InferenceCalls(WeightCalls):
         drawn = itertools.islice(data, steps)
         for batch in awaited(drawn, "the next batch to evaluate"):  # the data see the mesh of the caller
             if isinstance(batch, Microbatches):
-                alike.shapes(self.steps.rows.whole(batch, global_batch_size))
+                alike.shapes(self.steps.rows.whole(batch, global_batch_size), by_rows=batch.own_rows)
             evaluated = functools.partial(self._evaluated, state_for=state_for, alike=alike, forms=forms)
             batches = self.steps.rows.for_evaluation(batch, global_batch_size)
             for terms, part in itertools.chain.from_iterable(itertools.starmap(evaluated, batches)):

@@ -129,6 +129,7 @@ PATTERNS = [
 
 def same(piped: PipelineTrainer, plain: Plain, batches: list[Microbatches]) -> None:
     """Every process draws the same batches."""
+    assert piped.data_share() == ((jax.process_index(), 2) if piped.mesh.local_ranks == (0, 1) else (0, 1))
     for batch in batches:
         expected = plain.step([*batch])
         np.testing.assert_allclose(float(piped.train_step(batch)["loss"]), expected, rtol=RTOL)
@@ -153,7 +154,9 @@ def own(
     piped: PipelineTrainer, plain: Plain, texts: list[list[np.ndarray]], *, lengths: tuple[int, ...], count: int = 4
 ) -> None:
     """Each process draws the texts of its own; every text of all of them counts once."""
-    mine = texts[jax.process_index()]
+    number, shares = piped.data_share()
+    assert (number, shares) == (jax.process_index(), 2)
+    mine = texts[number]
     groups = group_by_length(mine, lengths=lengths, tokens=TOKENS, num_microbatches=count, own_examples=True)
     seen = 0
     for batch in groups:

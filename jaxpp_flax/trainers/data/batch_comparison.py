@@ -59,18 +59,23 @@ class BatchComparison:
         self._hashes: dict[str, str | None] = {}
         self._has_shapes = False
 
-    def shapes(self, batch: Any) -> None:
+    def shapes(self, batch: Any, *, by_rows: bool) -> None:
         """Compare the shapes of `Microbatches`, which each step has its own of; call this before anything is compiled.
 
         Processes that run steps of other shapes would wait for each other for ever. The first shapes are compared by
         all processes together, later ones by the process that comes last: no step waits for the comparison.
+
+        Args:
+          batch: the whole batch, or its shapes.
+          by_rows: whether this process passes only its rows.
         """
         if not self._several or not isinstance(batch, Microbatches):
             return
         texts = {f"microbatch {number}": describe_batch(item) for number, item in enumerate(batch)}
         compare = compare_without_waiting if self._has_shapes else compare_hashes
         name = f"the shapes of the Microbatches for {self._what}"
-        compare(process_group(), name, {**texts, "their number": str(len(batch))}, _SHAPES_REMEDY)
+        texts |= {"their number": str(len(batch)), "own_rows": str(by_rows)}
+        compare(process_group(), name, texts, _SHAPES_REMEDY)
         self._has_shapes = True
 
     def before(self, batch: Any) -> None:

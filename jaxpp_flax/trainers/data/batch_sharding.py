@@ -31,6 +31,7 @@ from jaxpp_flax.trainers.data.batch import (
     examples_in_all,
     first_examples,
     repeated,
+    shape_of,
     split_batch,
     split_for_inference,
 )
@@ -175,12 +176,17 @@ class BatchSharding:
             )
         if not batch.own_rows or not self.is_across:
             return batch
-        shards, own = self.batch_shards, self._own_shards
+        shards, own = self.batch_shards, len(self._own_places)
 
         def whole(number: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             check_leaf(path, leaf)
+            if is_global(leaf):
+                raise BatchError(
+                    f"{leaf_name(path)} of microbatch {number} is a jax.Array over several processes, which has all "
+                    "rows already. Leave own_rows= out."
+                )
             if isinstance(leaf, jax.ShapeDtypeStruct) or not np.shape(leaf):
-                return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
+                return shape_of(leaf)
             rows, *rest = np.shape(leaf)
             if rows % own:
                 raise BatchError(
@@ -193,18 +199,29 @@ class BatchSharding:
         return Microbatches([one(partial(whole, number), item) for number, item in enumerate(batch)])
 
     @cached_property
-    def _own_shards(self) -> int:
-        """The number of parts of a microbatch, of `batch_shards`, that this process's devices read."""
+    def _own_places(self) -> list[int]:
+        """The parts of a microbatch, numbered below `batch_shards`, that this process's devices read."""
         if self.mesh is None:
-            return 1
+            return [0]
         sharding = MpmdSharding(self.mesh, set(range(self.mesh.mpmd_dim)), batch_spec(self.mesh, 2))
-        own = len(_places(sharding, (1, self.batch_shards), read=True))
+        own = _places(sharding, (1, self.batch_shards), read=True).tolist()
         if not own:
             raise BatchError(
                 f"process {jax.process_index()} has no device of the mesh, so it has no rows of its own. Pass the same "
-                "Microbatches in every process, without own_rows."
+                "whole batches in every process."
             )
         return own
+
+    def share(self) -> tuple[int, int]:
+        """Return the number of this process's share of the examples, and the number of shares."""
+        own = self._own_places
+        number = own[0] // len(own)
+        if own != [*range(number * len(own), (number + 1) * len(own))] or self.batch_shards % len(own):
+            raise BatchError(
+                f"the devices of process {jax.process_index()} read the parts {own} of the {self.batch_shards} of a "
+                "microbatch, which are no share of equal ones. Pass whole batches, or ask `rows_read` for the rows."
+            )
+        return number, self.batch_shards // len(own)
 
     def whole_size(self, batch: Any, global_batch_size: int | None) -> int | None:
         """Return the number of examples of the whole batch if `batch` has only this process's rows, else None."""
