@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ __all__ = [
     "ValuesMismatchError",
     "compare_hashes",
     "compare_lines",
+    "compare_without_waiting",
     "describe_environment",
     "do_in_process_0",
     "exchange_values",
@@ -135,16 +136,40 @@ def compare_hashes(
       ProcessFailedError: if a process fails meanwhile.
     """
     everyones = exchange_values(group, f"the hashes of {name}", dict(hashes), timeout_s=None, idle_reason=idle_reason)
-    wrong = _find_differences(everyones)
-    if not wrong:
-        return
+    if wrong := _find_differences(everyones):
+        _refuse_differences(f"{name}{among and f', {among}'}", wrong, remedy)
+
+
+def _refuse_differences(name: str, wrong: Mapping[str, Mapping[str, Sequence[int]]], remedy: str) -> NoReturn:
     path, versions = next(iter(wrong.items()))
     more = "" if len(wrong) == 1 else f" It is one of {len(wrong)} that differ."
     raise ValuesMismatchError(
-        f"the processes of this run have different values of {name}{among and f', {among}'}, where all must have the "
-        f"same: {path}.{more}\n"
+        f"the processes of this run have different values of {name}, where all must have the same: {path}.{more}\n"
         f"{_list_versions(versions)}\n{remedy}"
     )
+
+
+def compare_without_waiting(group: ProcessGroup, name: str, texts: Mapping[str, str], remedy: str) -> None:
+    """Make sure that each text is equal in all processes that have made this call already; nobody waits.
+
+    Of two processes that differ, the one that comes later raises the error, which ends the run.
+
+    Args:
+      name: a name for all the texts, such as "the shapes of the microbatches", for errors; calls are counted by it.
+      texts: each text by its name.
+      remedy: the advice at the end of the error's message.
+
+    Raises:
+      ValuesMismatchError: naming the first text that differs, and the processes.
+    """
+    if group.process_count == 1:
+        return
+    words = json.dumps(texts).encode()
+    digests = group.values.beside(name, hashlib.blake2b(words, digest_size=8).digest(), words)
+    if len(set(digests.values())) > 1:
+        told = group.values.words_beside(name)
+        everyones = [json.loads(told[i]) if i in digests else {} for i in range(group.process_count)]
+        _refuse_differences(name, _find_differences(everyones), remedy)
 
 
 def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, dict[str, list[int]]]:

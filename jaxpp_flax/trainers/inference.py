@@ -141,11 +141,11 @@ class InferenceCalls(WeightCalls):
         state_for, forms = self._state_for_step(), dict[Any, Form]()
         drawn = itertools.islice(data, steps)
         for batch in awaited(drawn, "the next batch to evaluate"):  # the data see the mesh of the caller
-            evaluated = functools.partial(
-                self._evaluated, global_batch_size=global_batch_size, state_for=state_for, alike=alike, forms=forms
-            )
-            batches = batch if isinstance(batch, Microbatches) else [batch]
-            for terms, part in itertools.chain.from_iterable(map(evaluated, batches)):
+            if isinstance(batch, Microbatches):
+                alike.shapes(self.steps.rows.whole(batch, global_batch_size), by_rows=batch.own_rows)
+            evaluated = functools.partial(self._evaluated, state_for=state_for, alike=alike, forms=forms)
+            batches = self.steps.rows.for_evaluation(batch, global_batch_size)
+            for terms, part in itertools.chain.from_iterable(itertools.starmap(evaluated, batches)):
                 if pending is not None:
                     average.add(*pending)
                 count = part.num_microbatches if part.shares is None else part.shares.sum(dtype=np.float64)

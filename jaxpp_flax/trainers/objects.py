@@ -13,6 +13,7 @@ from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.planning import Plan
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
@@ -253,6 +254,7 @@ def _measures(logging: Logging, rows: BatchSharding, held: StateHolder, builders
     devices = jax.devices()[:1] if rows.mesh is None else list(rows.mesh.jax_mesh.devices.flat)
 
     def flops(batch: Any, global_batch_size: int | None) -> float:
-        return builders.count_flops(held.memory, rows.split(rows.whole(batch, global_batch_size)))
+        size = None if isinstance(batch, Microbatches) else global_batch_size  # theirs follows from the rows here
+        return builders.count_flops(held.memory, rows.split(rows.whole(batch, size)))
 
     return logging.run_metrics(devices, flops)

@@ -22,6 +22,7 @@ from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import one_of
 from jaxpp_flax.trainers.step.facts.lost_bits import lost_bits
+from jaxpp_flax.trainers.step.microbatch_orders import in_same_order
 from jaxpp_flax.trainers.step.worst_memory import worst_memory
 
 __all__ = ["StepCalls"]
@@ -55,6 +56,7 @@ class StepCalls(InferenceCalls):
           ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
         """
         whole = self.steps.rows.whole(batch, global_batch_size)
+        self.steps.trained_on.shapes(whole, by_rows=whole is not batch)
         microbatches = self.steps.rows.split(whole)
         if self.steps.has_training(microbatches):
             return self._compiled_training(microbatches, whole)
@@ -125,12 +127,15 @@ class StepCalls(InferenceCalls):
         """Return the compiled step and its microbatches, once the processes' batches are compared."""
         rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
-        microbatches = self._in_order(rows.split(whole), whole)
+        trained_on.shapes(whole, by_rows=whole is not batch)
+        given = rows.split(whole)
+        microbatches = self._in_order(given, whole)
         compiled = self._compiled_training(microbatches, whole)
         if self.checkpoints.store is not None:
             self.checkpoints.store.check()
         if whole is not batch:
-            return compiled, compared_rows(compiled, batch, microbatches, trained_on)
+            own = in_same_order(batch, given, microbatches) if isinstance(batch, Microbatches) else batch
+            return compiled, compared_rows(compiled, own, microbatches, trained_on)
         trained_on.before(microbatches)
         return compiled, microbatches
 
@@ -244,6 +249,29 @@ class StepCalls(InferenceCalls):
         if read is None:  # a step without a mesh
             return jax.tree.map(lambda _: True, batch)
         return jax.tree.unflatten(jax.tree.structure(batch), jax.tree.leaves(read[0][1]))
+
+    def data_share(self) -> tuple[int, int]:
+        """Return which share of the examples this process reads, as its number and the number of shares.
+
+        A process that draws a share of its own, with `group_by_length(..., own_examples=True)` or by grain's
+        `ShardOptions`, draws this one. Processes that hold the same places of the data axis, in several stages, have
+        the same number.
+
+        Raises:
+          BatchError: if this process has no device of the mesh, or its devices are no neighbours on the data axis.
+
+        Example:
+          >>> import optax
+          >>> from flax import nnx
+          >>> from jaxpp_flax import PipelineTrainer
+          >>> model, loss_fn = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), lambda model, x: model(x).sum()
+          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), loss_fn, num_stages=1, num_microbatches=1, logging=False)
+          >>> number, shares = trainer.data_share()
+          >>> texts = ["one", "two", "three"]
+          >>> texts[number::shares]  # one process reads all of them
+          ['one', 'two', 'three']
+        """
+        return self.steps.rows.share()
 
     def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
         """Return the examples of a batch that this process reads: the rows to load of each leaf.

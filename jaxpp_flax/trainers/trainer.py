@@ -221,7 +221,7 @@ class PipelineTrainer(AccumulationCalls, GenerationCalls, TransferCalls, FileCal
             `steps` and `epochs`, `fit` makes one pass.
           global_batch_size: None: each process passes whole batches (a leaf that the process does not read may be a
             `jax.ShapeDtypeStruct`). A number: the number of examples in a batch; each process passes only the examples
-            that it reads, see `rows_read`.
+            that it reads, see `rows_read`. `Microbatches` say so themselves (`own_rows=`): leave it None.
           remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
             leaves it out. "error" refuses the batch. None: an error before the first step if data is a list, else
             "drop", with a message. A batch with more examples than the first one is refused.

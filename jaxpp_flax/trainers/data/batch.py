@@ -235,6 +235,17 @@ def resized(batch: Any, size: int) -> Any:
     return jax.tree.map(one, batch)
 
 
+def examples_in_all(batch: Any) -> int:
+    """Return the number of examples of a batch; of `Microbatches`, those of all of them.
+
+    Example:
+      >>> examples_in_all(Microbatches([np.zeros((2, 4)), np.zeros((6, 1))]))
+      8
+    """
+    items = batch if isinstance(batch, Microbatches) else [batch]
+    return sum(first_examples(item)[1].shape[0] for item in items)
+
+
 def count_units(batch: Any, global_batch_size: int | None = None) -> tuple[int, str]:
     """Count units for the progress: the tokens of the first integer leaf with two axes, or else examples.
 
@@ -246,7 +257,8 @@ def count_units(batch: Any, global_batch_size: int | None = None) -> tuple[int, 
     """
     if isinstance(batch, Microbatches):
         counts, units = zip(*map(count_units, batch), strict=True)
-        return sum(counts), units[0]
+        size = examples_in_all(batch)
+        return sum(counts) * (global_batch_size or size) // size, units[0]
     for leaf in jax.tree.leaves(batch):
         if len(np.shape(leaf)) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
             return (global_batch_size or leaf.shape[0]) * leaf.shape[1], "tokens"

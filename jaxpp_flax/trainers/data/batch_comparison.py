@@ -10,7 +10,10 @@ import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.processes import compare_hashes, process_group, value_hash
+from jaxpp_flax.processes.comparison import compare_without_waiting
+from jaxpp_flax.trainers.data.batch import describe_batch
 from jaxpp_flax.trainers.data.batch_leaves import leaf_name
 
 __all__ = ["BatchComparison"]
@@ -21,6 +24,12 @@ _REMEDY = (
     "be left out there: pass a `jax.ShapeDtypeStruct` for it (`trainer.leaves_read`). With "
     "`global_batch_size`, those at one place of the data axis, one in each stage, draw the same examples "
     "(`trainer.rows_read`)."
+)
+
+_SHAPES_REMEDY = (
+    "Microbatches of one step need the same shapes in every process, in the same order. Draw the same Microbatches "
+    "everywhere: the same seed of the shuffling, the same files. Processes that draw their own rows agree on the "
+    "lengths of each step by `group_by_length(..., own_examples=True)`."
 )
 
 # The number of elements to hash of a larger leaf: this takes well below a millisecond.
@@ -48,6 +57,26 @@ class BatchComparison:
         self._several = mesh is not None and mesh.is_multi_process
         self._what, self._count, self._compared, self._due = what, 0, 0, 2
         self._hashes: dict[str, str | None] = {}
+        self._has_shapes = False
+
+    def shapes(self, batch: Any, *, by_rows: bool) -> None:
+        """Compare the shapes of `Microbatches`, which each step has its own of; call this before anything is compiled.
+
+        Processes that run steps of other shapes would wait for each other for ever. The first shapes are compared by
+        all processes together, later ones by the process that comes last: no step waits for the comparison.
+
+        Args:
+          batch: the whole batch, or its shapes.
+          by_rows: whether this process passes only its rows.
+        """
+        if not self._several or not isinstance(batch, Microbatches):
+            return
+        texts = {f"microbatch {number}": describe_batch(item) for number, item in enumerate(batch)}
+        compare = compare_without_waiting if self._has_shapes else compare_hashes
+        name = f"the shapes of the Microbatches for {self._what}"
+        texts |= {"their number": str(len(batch)), "own_rows": str(by_rows)}
+        compare(process_group(), name, texts, _SHAPES_REMEDY)
+        self._has_shapes = True
 
     def before(self, batch: Any) -> None:
         """Compare a batch; call this with each batch before its use."""

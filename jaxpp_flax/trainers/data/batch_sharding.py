@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 import jax
@@ -28,8 +28,10 @@ from jaxpp_flax.trainers.data.batch import (
     batch_size,
     cut_leaf,
     dtype_of,
+    examples_in_all,
     first_examples,
     repeated,
+    shape_of,
     split_batch,
     split_for_inference,
 )
@@ -38,7 +40,7 @@ from jaxpp_flax.trainers.data.batch_leaves import check_leaf, is_list_of_numbers
 from jaxpp_flax.trainers.data.global_arrays import cut_global, is_global
 from jaxpp_flax.trainers.data.padding import Form, padded_parts
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.mesh import num_batch_shards
+from jaxpp_flax.trainers.mesh import batch_spec, num_batch_shards
 
 InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
 
@@ -135,15 +137,10 @@ class BatchSharding:
 
     def whole(self, batch: Any, global_batch_size: int | None) -> Any:
         """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""
+        if isinstance(batch, Microbatches):
+            return self._whole_microbatches(batch, global_batch_size)
         if global_batch_size is None:
             return batch
-        if isinstance(batch, Microbatches):
-            raise BatchError(
-                f"global_batch_size={global_batch_size} with Microbatches: a process cannot pass only its own rows of "
-                "them, as the processes would have to agree on the shapes of each step. Pass the same Microbatches in "
-                "every process, and leave global_batch_size= out; a leaf that a process does not read may be a "
-                "`jax.ShapeDtypeStruct`."
-            )
         global_batch_size = check_count("global_batch_size", global_batch_size)
         if not self.is_across:
             size = batch_size(batch)
@@ -168,6 +165,77 @@ class BatchSharding:
             return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
 
         return jax.tree_util.tree_map_with_path(whole, batch, is_leaf=is_list_of_numbers)
+
+    def _whole_microbatches(self, batch: Microbatches, global_batch_size: int | None) -> Microbatches:
+        if global_batch_size is not None:
+            raise BatchError(
+                f"global_batch_size={global_batch_size} with Microbatches: these may have another number of examples "
+                "in each step. Leave global_batch_size= out, and pass the same Microbatches in every process; or this "
+                "process's rows of each: `Microbatches(items, own_rows=True)`, which "
+                "`group_by_length(examples, ..., own_examples=True)` makes."
+            )
+        if not batch.own_rows or not self.is_across:
+            return batch
+        shards, own = self.batch_shards, len(self._own_places)
+
+        def whole(number: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            check_leaf(path, leaf)
+            if is_global(leaf):
+                raise BatchError(
+                    f"{leaf_name(path)} of microbatch {number} is a jax.Array over several processes, which has all "
+                    "rows already. Leave own_rows= out."
+                )
+            if isinstance(leaf, jax.ShapeDtypeStruct) or not np.shape(leaf):
+                return shape_of(leaf)
+            rows, *rest = np.shape(leaf)
+            if rows % own:
+                raise BatchError(
+                    f"microbatch {number} has {rows} rows in process {jax.process_index()} ({leaf_name(path)}), which "
+                    f"its {own} data-parallel devices of a stage cannot share evenly. Pass a multiple of {own} rows."
+                )
+            return jax.ShapeDtypeStruct((rows // own * shards, *rest), dtype_of(leaf))
+
+        one = jax.tree_util.tree_map_with_path
+        return Microbatches([one(partial(whole, number), item) for number, item in enumerate(batch)])
+
+    @cached_property
+    def _own_places(self) -> list[int]:
+        """The parts of a microbatch, numbered below `batch_shards`, that this process's devices read."""
+        if self.mesh is None:
+            return [0]
+        sharding = MpmdSharding(self.mesh, set(range(self.mesh.mpmd_dim)), batch_spec(self.mesh, 2))
+        own = _places(sharding, (1, self.batch_shards), read=True).tolist()
+        if not own:
+            raise BatchError(
+                f"process {jax.process_index()} has no device of the mesh, so it has no rows of its own. Pass the same "
+                "whole batches in every process."
+            )
+        return own
+
+    def share(self) -> tuple[int, int]:
+        """Return the number of this process's share of the examples, and the number of shares."""
+        own = self._own_places
+        number = own[0] // len(own)
+        if own != [*range(number * len(own), (number + 1) * len(own))] or self.batch_shards % len(own):
+            raise BatchError(
+                f"the devices of process {jax.process_index()} read the parts {own} of the {self.batch_shards} of a "
+                "microbatch, which are no share of equal ones. Pass whole batches, or ask `rows_read` for the rows."
+            )
+        return number, self.batch_shards // len(own)
+
+    def whole_size(self, batch: Any, global_batch_size: int | None) -> int | None:
+        """Return the number of examples of the whole batch if `batch` has only this process's rows, else None."""
+        if not isinstance(batch, Microbatches):
+            return global_batch_size
+        whole = self.whole(batch, global_batch_size)
+        return None if whole is batch else examples_in_all(whole)
+
+    def for_evaluation(self, batch: Any, global_batch_size: int | None) -> list[tuple[Any, int | None]]:
+        """Return the batches that are evaluated one after another, each with its `global_batch_size`."""
+        if not isinstance(batch, Microbatches):
+            return [(batch, global_batch_size)]
+        whole = self.whole(batch, global_batch_size)
+        return [(own, None if whole is batch else batch_size(item)) for own, item in zip(batch, whole, strict=True)]
 
 
 def _is_placed(leaf: Any) -> bool:
@@ -202,7 +270,8 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     """Convert a batch of this process's rows to the step's input: `MpmdArray`s with this process's parts.
 
     `batch` has leaves of shape (rows, ...), and `microbatches` the shapes of the whole batch: (num_microbatches,
-    microbatch, ...). A leaf that this process does not read becomes a `jax.ShapeDtypeStruct`.
+    microbatch, ...). Of `StackedMicrobatches`, both have the items in the order of the step. A leaf that this process
+    does not read becomes a `jax.ShapeDtypeStruct`.
     """
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
 
@@ -219,12 +288,18 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct) or tuple(leaf.shape) != expected:
             size = whole.shape[0] * whole.shape[1]
             what = f"is a shape without a value ({leaf})"
+            if isinstance(batch, StackedMicrobatches):
+                of = "a microbatch"
+                remedy = "Pass so many rows of each leaf; or the same whole Microbatches everywhere, without own_rows."
+            else:
+                of = f"a batch (global_batch_size={size}): {len(places)} in each of {count} microbatches"
+                remedy = (
+                    "Load `trainer.rows_read(batch)` of each leaf; or pass whole batches, without global_batch_size."
+                )
             raise BatchError(
                 f"{name} {what if isinstance(leaf, jax.ShapeDtypeStruct) else f'has shape {tuple(leaf.shape)}'}, but "
-                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of a batch "
-                f"(global_batch_size={size}): {len(places)} in each of {count} microbatches. Expected: local "
-                f"{expected}, of {(size, *expected[1:])} global. Load `trainer.rows_read(batch)` of each leaf; or pass "
-                "whole batches, without global_batch_size."
+                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of {of}. Expected: local "
+                f"{expected}, of {(size, *expected[1:])} global. {remedy}"
             )
         if jnp.issubdtype(whole.dtype, jax.dtypes.prng_key):
             raise BatchError(f"{name} holds PRNG keys. Pass `jax.random.key_data(keys)`, and wrap it in the loss.")
@@ -244,6 +319,8 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
 
 def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: BatchComparison) -> Any:
     """Return `own_rows`, after a comparison with the processes that read the same rows."""
+    if isinstance(batch, Microbatches):  # in the order of the data
+        batch = StackedMicrobatches(batch.items)
     taken = own_rows(compiled, batch, microbatches)
     comparison.before_these(_named_rows(compiled, batch, microbatches))
     return taken

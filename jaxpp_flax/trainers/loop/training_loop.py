@@ -108,7 +108,8 @@ class TrainingLoop:
                         break
                 with stop.interruption.step():
                     metrics = trainer.train_step(batch, global_batch_size=global_batch_size)
-                record = StepRecord(trainer.step, metrics, batch, global_batch_size)
+                size = trainer.steps.rows.whole_size(batch, global_batch_size)
+                record = StepRecord(trainer.step, metrics, batch, size)
                 for callback in stepping:
                     if callback.wants(record.step):
                         callback.on_step(trainer, record)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.trainers.data.batch import count_units, first_examples
+from jaxpp_flax.trainers.data.batch import count_units, examples_in_all
 
 __all__ = ["Throughput"]
 
@@ -59,7 +59,7 @@ class Throughput:
             return 0, self.unit
         found = int(self.of(batch)) if callable(self.of) else self._count_leaf(batch, self.of)
         if global_batch_size is not None:
-            found = round(found * global_batch_size / first_examples(batch)[1].shape[0])
+            found = round(found * global_batch_size / examples_in_all(batch))
         return found, self.unit
 
     def _count_leaf(self, batch: Any, path: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ class Microbatches(Sequence[Any]):
     Args:
       items: the microbatches: pytrees of one structure, whose leaves have the same dtypes and numbers of dimensions.
         For the trainer, the first axis of each leaf counts the examples of the microbatch, as in any batch.
+      own_rows: for the trainer, with several processes: True if the items hold only this process's rows of each
+        microbatch. Every process passes as many rows of the same shapes, and a microbatch is all of them together.
+        Processes at one place of the data axis, one in each stage, pass the same rows.
 
     Raises:
       ValueError: if there is no microbatch, or two differ in more than their sizes.
@@ -33,6 +36,7 @@ class Microbatches(Sequence[Any]):
     """
 
     items: Sequence[Any]
+    own_rows: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         items = tuple(self.items)
@@ -86,17 +90,18 @@ class StackedMicrobatches:
     further: tuple[Any, ...] = ()
 
 
-def _unflattened(_: None, items: Iterable[Any]) -> Microbatches:
+def _unflattened(own_rows: bool, items: Iterable[Any]) -> Microbatches:
     batch = object.__new__(Microbatches)  # JAX fills pytrees with anything: nothing is checked
     object.__setattr__(batch, "items", tuple(items))
+    object.__setattr__(batch, "own_rows", own_rows)
     return batch
 
 
 jax.tree_util.register_pytree_with_keys(
     Microbatches,
-    lambda batch: ([(jax.tree_util.SequenceKey(i), item) for i, item in enumerate(batch.items)], None),
+    lambda batch: ([(jax.tree_util.SequenceKey(i), item) for i, item in enumerate(batch.items)], batch.own_rows),
     _unflattened,
-    lambda batch: (batch.items, None),
+    lambda batch: (batch.items, batch.own_rows),
 )
 jax.tree_util.register_dataclass(StackedMicrobatches)
 

@@ -35,6 +35,11 @@ class Entries:
     def of(cls, batch: Microbatches | StackedMicrobatches) -> Entries:
         """Read the entries of a batch; the leaves of `Microbatches` get their first axis."""
         items = tuple(batch.items)
+        if isinstance(batch, Microbatches) and batch.own_rows:
+            raise ValueError(
+                "treduce got Microbatches(own_rows=True), whose rows are not all here: only PipelineTrainer joins the "
+                "rows of several processes. Pass whole microbatches."
+            )
         if isinstance(batch, StackedMicrobatches):
             stacked = (*items, *batch.further)
         else:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
+from jaxpp_flax.processes import process_group
+from jaxpp_flax.trainers.data.lengths.common_lengths import check_declared, common_places
 from jaxpp_flax.trainers.data.lengths.padded_rows import RowLayout
 from jaxpp_flax.trainers.data.lengths.row_counts import RowCounts
 from jaxpp_flax.trainers.errors import BatchError, DataPositionError
@@ -14,6 +16,8 @@ from jaxpp_flax.trainers.errors import BatchError, DataPositionError
 __all__ = ["LengthGroups", "group_by_length"]
 
 TooLong = Literal["refuse", "cut"]
+
+_Numbered = tuple[int, Any]  # an example and its number
 
 
 def group_by_length(
@@ -27,6 +31,7 @@ def group_by_length(
     mask: str = "mask",
     too_long: TooLong = "refuse",
     divisible_by: int = 1,
+    own_examples: bool = False,
 ) -> LengthGroups:
     """Group examples of several lengths into batches for `PipelineTrainer.fit`: each batch is a `Microbatches`.
 
@@ -53,6 +58,12 @@ def group_by_length(
       mask: the name of the mask.
       too_long: what becomes of an example above the last length: "refuse", or "cut" keeps its first tokens.
       divisible_by: the rows of a microbatch are a multiple of it: the number of data-parallel devices of a stage.
+      own_examples: True if each of several processes passes its own share of the examples, and so its own rows of each
+        microbatch; processes at one place of the data axis, one in each stage, pass the same ones. `tokens` and
+        `divisible_by` then count what this process has. Before each batch the processes exchange the lengths of their
+        next microbatches, the longest first, and each of these is as long as the longest of any process: a process with
+        shorter examples there pads them to that length, and those without a place wait for the next microbatches. A
+        process whose examples have ended passes rows of padding until all have ended.
 
     Raises:
       ValueError: if the budget holds no row of the last length, or an argument is not what it must be.
@@ -70,6 +81,7 @@ def group_by_length(
         num_microbatches=check_count("num_microbatches", num_microbatches),
         layout=lambda example: RowLayout.of(example, pad, mask),
         cuts=_cuts(too_long),
+        own_examples=own_examples,
     )
 
 
@@ -84,6 +96,7 @@ class LengthGroups(Iterable[Microbatches]):
 
     Attributes:
       counts: the declared lengths, and the rows of a microbatch of each.
+      own_examples: whether each process has other examples.
     """
 
     def __init__(
@@ -94,9 +107,10 @@ class LengthGroups(Iterable[Microbatches]):
         num_microbatches: int,
         layout: Callable[[Any], RowLayout],
         cuts: bool,
+        own_examples: bool = False,
     ) -> None:
         self.examples, self.counts, self.num_microbatches = examples, counts, num_microbatches
-        self._layout, self.cuts = layout, cuts
+        self._layout, self.cuts, self.own_examples = layout, cuts, own_examples
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -128,24 +142,53 @@ class _Pass(Iterator[Microbatches]):
     def __init__(self, groups: LengthGroups, drawn: Iterator[Any]) -> None:
         self.groups, self._drawn = groups, drawn
         self._layout: RowLayout | None = None
+        self._has_met = False  # the other processes, if examples are own ones
         self._number = 0  # of the next example
         # The examples that wait, with their numbers: for each length, and of each full microbatch with its length.
-        self._waiting: list[list[tuple[int, Any]]] = [[] for _ in groups.counts.lengths]
-        self._full: list[tuple[int, list[tuple[int, Any]]]] = []
+        self._waiting: list[list[_Numbered]] = [[] for _ in groups.counts.lengths]
+        self._full: list[tuple[int, list[_Numbered]]] = []
 
     def __next__(self) -> Microbatches:
-        count = self.groups.num_microbatches
+        count, own = self.groups.num_microbatches, self.groups.own_examples
+        if own and not self._has_met:
+            check_declared(self.groups.shapes, count)
+            self._has_met = True
         for example in self._until(count):
             self._add(self._number, example)
             self._number += 1
         if len(self._full) < count:  # the examples have ended
             self._full += [(place, rows) for place, rows in enumerate(self._waiting) if rows]
             self._waiting = [[] for _ in self._waiting]
-        if not self._full:
-            raise StopIteration
         batch, self._full = self._full[:count], self._full[count:]
+        batch = self._with_others(batch) if own else batch
+        if not batch:
+            raise StopIteration
         batch += [(0, [])] * (count - len(batch))
-        return Microbatches([self._stacked(place, rows) for place, rows in batch])
+        return Microbatches([self._stacked(place, rows) for place, rows in batch], own_rows=own)
+
+    def _with_others(self, batch: Sequence[tuple[int, list[_Numbered]]]) -> list[tuple[int, list[_Numbered]]]:
+        """Return microbatches of the lengths that all processes take; examples without a place there wait again."""
+        counts = self.groups.counts
+        if self._layout is None:
+            raise BatchError(
+                f"group_by_length got no example in process {process_group().process_index}, so it cannot make rows of "
+                "padding like those of the other processes. Give every process at least one example."
+            )
+        mine = sorted(batch, key=lambda microbatch: -microbatch[0])  # stable: earlier examples stay first
+        places = common_places([place for place, _ in mine])
+        mine += [(place, []) for place in places[len(mine) :]]
+        for place, (own, rows) in reversed([*zip(places, mine, strict=True)]):
+            self._waiting[own][:0] = rows[counts.rows[place] :]
+        for own, waiting in enumerate(self._waiting):
+            self._fill(own, waiting)
+        return [(place, rows[: counts.rows[place]]) for place, (_, rows) in zip(places, mine, strict=True)]
+
+    def _fill(self, place: int, waiting: list[_Numbered]) -> None:
+        """Make full microbatches of the examples that wait for this length."""
+        rows = self.groups.counts.rows[place]
+        while len(waiting) >= rows:
+            self._full.append((place, waiting[:rows]))
+            del waiting[:rows]
 
     def _until(self, count: int) -> Iterator[Any]:
         """Draw examples until so many microbatches are full."""
@@ -170,11 +213,9 @@ class _Pass(Iterator[Microbatches]):
             place = len(counts.lengths) - 1
         waiting = self._waiting[place]
         waiting.append((number, example))
-        if len(waiting) == counts.rows[place]:
-            self._full.append((place, waiting))
-            self._waiting[place] = []
+        self._fill(place, waiting)
 
-    def _stacked(self, place: int, rows: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+    def _stacked(self, place: int, rows: Sequence[_Numbered]) -> dict[str, Any]:
         layout, counts = self._layout, self.groups.counts
         if layout is None:
             raise AssertionError("a microbatch is stacked after an example was drawn")
@@ -221,5 +262,5 @@ class _IndexedPass(_Pass):
         self._full = [(place, self._read(numbers)) for place, numbers in state["full"]]
         self._drawn = self._draw()
 
-    def _read(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
+    def _read(self, numbers: Sequence[int]) -> list[_Numbered]:
         return [(number, self._items[number]) for number in numbers]
