@@ -46,6 +46,9 @@ class LaunchSettings:
       progress_fd: descriptor of the page where this process notes its steps; None if there is no launcher.
       memory_fd: descriptor of the file in memory where processes keep copies of their state for the next life of the
         run; None if there will be none.
+      memory_link_fd: descriptor of a connection to this process's host, which copies what is in that file to and from
+        other hosts; None if the run has one host.
+      processes_per_host: how many of the processes each host has, if there are several.
       run_id: names the run, and no other one; "" if nobody has named it.
       attempt: how often the processes of the run have been started, from 1.
 
@@ -65,6 +68,8 @@ class LaunchSettings:
     control_fd: int | None = None
     progress_fd: int | None = None
     memory_fd: int | None = None
+    memory_link_fd: int | None = None
+    processes_per_host: int = 1
     run_id: str = ""
     attempt: int = 1
 

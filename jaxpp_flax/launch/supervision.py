@@ -197,6 +197,7 @@ class _Life:
             process_id=0,
             bind_address=self._job.address,
             failure_timeout=self._job.failure_timeout,
+            processes_per_host=self._job.num_processes,
             run_id=run_id,
             attempt=attempt,
         )

@@ -3,7 +3,8 @@
 The modules, from the lowest up: `waits` (the waits of a process, in words), `store` (the key-value store), `barriers`
 (barriers, exchanges and shared values in the store), `beats` (the heartbeat of a process), `failures` (errors that
 another process's failure causes), `verdicts` (which process is lost or hangs), `watch` (it writes and reads the
-heartbeats), `group` (`ProcessGroup`, the interface to these), `comparison` (programs and values that must be equal).
+heartbeats), `memory_link` (copies of state at other hosts), `group` (`ProcessGroup`, the interface to these),
+`comparison` (programs and values that must be equal).
 
 The names exported here are enough for code that computes. Transports, checkpoints, the training loop and the launcher
 import the modules.

@@ -26,6 +26,7 @@ from jaxpp_flax._compat_texts.errors import may_come_from_a_peer
 from jaxpp_flax.processes.barriers import Barriers, SharedValues
 from jaxpp_flax.processes.doors import open_own_door
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, Failure, await_report
+from jaxpp_flax.processes.memory_link import MemoryLink
 from jaxpp_flax.processes.store import (
     ROOT,
     CoordinationError,
@@ -85,6 +86,7 @@ class ProcessGroup:
       on_step: called with each step that the trainer sets; None: nobody asks.
       on_memory: called when the trainer goes on from a copy in `memory_file`; None: nobody asks.
       memory_file: descriptor of a file in memory that outlives the process; None if no other life of the run follows.
+      memory_link: asks for copies at other hosts; None if the run has one host.
       place: the line of the user's code where an error ended the program of this process; None before.
 
     Example:
@@ -116,6 +118,7 @@ class ProcessGroup:
         self.on_step: Callable[[int], None] | None = None
         self.on_memory: Callable[[], None] | None = None
         self.memory_file: int | None = None
+        self.memory_link: MemoryLink | None = None
         self._step: int | None = None
         self.place: str | None = None
         self._store = store

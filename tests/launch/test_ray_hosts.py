@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +117,106 @@ def test_a_run_survives_a_process_and_a_host_and_takes_a_new_host_in(cluster: An
         assert undisturbed.finish() == 0, undisturbed.stderr
     assert losses(run) == losses(undisturbed)  # to the last bit, on three hosts and on two
     assert len(losses(run)) == 9
+
+
+# A life waits at a step until its host is killed, or processes of it.
+IN_MEMORY = (
+    BEGIN
+    + """
+class Story(Callback):
+    def on_step(self, trainer, record):
+        print(f"step {record.step} loss {float(record.metrics['loss']).hex()}", flush=True)
+        if str(record.step) in sys.argv[2].split(",") and str(record.step) == str(3 * attempt):
+            print("waits", flush=True)
+            while True:
+                time.sleep(0.1)
+        time.sleep(0.02)
+
+options = {"schedule": "interleaved_1f1b", "mesh": MeshOptions(num_ranks=jax.device_count(), axes={})}
+make_trainer(Checkpoints(sys.argv[1], memory_every=1), stages=6, depth=6, **options).fit(
+    batches(), steps=8, callbacks=[Story()]
+)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def in_memory_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "script.py").write_text(IN_MEMORY, encoding="utf-8")
+    with started(folder, [*QUICK, "-n", "2", "script.py", str(folder / "here"), ""]) as run:
+        assert run.finish() == 0, run.stderr
+    assert len(losses(run)) == 8
+    return losses(run)
+
+
+def lives_from_memory(run: Run) -> int:
+    """How many lives went on from copies in memory."""
+    repeated = re.findall(r"life \d goes on from the copy in memory of step \d+: (\d) steps? repeated", run.stderr)
+    # The step under way, and one whose copy the next host did not have yet.
+    assert all(int(steps) <= 2 for steps in repeated), run.stderr
+    return len(repeated)
+
+
+def kill_hosts(cluster: Any, run: Run, life: int, places: Sequence[int]) -> None:
+    """Kill the raylets of a life's hosts, by their places in it, with all that they have started."""
+    (named,) = re.findall(rf"life {life} has .* hosts: (.*)", run.stderr)
+    nodes = re.findall(r"node (\w{8})\)", named)
+    for node in list(cluster.worker_nodes):
+        if node.node_id[:8] in [nodes[place] for place in places]:
+            cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.mark.extras
+def test_the_state_of_a_killed_host_is_in_the_memory_of_the_next_one(
+    cluster: Any, tmp_path: Path, in_memory_undisturbed: set[tuple[str, str]]
+):
+    options = ("--hosts", "2", "--max-restarts", "1")
+    with on_ray(cluster, tmp_path, IN_MEMORY, *options, arguments=(str(tmp_path / "on_ray"), "3")) as run:
+        run.wait_for_output("waits", times=2)
+        kill_hosts(cluster, run, 1, [0])
+        cluster.add_node(num_cpus=1)
+        assert run.finish() == 0, run.stderr
+    assert lives_from_memory(run) == 1, run.stderr
+    assert losses(run) == in_memory_undisturbed  # to the last bit
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_copies_in_memory_serve_fewer_hosts_until_one_is_left(
+    cluster: Any, tmp_path: Path, in_memory_undisturbed: set[tuple[str, str]]
+):
+    options = ("--hosts", "3", "--min-hosts", "1", "--wait", "2", "--max-restarts", "1")
+    with on_ray(cluster, tmp_path, IN_MEMORY, *options, arguments=(str(tmp_path / "on_ray"), "3,6")) as run:
+        for life, waiting in ((1, 3), (2, 5)):
+            run.wait_for_output("waits", times=waiting)
+            kill_hosts(cluster, run, life, [0])
+        assert run.finish() == 0, run.stderr
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    assert lives_from_memory(run) == 2, run.stderr
+    assert losses(run) == in_memory_undisturbed  # to the last bit, on three hosts, on two, and on one
+    assert "the copies of the state in memory are on this host alone" in run.stdout + run.stderr
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_if_two_neighbours_are_lost_the_checkpoint_is_used(
+    cluster: Any, tmp_path: Path, in_memory_undisturbed: set[tuple[str, str]]
+):
+    options, source = (
+        ("--hosts", "3", "--max-restarts", "1"),
+        IN_MEMORY.replace("memory_every", "every=1, memory_every"),
+    )
+    with on_ray(cluster, tmp_path, source, *options, arguments=(str(tmp_path / "on_ray"), "3")) as run:
+        run.wait_for_output("waits", times=3)
+        kill_hosts(cluster, run, 1, [0, 1])
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        assert run.finish() == 0, run.stderr
+    assert "the copies in memory are not used: of no step are those of all processes left" in run.stdout + run.stderr
+    assert "life 2 goes on from the checkpoint of step" in run.stderr
+    assert losses(run) == in_memory_undisturbed
 
 
 @pytest.mark.extras

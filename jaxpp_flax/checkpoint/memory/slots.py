@@ -2,31 +2,34 @@
 
 A host owns one file in memory that has no name, so nothing of it stays once the host and its processes have ended.
 Every process of every life has this file open. Process `i` has slots `2 * i` and `2 * i + 1`, and writes them in turns.
+Of several hosts, each also holds the slots of the host before it, under their own numbers.
 The mark of a slot is taken away before anything in it changes, and set last: a process may be killed at any moment, and
 one of its last two copies is whole.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Head", "Slots", "free_bytes", "rounded"]
+__all__ = ["Extent", "Head", "Slots", "free_bytes", "rounded"]
 
 # The addresses of a slot. The file is sparse: what is not written takes no memory.
 _SPAN = 1 << 40
 # Values begin here, and each leaf at a multiple of the alignment.
 _BODY, _ALIGNMENT = 4096, 64
 _HEAD, _MARK = struct.Struct("<8s5Q"), b"complete"
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,20 @@ class Head:
     checksum: int
     about_size: int
     about_checksum: int
+
+
+class Extent(NamedTuple):
+    """Where a slot lies in its file: the first byte, and the bytes of the beginning, the values and the description."""
+
+    begin: int
+    head: int
+    values: int
+    about: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of the slot."""
+        return self.head + self.values + self.about
 
 
 class Slots:
@@ -84,14 +101,14 @@ class Slots:
             return False
         return _checksum(self.values(number)) == head.checksum
 
-    def about(self, number: int) -> bytes:
-        """Return the description in a slot."""
-        head = self._need(number)
+    def about(self, number: int, head: Head | None = None) -> bytes:
+        """Return the description in a slot; `head` is that of a slot which has no mark here."""
+        head = head or self._need(number)
         return os.pread(self._file, head.about_size, number * _SPAN + _BODY + head.size)
 
-    def values(self, number: int) -> np.ndarray:
+    def values(self, number: int, head: Head | None = None) -> np.ndarray:
         """Return the bytes of the values in a slot, without a copy: they change when the slot is written again."""
-        head = self._need(number)
+        head = head or self._need(number)
         whole = mmap.mmap(self._file, _BODY + head.size, offset=number * _SPAN, access=mmap.ACCESS_READ)
         return np.frombuffer(whole, np.uint8)[_BODY:]
 
@@ -100,6 +117,22 @@ class Slots:
         if head is None:
             raise ValueError(f"slot {number} has no mark.")
         return head
+
+    def extent(self, number: int, head: Head | None = None) -> Extent:
+        """Return where a slot lies in the file."""
+        head = head or self._need(number)
+        return Extent(number * _SPAN, _BODY, head.size, head.about_size)
+
+    def unmark(self, number: int) -> None:
+        """Take the mark of a slot away."""
+        os.pwrite(self._file, bytes(len(_MARK)), number * _SPAN)
+
+    def keep(self, numbers: Container[int]) -> None:
+        """Give the memory of all other slots back."""
+        for number in range(math.ceil(os.fstat(self._file).st_size / _SPAN)):
+            if number not in numbers and number not in self._open:
+                begin, size = ctypes.c_longlong(number * _SPAN), ctypes.c_longlong(_SPAN)
+                ctypes.CDLL(None).fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, begin, size)
 
     def reserve(self, number: int, size: int) -> np.ndarray:
         """Give a slot memory for `size` bytes of values and description; return the bytes of the whole slot.

@@ -52,8 +52,11 @@ class Host:
       signals: grows when the user wants the end of the run; then no more forks are made.
       keeps_state: whether the processes may leave copies of their state to those of the next life. They lie in a file
         in memory without a name, so nothing is left of them once this process and those that it has started end.
+      link: takes this host's end of a connection to each process, which asks there for copies at other hosts. None:
+        there is one host.
 
     Attributes:
+      memory: descriptor of the file in memory; None if nothing is kept.
       name: of this host, for messages; empty if there is no other one.
       lost: why this host is lost; None: it is there.
       address: where the coordination service of this life of the run may listen; after `prepare`.
@@ -72,12 +75,13 @@ class Host:
         follow: Follow,
         signals: Sequence[int] = (),
         keeps_state: bool = False,
+        link: Callable[[socket.socket], None] | None = None,
     ) -> None:
         self._program, self._devices, self._ip, self._follow = program, devices_per_process, address, follow
-        self._signals = signals
+        self._signals, self._link = signals, link
         self._warm = WarmInterpreter(signals) if forks else None
         keeps = keeps_state and sys.platform.startswith("linux")  # no other system has such files
-        self._memory = os.memfd_create("jaxpp_flax") if keeps else None
+        self.memory = os.memfd_create("jaxpp_flax") if keeps else None
         self._processes: list[SupervisedProcess] = []
         # In a process of its own, beside no program.
         self._service: subprocess.Popen[bytes] | Forked | None = None
@@ -114,15 +118,27 @@ class Host:
                 given.callback(os.close, descriptor)
             descriptors = {0: nothing.fileno(), 1: out, 2: errors, control: control, page: page}
             settings = replace(settings, control_fd=control, progress_fd=page)
-            if self._memory is not None:
-                memory = inherited(self._memory)
-                given.callback(os.close, memory)
-                settings, descriptors[memory] = replace(settings, memory_fd=memory), memory
+            for name, descriptor in self._memory_descriptors(given).items():
+                settings, descriptors[descriptor] = replace(settings, **{name: descriptor}), descriptor
             environment = child_environment(os.environ, settings, len(self._processes), self._devices)
             popen = self._spawn("jaxpp_flax.launch.child", self._program, environment, descriptors)
         self._processes.append(SupervisedProcess(settings.process_id, popen, ours, progress))
         for has_errors, stream in enumerate(streams):
             self._follow(settings.process_id, stream, bool(has_errors))
+
+    def _memory_descriptors(self, given: contextlib.ExitStack) -> dict[str, int]:
+        """Open what a process needs for copies of its state, by the name of the setting; `given` closes it here."""
+        if self.memory is None:
+            return {}
+        descriptors = {"memory_fd": inherited(self.memory)}
+        if self._link is not None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                descriptors["memory_link_fd"] = inherited(theirs.fileno())
+            self._link(ours)
+        for descriptor in descriptors.values():
+            given.callback(os.close, descriptor)
+        return descriptors
 
     def _spawn(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
@@ -186,8 +202,8 @@ class Host:
         self.end()
         if self._warm is not None:
             self._warm.close()
-        if self._memory is not None:
-            os.close(self._memory)
+        if self.memory is not None:
+            os.close(self.memory)
 
 
 def child_environment(

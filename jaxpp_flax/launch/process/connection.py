@@ -25,6 +25,7 @@ from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, liste
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes.memory_link import MemoryLink
 from jaxpp_flax.processes.store import CoordinationError, own_address
 from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
@@ -257,6 +258,8 @@ def _take_part(group: ProcessGroup, settings: LaunchSettings) -> None:
     """Tell the group of which run it is, and let the launcher see its steps."""
     group.run_id, group.attempt = settings.run_id, settings.attempt
     group.memory_file = settings.memory_fd
+    if settings.memory_link_fd is not None:
+        group.memory_link = MemoryLink(settings.memory_link_fd, settings.processes_per_host)
     if settings.progress_fd is not None:
         progress = Progress(settings.progress_fd)
         group.on_step, group.on_memory = progress.begin, progress.goes_on_from_memory

@@ -10,6 +10,7 @@ import importlib
 import os
 import queue
 import signal
+import socket
 import textwrap
 import threading
 import time
@@ -22,6 +23,7 @@ from jaxpp_flax.launch.host.host import Host, HostReport
 from jaxpp_flax.launch.host.warm import NotForked
 from jaxpp_flax.launch.logs import Logs, lines_of
 from jaxpp_flax.launch.ray.cluster import Head
+from jaxpp_flax.launch.ray.copies import HostCopies
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
 __all__ = ["HostActor", "RayHost"]
@@ -47,6 +49,7 @@ class HostActor:
         forks: bool,
         folder: str,
         environment: Mapping[str, str],
+        keeps_state: bool,
     ) -> None:
         os.environ.update(environment)
         # Where the program's packages may have been brought by Ray, the driver's folder may be absent.
@@ -62,7 +65,11 @@ class HostActor:
         self._lines: queue.Queue[Line] = queue.Queue(_MOST_LINES)
         self._readers: list[threading.Thread] = []
         address = importlib.import_module("ray").util.get_node_ip_address()
-        self._host = Host(program, devices_per_process, forks=forks, address=address, follow=self._follow)
+        self._host = Host(
+            program, devices_per_process, forks=forks, address=address, follow=self._follow, keeps_state=keeps_state,
+            link=self._link,
+        )  # fmt: skip
+        self._copies = None if self._host.memory is None else HostCopies(self._host.memory)
 
     def _follow(self, index: int, stream: IO[str], errors: bool) -> None:
         def read() -> None:
@@ -72,6 +79,14 @@ class HostActor:
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
+
+    def _link(self, link: socket.socket) -> None:
+        if self._copies is not None:
+            self._copies.serve(link)
+
+    def copies(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `HostCopies`, if this host keeps any."""
+        return None if self._copies is None else getattr(self._copies, method)(*arguments)
 
     def call(self, method: str | None, *arguments: Any) -> Answer:
         """Call a method of the `Host`, or none; returns its address and report, and what its processes have printed."""
@@ -99,11 +114,12 @@ class RayHost:
 
     Attributes:
       asked: the time when it was asked to prepare.
+      actor: its handle.
       address, lost: as of `Host`. The address is empty until the host has answered to `prepare`.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str, node: str, logs: Logs, head: Head, timeout_s: float) -> None:
-        self._ray, self._actor, self._logs, self._head, self._timeout = ray, actor, logs, head, timeout_s
+        self._ray, self.actor, self._logs, self._head, self._timeout = ray, actor, logs, head, timeout_s
         self.name, self.node, self.asked = name, node, time.monotonic()
         self.address = ""
         self.lost: str | None = None
@@ -114,13 +130,17 @@ class RayHost:
     def _ask(self, method: str | None, *arguments: Any) -> None:
         self._asked = time.monotonic()
         if self.lost is None:
-            self._calls.append((self._actor.call.remote(method, *arguments), self._asked))
+            self._calls.append((self.actor.call.remote(method, *arguments), self._asked))
 
     def prepare(self) -> None:
         """As `Host.prepare`; the answer comes later."""
         self.asked = time.monotonic()
         self.address, self._report = "", HostReport()
         self._ask("prepare")
+
+    def meet(self, life: int, hosts: Sequence[RayHost], place: int) -> None:
+        """As `HostCopies.meet`."""
+        self.actor.copies.remote("meet", life, [host.actor for host in hosts], place)
 
     def serve(self, settings: LaunchSettings) -> None:
         """As `Host.serve`."""
@@ -163,7 +183,7 @@ class RayHost:
         """Count it as lost. Whatever is left of it ends with its actor, at the latest when Ray reaches it again."""
         self.lost, self._calls, self._report = self.lost or why, [], HostReport()
         if not self._head.is_lost:  # else the call would wait until Ray ends this process
-            self._ray.kill(self._actor)
+            self._ray.kill(self.actor)
 
     def _hear(self, seconds: float) -> None:
         """Take the answers that have come, in the order of the calls."""

@@ -132,6 +132,8 @@ class _Hosts:
                 f"{job.fewest} are needed (--min-hosts). Its hosts have {has} in all, and other runs may use them."
             )
         self._number, self._used = self._number + 1, count
+        for place, host in enumerate(self._hosts):
+            host.meet(self._number, self._hosts, place)
         names = ", ".join(host.name for host in self._hosts)
         self._logs.say(f"life {self._number} has {count * job.num_processes} processes on {count} hosts: {names}.")
         return list(self._hosts)
@@ -155,7 +157,7 @@ class _Hosts:
         affinity = self._scheduling.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         actor = self._ray.remote(num_cpus=1, num_gpus=job.gpus, max_restarts=0)(HostActor)
         handle = actor.options(scheduling_strategy=affinity).remote(
-            list(job.program), job.devices_per_process, job.forks, os.getcwd(), sent
+            list(job.program), job.devices_per_process, job.forks, os.getcwd(), sent, job.max_restarts > 0
         )
         name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, node {node['NodeID'][:8]})"
         host = RayHost(self._ray, handle, name, node["NodeID"], self._logs, self._head, job.failure_timeout)

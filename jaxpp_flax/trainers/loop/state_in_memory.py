@@ -1,17 +1,21 @@
-"""Copies of the state in its host's memory, from which the next life of a run goes on."""
+"""Copies of the state in its host's memory, from which the next life of a run goes on.
+
+Of several hosts, each also holds the copies of the host before it, so that the loss of a host loses nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import astuple
 from typing import Any
 
 import jax
 
 from jaxpp_flax.checkpoint import CheckpointSaveError
 from jaxpp_flax.checkpoint.format.paths import flatten
-from jaxpp_flax.checkpoint.memory.copies import newest_copy, own_parts
-from jaxpp_flax.checkpoint.memory.slots import Slots, free_bytes, rounded
+from jaxpp_flax.checkpoint.memory.copies import HeldSlot, newest_copy, own_parts
+from jaxpp_flax.checkpoint.memory.slots import Head, Slots, free_bytes, rounded
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes.comparison import exchange_values, find_everywhere
@@ -25,9 +29,12 @@ __all__ = ["StateInMemory"]
 # For a description that gets longer during the run, such as by the state of the data's iterator.
 _ROOM = 1 << 16
 _NO_EFFECT = (
-    "Checkpoints(memory_every={}) has no effect here: it is for a run on one host of Linux whose launcher starts it "
-    "again after a failure, `python -m jaxpp_flax.launch -n 4 --max-restarts 3 ...`"
+    "Checkpoints(memory_every={}) has no effect here: it is for a run on Linux whose launcher starts it again after a "
+    "failure, `python -m jaxpp_flax.launch -n 4 --max-restarts 3 ...`, or with --ray over hosts"
 )
+_ALONE = "the copies of the state in memory are on this host alone: there is no other one to hold them"
+# A failed copy mostly has a lost host as its cause, of which this process hears.
+_SECONDS_FOR_NEWS = 30.0
 
 
 class StateInMemory:
@@ -43,17 +50,33 @@ class StateInMemory:
 
     def __init__(self, checkpoints: Checkpointing, every: int, file: int) -> None:
         self._checkpoints, self._every, self._slots, self._group = checkpoints, every, Slots(file), process_group()
+        self._link = self._group.memory_link
         index, count = self._group.process_index, self._group.process_count
-        heads = self._slots.heads()
-        marked = sorted(heads)
-        mine = list(filter(self._slots.is_intact, marked[index::count]))  # each process looks at its share
-        intact = set[int]().union(*exchange_values(self._group, "the whole copies in memory", mine))
-        self._damaged = [number for number in marked if number not in intact]
+        self._on_host = count if self._link is None else self._link.processes
+        (self._host, self._place), self._hosts = divmod(index, self._on_host), count // self._on_host
+        if self._link is not None:
+            self._await_all_hosts()  # the last copy of an earlier `fit` may be under way
+            if self._hosts == 1:
+                checkpoints.display.message(_ALONE)
         store = checkpoints.need_store("Checkpoints(memory_every=)")
         self._owner = {"run": self._group.run_id, "directory": str(store.directory)}
-        self._found = newest_copy(self._slots, intact, self._owner)
+        marked = sorted(self._slots.heads().items())
+        # Each process looks at its share of what its host has.
+        share = marked[self._place :: self._on_host]
+        own = [[*astuple(head), number, self._slots.is_intact(number)] for number, head in share]
+        slots, self._damaged, last = list[HeldSlot](), list[int](), 0
+        for process, share in enumerate(exchange_values(self._group, "the whole copies in memory", own)):
+            host = process // self._on_host
+            for *head, number, is_intact in share:
+                last = max(last, Head(*head).serial)
+                if is_intact:
+                    slots.append(HeldSlot(number, Head(*head), None if host == self._host else host))
+                else:
+                    self._damaged.append(number)
+        self._had_copies = bool(last)
+        self._found = newest_copy(self._slots, slots, self._owner, self._fetch)
         # The next copy must not overwrite the newest one. Another process may have written one more when it was killed.
-        self._serial = max((head.serial for head in heads.values()), default=0)
+        self._serial = last
         if self._found is not None and (self._serial - self._found.serial) % 2:
             self._serial += 1
         self._has_copied = False
@@ -84,12 +107,14 @@ class StateInMemory:
             return checkpoints.resume(how)
         for process in sorted({number // 2 for number in self._damaged}):
             tell(f"a copy of the state in memory, by process {process}, is damaged, and not used")
+        if found is None and self._had_copies:
+            tell("the copies in memory are not used: of no step are those of all processes left")
         target = flatten(checkpoints.held.target())[0]
         if found is not None and not found.fits(target):
             tell(f"the copy of step {found.step} in memory has other leaves than this trainer, and is not used")
             found = None
         if found is not None and not checkpoints.saves_nonfinite:  # as no checkpoint of such a step is written
-            bad = found.nonfinite(self._group.process_index, self._group.process_count)
+            bad = found.nonfinite(self._place, self._on_host)
             bad = next(filter(None, exchange_values(self._group, "whether the copy in memory is finite", bad)), None)
             if bad is not None:
                 tell(f"the copy of step {found.step} in memory is not used: {bad} holds a value that is not finite")
@@ -124,21 +149,24 @@ class StateInMemory:
         """
         parts, about = self._content()
         size = sum(map(rounded, parts)) + len(about) + _ROOM
-        needed = 2 * sum(exchange_values(self._group, "the size of a copy in memory", size))
-        what = f"Checkpoints(memory_every={self._every}) keeps two copies of the state in this host's memory"
+        sizes = exchange_values(self._group, "the size of a copy in memory", size)
+        needed = 2 * sum(sizes[process] for process in self._held_here())
+        of = "the state" if self._hosts == 1 else "its own state and of the previous host's"
+        what = f"Checkpoints(memory_every={self._every}) keeps two copies of {of} in this host's memory"
         remedy = "Give the host, or the limit of its memory, more; train on more hosts; or leave memory_every= out."
 
         def take() -> None:
             missing = needed - self._slots.reserved()
-            if self._group.process_index == 0 and missing > (free := free_bytes()):
+            if self._place == 0 and missing > (free := free_bytes()):
                 raise CheckpointSaveError(f"{what}: {amount(needed, 'B')}, and {amount(free, 'B')} are free. {remedy}")
 
         find_everywhere(self._group, "the memory for copies of the state", take, CheckpointSaveError)
 
         def allocate() -> None:
             try:
-                for turn in range(2):
-                    self._slots.reserve(self._own(turn), size)
+                for process in self._held_here()[self._place :: self._on_host]:
+                    for turn in range(2):
+                        self._slots.reserve(2 * process + turn, sizes[process])
             except OSError as error:
                 raise CheckpointSaveError(f"{what}: {amount(needed, 'B')}, but {error}. {remedy}") from error
 
@@ -159,6 +187,9 @@ class StateInMemory:
             self._serial, self._has_copied = self._serial + 1, True
             with jax.transfer_guard_device_to_host("allow"):  # the user asks for it
                 self._slots.write(self._own(self._serial), self._serial, parts, about)
+            if self._link is not None and self._hosts > 1:
+                slot = self._slots.extent(self._own(self._serial))
+                self._link.pass_on(slot.begin, slot.head, slot.size)
 
     def _content(self) -> tuple[list[Any], bytes]:
         checkpoints = self._checkpoints
@@ -176,11 +207,52 @@ class StateInMemory:
 
         Usually they have: a step needs values of all processes. One whose parameters are frozen may be ahead.
         """
-        others = [2 * process + self._serial % 2 for process in range(self._group.process_count)]
-        with self._group.waiting("the copies of the other processes in memory"):
-            while not all((head := self._slots.head(of)) and head.serial >= self._serial for of in others):
+        if self._hosts > 1:
+            self._await_all_hosts()
+        else:
+            others = [2 * process + self._serial % 2 for process in range(self._group.process_count)]
+            with self._group.waiting("the copies of the other processes in memory"):
+                while not all((head := self._slots.head(of)) and head.serial >= self._serial for of in others):
+                    self._group.check()
+                    time.sleep(0.001)
+        if self._found is not None:  # nobody needs it any more
+            self._found = None
+            if self._place == 0:
+                self._slots.keep({2 * process + turn for process in self._held_here() for turn in range(2)})
+
+    def _held_here(self) -> list[int]:
+        """Return the processes whose copies this host has in this life: its own, and those of the host before it."""
+        return [
+            process for host in sorted({self._host, (self._host - 1) % self._hosts})
+            for process in range(host * self._on_host, (host + 1) * self._on_host)
+        ]  # fmt: skip
+
+    def _fetch(self, host: int, begin: int, size: int) -> None:
+        """Bring bytes of another host's file."""
+        if self._link is not None:
+            self._link.fetch(host, begin, size)
+            self._await_host()
+
+    def _await_all_hosts(self) -> None:
+        """Wait until each host has the last copy of the host before it."""
+        self._await_host()
+        self._group.barrier("the copies of the state between the hosts")
+
+    def _await_host(self) -> None:
+        """Wait until this host has done what this process asked for."""
+        if self._link is None:
+            return
+        with self._group.waiting("a copy of the state between two hosts"):
+            failure = self._link.finish(self._group.check)
+            deadline = time.monotonic() + _SECONDS_FOR_NEWS
+            while failure is not None:
                 self._group.check()
-                time.sleep(0.001)
+                if time.monotonic() > deadline:
+                    raise CheckpointSaveError(
+                        f"a copy of the state between two hosts has failed: {failure}. Leave memory_every= out, or "
+                        "make room where Ray has too little."
+                    )
+                time.sleep(0.1)
 
     def _own(self, serial: int) -> int:
         return 2 * self._group.process_index + serial % 2

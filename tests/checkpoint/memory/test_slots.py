@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.checkpoint.memory.copies import StateCopy, newest_copy, own_parts
+from jaxpp_flax.checkpoint.memory.copies import HeldSlot, StateCopy, newest_copy, own_parts
 from jaxpp_flax.checkpoint.memory.slots import Slots
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place_on_ranks
@@ -35,7 +35,11 @@ def write(slots: Slots, process: int, serial: int, leaves: dict[str, Any], proce
 
 
 def found(slots: Slots) -> StateCopy | None:
-    return newest_copy(slots, filter(slots.is_intact, slots.heads()), OWNER)
+    return newest_copy(slots, held(slots), OWNER)
+
+
+def held(slots: Slots, host: int | None = None) -> list[HeldSlot]:
+    return [HeldSlot(number, head, host) for number, head in slots.heads().items() if slots.is_intact(number)]
 
 
 def serial(slots: Slots) -> int | None:
@@ -128,3 +132,32 @@ def test_what_is_read_does_not_change_with_the_slot(slots: Slots):
     placed = copy.place("w", jax.ShapeDtypeStruct((4096,), jnp.float32))
     write(slots, 0, 3, {"w": jnp.zeros(4096)})
     np.testing.assert_array_equal(placed, np.arange(4096.0))
+
+
+def test_a_process_brings_from_other_hosts_what_it_reads_and_no_more(slots: Slots):
+    theirs, fetched = os.memfd_create("their slots"), list[tuple[int, int]]()
+    other = Slots(theirs)
+    for number in (1, 2):
+        write(slots, 0, number, {"mine": jnp.full(5, number)}, processes=2)
+        write(other, 1, number, {"a": jnp.full(3, number), "b": jnp.full(4000, number)}, processes=2)
+    write(slots, 1, 0, {"old": jnp.ones(2000)})  # of an earlier life, in the place of a slot that is brought
+
+    def fetch(host: int, begin: int, size: int) -> None:
+        assert host == 7
+        fetched.append((begin, size))
+        os.pwrite(slots._file, os.pread(theirs, size, begin), begin)
+
+    held_here = [slot for slot in held(slots) if slot.head.serial]
+    copy = newest_copy(slots, [*held_here, *held(other, host=7)], OWNER, fetch)
+    assert copy is not None
+    assert copy.step == 2
+    assert {number: head.serial for number, head in slots.heads().items()} == {0: 2, 1: 1}  # what is brought in parts
+    del fetched[:]
+    for path, size in (("mine", 5), ("b", 4000), ("b", 4000)):
+        assert copy.place(path, jax.ShapeDtypeStruct((size,), jnp.int32)).tolist() == [2] * size
+    ((begin, size),) = fetched  # once, and "a" not at all
+    assert size == 16000
+    slots.keep({0, 1})
+    assert os.pread(slots._file, size, begin) == bytes(size)
+    assert serial(slots) is None
+    os.close(theirs)

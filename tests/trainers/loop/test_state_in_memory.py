@@ -132,12 +132,17 @@ def test_of_a_damaged_copy_the_one_before_is_used(
     check_same(trainer, undisturbed)
 
 
-def test_without_a_whole_copy_the_checkpoint_is_used(tmp_path: Path, slots: Slots, undisturbed: list[np.ndarray]):
+@pytest.mark.parametrize("byte", [0, 5000])  # of the mark, and of the values
+def test_without_a_whole_copy_the_checkpoint_is_used(
+    tmp_path: Path, slots: Slots, undisturbed: list[np.ndarray], byte: int
+):
     live(tmp_path, kill_at=5, every=2)
     for number in slots.heads():
-        slots.reserve(number, 1)[0] = 0
+        slots.reserve(number, 1000)[byte] ^= 1
     trainer, _, said = live(tmp_path, every=2)
     assert any("resumed from" in line and line.endswith("/4, step 4") for line in said), said
+    told = "the copies in memory are not used: of no step are those of all processes left"
+    assert (told in said) == (byte > 0)
     check_same(trainer, undisturbed)
 
 
