@@ -194,7 +194,7 @@ def train(directory: str, stages: int, steps: int, signal_at: int | None = None,
 
     class Signal(Callback):
         def on_step(self, trainer: Any, record: Any) -> None:
-            print("step", record.step, flush=True)
+            print("took step", record.step, flush=True)
             if record.step == signal_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 

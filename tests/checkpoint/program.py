@@ -57,7 +57,7 @@ class Report(Callback):
 
     def on_step(self, trainer, record):
         jax.block_until_ready(jax.tree.leaves(trainer.state))
-        print(f"step {record.step}", flush=True)
+        print(f"took step {record.step}", flush=True)
         if self.hang and record.step == 2:
             print("hanging", flush=True)
             endless = jax.jit(lambda x: jax.lax.while_loop(lambda y: y > -1.0, lambda y: y + 1.0, x))

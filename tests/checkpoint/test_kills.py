@@ -29,7 +29,7 @@ def started(directory: Path, *options: str) -> Iterator[Processes]:
     flags = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
     arguments = (str(directory), str(LAST), *options)
     with start_processes(1, "tests.checkpoint.program", *arguments, environment=flags) as processes:
-        processes.wait_for_output(0, "step ")
+        processes.wait_for_output(0, "took step ")
         yield processes
 
 

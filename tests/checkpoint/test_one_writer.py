@@ -154,7 +154,7 @@ def test_the_same_program_a_second_time(tmp_path: Path):
         for name in ("first", "second"):
             with (tmp_path / name).open("w", encoding="utf-8") as output:
                 jobs.append(subprocess.Popen([*program, "100000"], stdout=output, stderr=output, text=True))
-            while "step 2\n" not in (text := (tmp_path / "first").read_text(encoding="utf-8")):
+            while "took step 2\n" not in (text := (tmp_path / "first").read_text(encoding="utf-8")):
                 assert jobs[0].poll() is None, text
                 time.sleep(0.05)
         end = time.monotonic() + 60.0

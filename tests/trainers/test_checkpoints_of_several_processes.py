@@ -76,7 +76,7 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
     reached, ends, cut_off = 0, list[float](), 0
     for _ in range(kills):
         with start(2, [("train", str(directory), 2, 100_000)]) as processes:
-            processes.wait_for_output(0, "step ")
+            processes.wait_for_output(0, "took step ")
             time.sleep(rng.uniform(0.0, 1.0))  # every second step is saved, and a step takes some milliseconds
             killed = rng.randrange(2)
             processes.processes[killed].kill()
