@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import OnePass
 from jaxpp_flax.engine.passes.place import ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
-from jaxpp_flax.engine.patterns import PlacedShapes, StackedCall
+from jaxpp_flax.engine.patterns import PlacedShapes, StackedCall, keep_newest
 from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 from jaxpp_flax.engine.placed import FunctionOnRanks, Types, structs_of, trace
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
@@ -144,6 +145,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
             donate_argnames=named,
         )
         self._latest: PlacedPipeline | None = None
+        self._patterns = deque[PlacedPipeline]()  # the newest last
         # By all of a call but its microbatches: what is traced and placed for their shapes.
         self._of_shapes: dict[Hashable, tuple[Traced, PlacedShapes]] = {}
 
@@ -204,7 +206,7 @@ class MpmdFunction(FunctionOnRanks[PlacedPipeline]):
         call = StackedCall.of(tree, [*zip(types, places, strict=True)])
         if call is None:
             return self._trace(tree, types, places).place(self._policy, self._residuals)
-        return self._place_pattern(call)
+        return keep_newest(self._placed, self._patterns, self._place_pattern(call))
 
     def _place_pattern(self, call: StackedCall) -> PlacedPipeline:
         """Write the program for a pattern of shapes; trace and place the step if it has a new shape."""

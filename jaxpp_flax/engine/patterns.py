@@ -6,9 +6,11 @@ microbatches of these shapes, only the program is written again: no equation is 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,11 +18,17 @@ from jaxpp_flax.engine.passes.loop.join_shapes import over_microbatches
 from jaxpp_flax.engine.passes.loop.loop import LoweredLoop
 from jaxpp_flax.engine.passes.place import StepOnRanks
 from jaxpp_flax.engine.passes.runner import Choices
+from jaxpp_flax.engine.passes.unroll import Rounds
 from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches, shape_numbers
 from jaxpp_flax.engine.tracing.ir import Value, values
 from jaxpp_flax.engine.tracing.reductions import AddOp, LastOp, MaxOp
 
-__all__ = ["PlacedShapes", "StackedCall"]
+__all__ = ["PlacedShapes", "StackedCall", "keep_newest"]
+
+# Programs that are kept for one step: each takes memory, and texts make any number of patterns.
+MOST_PATTERNS = 128
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +110,11 @@ class PlacedShapes:
     settings: Choices
     call: StackedCall
 
+    @cached_property
+    def rounds(self) -> Rounds:
+        """What runs around the loop, and when: the same for all patterns."""
+        return Rounds(self.step)
+
     def serves(self, call: StackedCall) -> bool:
         """Return whether the step can be written for another call that differs in its microbatches alone."""
         loops = self.step.loops
@@ -146,5 +159,21 @@ class PlacedShapes:
             donated=tuple(settings.donated[place] for place in places),
             specs=tuple(settings.specs[place] for place in places),
             residuals=settings.residual_plan,
+            rounds=self.rounds,
         )
         return replace(step, inputs=tuple(inputs), equations=equations, need=need), chosen
+
+
+def keep_newest(programs: dict[Any, P], patterns: deque[P], newest: P) -> P:
+    """Return the program for a new pattern; the oldest one is forgotten if there are too many.
+
+    Args:
+      programs: by key, those of patterns and others.
+      patterns: the programs of patterns in the order in which they came.
+    """
+    patterns.append(newest)
+    if len(patterns) > MOST_PATTERNS:
+        oldest = patterns.popleft()
+        for key in [key for key, program in programs.items() if program is oldest]:
+            del programs[key]
+    return newest

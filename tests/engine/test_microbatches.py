@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import Microbatches, mark_stage_end, treduce
+from jaxpp_flax.engine import patterns
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max
@@ -160,6 +161,16 @@ def test_a_new_pattern_compiles_nothing(name):
         tree_allclose(piped(params, StackedMicrobatches(tuple(items))), expected, rtol=RTOL, atol=1e-5)
         compiled.append(piped.compile(params_of(ranks), StackedMicrobatches(tuple(items))).compiler.compilations)
     assert compiled[0] == compiled[1] == compiled[2] == compiled[3] < compiled[4] == compiled[5]
+
+
+def test_the_oldest_patterns_are_forgotten(monkeypatch):
+    """A long run draws any number of patterns, and each program takes memory."""
+    monkeypatch.setattr(patterns, "MOST_PATTERNS", 2)
+    piped = mpmd_jit_with_loop(step_of(by_name("1f1b", 2, 2), operation=Add), mesh_of(2))
+    drawn = [StackedMicrobatches(tuple(x[None] for x in batch_of(numbers))) for numbers in ([0, 1], [1, 0], [1], [0])]
+    first = [piped.place(params_of(2), batch) for batch in drawn]
+    again = [piped.place(params_of(2), batch) for batch in reversed(drawn)]
+    assert [one is other for one, other in zip(first, reversed(again), strict=True)] == [False, False, True, True]
 
 
 def test_results_of_other_shapes_are_refused_by_name():

@@ -125,7 +125,7 @@ WRITING = (
     Passes[StepOnRanks, StepOnRanks, Choices](before=PLACING.before + len(PLACING.rows))
     .then(
         "unroll",
-        lambda placed, settings: unroll(placed, settings.num_ranks, settings.specs),
+        lambda placed, settings: unroll(placed, settings.num_ranks, settings.specs, settings.rounds),
         requires="a step on ranks",
         ensures="instructions in the schedule's order, over values that are made once. No program outside loops "
         "fetches more than a window from host memory, or one leaf",
@@ -140,7 +140,7 @@ WRITING = (
     .then(
         "liveness",
         lambda program, settings: donate_and_free(
-            program, settings.donated, keep_received=settings.result_ranks is not None
+            program, settings.donated, keep_received=settings.result_ranks is not None, pairs=settings.pairs
         ),
         requires="all readers of each value",
         ensures="values are donated or freed at their last use",

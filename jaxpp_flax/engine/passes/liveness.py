@@ -10,13 +10,16 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxpp_flax.engine.analyses.donation_pairs import donation_pairs, order_of_outputs
 from jaxpp_flax.engine.program.program import Free, Instruction, LoopTask, Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import VerificationError
+from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 
-__all__ = ["check_ends", "donate_and_free"]
+__all__ = ["Pairs", "check_ends", "donate_and_free"]
+
+Pairs: TypeAlias = dict[tuple[Graph, frozenset[int], tuple[tuple[int, int], ...]], dict[int, int]]
+"""The donation pairs of tasks: by their graph, the inputs that they may donate, and their pins."""
 
 
 def donate_and_free(
@@ -25,6 +28,7 @@ def donate_and_free(
     *,
     keep_received: bool,
     donatable: Sequence[frozenset[int]] | None = None,
+    pairs: Pairs | None = None,
 ) -> Program:
     """Add the donations and the frees to a program that has none.
 
@@ -33,6 +37,7 @@ def donate_and_free(
       donated_arguments: for each argument, whether the caller gives its buffers away.
       keep_received: never donate a received value: between processes, the runtime watches it to see its arrival.
       donatable: for each task, the positions of the only inputs that it may donate; by default all.
+      pairs: of tasks that programs before this one had too; those of new tasks are added.
     """
     kept = {*program.returned, *program.indices.values()}
     given: set[int] = set()
@@ -42,8 +47,9 @@ def donate_and_free(
     ends.update((value, number) for value, (number, _) in program.makers.items() if value not in ends)
     for value in kept:
         ends.pop(value, None)
-    pairs = _donations(program, ends, _never_donated(program, keep_received), donatable)
-    return _with_frees(_in_order(program, pairs), program.ranks, ends, given)
+    donated = _donations(program, ends, _never_donated(program, keep_received), donatable)
+    pairs_of = _pairs_of(program.tasks, donated, {} if pairs is None else pairs)
+    return _with_frees(_in_order(program, pairs_of), program.ranks, ends, given)
 
 
 def check_ends(program: Program) -> None:
@@ -66,8 +72,8 @@ def _never_donated(program: Program, keep_received: bool) -> set[int]:
 
 def _donations(
     program: Program, ends: Mapping[int, int], never: set[int], donatable: Sequence[frozenset[int]] | None
-) -> dict[int, dict[int, int]]:
-    """Return, for each task that runs, its donated inputs, each with the output that takes over its memory."""
+) -> dict[int, set[int]]:
+    """Return, for each task that runs, the inputs that it may donate."""
     donate: dict[int, set[int]] = {}
     for number, run in enumerate(program.instructions):
         if not isinstance(run, Run):
@@ -80,11 +86,21 @@ def _donations(
         if len(set(inputs)) < len(inputs):
             possible = {p for p in possible if inputs.count(inputs[p]) == 1}
         donate[run.task] = possible
-    return {
-        number: donation_pairs(task.graph, donate[number], task.pins)
-        for number, task in enumerate(program.tasks)
-        if number in donate
-    }
+    return donate
+
+
+def _pairs_of(
+    tasks: Sequence[ProgramTask], donate: Mapping[int, set[int]], remembered: Pairs
+) -> dict[int, Mapping[int, int]]:
+    """Return, for each task that donates, these inputs, each with the output that takes over its memory."""
+    pairs: dict[int, Mapping[int, int]] = {}
+    for number, positions in donate.items():
+        task = tasks[number]
+        key = task.graph, frozenset(positions), task.pins
+        if positions and key not in remembered:
+            remembered[key] = donation_pairs(*key)
+        pairs[number] = remembered[key] if positions else {}
+    return pairs
 
 
 def _donatable(task: ProgramTask) -> Collection[int]:

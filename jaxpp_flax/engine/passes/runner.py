@@ -14,8 +14,10 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
+from jaxpp_flax.engine.passes.liveness import Pairs
 from jaxpp_flax.engine.passes.loop.loop import Loop
 from jaxpp_flax.engine.passes.place import ResultRanks
+from jaxpp_flax.engine.passes.unroll import Rounds
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = [
@@ -61,10 +63,14 @@ class Choices(Settings):
       choose_cuts: the cut policy; returns the indices of the marks that cut.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
+      rounds: those of the step, if programs for several patterns of microbatches share them.
+      pairs: the donation pairs of tasks, which such programs share.
     """
 
     choose_cuts: Callable[[Loop], Sequence[int]]
     residuals: Residuals = None
+    rounds: Rounds | None = None
+    pairs: Pairs = field(default_factory=Pairs, repr=False)
 
     @cached_property
     def residual_plan(self) -> ResidualPlan | None:

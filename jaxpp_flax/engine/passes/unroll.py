@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from jax.sharding import PartitionSpec
 
@@ -20,7 +21,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import Task, TaskKind, parts
 
-__all__ = ["loop_prefix", "unroll"]
+__all__ = ["Rounds", "loop_prefix", "unroll"]
 
 _F, _B, _I, _W, _FUSED = TaskKind
 # The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
@@ -187,11 +188,14 @@ def _spec_of_sum(
     return accumulator_spec(accumulator.state.aval, loop.batch_dims[number], wish, alike)
 
 
-def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) -> Program:
+def unroll(
+    placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec], rounds: Rounds | None = None
+) -> Program:
     """Turn a placed step into a program.
 
     Each rank runs the equations around the loops in rounds: a round is a program, made of all that no transfer is
     missing for. A loop has a round of its own. `specs` are the partitions of the step's inputs inside a submesh.
+    `rounds` are those of the step, or of one that differs in its microbatches alone; by default they are computed.
     """
     spec_of = _known_specs(placed, specs)
     tasks, steps = list[ProgramTask](), list[TaskStep | TransferStep]()
@@ -201,14 +205,14 @@ def unroll(placed: StepOnRanks, num_ranks: int, specs: Sequence[PartitionSpec]) 
         steps.append(TaskStep(len(tasks), inputs, outputs))
         tasks.append(task)
 
-    rounds = _Rounds(placed)
-    segments = rounds.segments()
+    rounds = rounds or Rounds(placed)
     loops = outer = 0
     for time in range(rounds.count):
-        for rank, graph in segments.get(time, ()):
+        for rank, graph in rounds.segments.get(time, ()):
             run(ProgramTask(f"outer_{outer}", rank, graph), graph.inputs, values(graph.outputs))
             outer += 1
-        if (loop := rounds.loops.get(time)) is not None:
+        if time in rounds.loops:
+            loop = placed.loops[loops]
             prefix = loop_prefix(loops)
             for task, states in _initial_accumulators(loop, prefix, placed.inputs, spec_of):
                 run(task, (), states)
@@ -235,11 +239,14 @@ def _known_specs(placed: StepOnRanks, specs: Sequence[PartitionSpec]) -> dict[At
     return spec_of
 
 
-class _Rounds:
-    """The first round in which each rank can run each equation, loop and move; a move is at the end of its round."""
+class Rounds:
+    """The first round in which each rank can run each equation, loop and move; a move is at the end of its round.
+
+    They do not depend on the microbatches of a loop: these are inputs of the step, which are there before.
+    """
 
     def __init__(self, placed: StepOnRanks) -> None:
-        self.loops: dict[int, LoweredLoop] = {}
+        self.loops: list[int] = []  # the round of each loop, in program order
         self.moves: dict[int, dict[tuple[int, int], list[Value]]] = {}
         self.work: dict[int, dict[Equation, int]] = {}  # the round of each equation, by rank
         self.read: defaultdict[int, set[Value]] = defaultdict(set)  # what moves, loops and results read, by rank
@@ -253,7 +260,7 @@ class _Rounds:
             if isinstance(equation, LoweredLoop):
                 reads = placed.read_by(equation)
                 time = max([max(self.loops, default=-1) + 1, *(ready.get(key, 0) for key in reads)])
-                self.loops[time] = equation
+                self.loops.append(time)
                 for value, rank in reads:
                     self.read[rank].add(value)
                 rounds = dict.fromkeys(frozenset[int]().union(*equation.homes.values()), time)
@@ -269,8 +276,9 @@ class _Rounds:
                 ready[value, target] = rounds[source] + 1
             self.count = max([self.count, *(time + 1 for time in rounds.values())])
 
+    @cached_property
     def segments(self) -> dict[int, list[tuple[int, Graph]]]:
-        """Return the programs of each round, in the order of ranks; what a program makes is what later ones read."""
+        """The programs of each round, in the order of ranks; what a program makes is what later ones read."""
         graphs_at: dict[int, list[tuple[int, Graph]]] = {}
         for rank, times in sorted(self.work.items()):
             read = self.read[rank]

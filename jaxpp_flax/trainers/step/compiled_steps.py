@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from jaxpp_flax._compat_executables import called_with_few_bits
 from jaxpp_flax._compat_texts.errors import lacks_product
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.patterns import keep_newest
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
@@ -80,12 +82,11 @@ class CompiledSteps:
     ) -> None:
         self.clock, self.under_way, self.orders = clock, under_way, orders
         self.scheduling, self.assigner, self.builders, self._held = scheduling, assigner, builders, held
-        self.stage, self.state_specs = stage, stage.specs
+        self.stage, self.state_specs, self._ignored, self.rows = stage, stage.specs, ignored, rows
         self._fsdp: Fsdp = fsdp
-        self._ignored = ignored
-        self.rows = rows
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
+        self.patterns = deque[Any]()  # what is compiled for `Microbatches`, the newest last
         self.of_patterns: dict[Any, Any] = {}  # the function of the training step for `Microbatches`, by their kind
         self.shapes_trained: dict[Any, set[Any]] = {}  # those of their microbatches that are compiled, likewise
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
@@ -121,7 +122,7 @@ class CompiledSteps:
         self, microbatches: StackedMicrobatches, compiled_for: Callable[[StackedMicrobatches], Any]
     ) -> StackedMicrobatches:
         """Return microbatches of several shapes in the order in which they shall run; see `MicrobatchOrders`."""
-        schedule, _ = self.scheduling.pipeline("an order of microbatches")
+        schedule = self.scheduling.pipeline("an order of microbatches")[0]
         return self.orders.arranged(microbatches, schedule, compiled_for, self._keeps_order)
 
     @without_ambient_mesh
@@ -144,7 +145,6 @@ class CompiledSteps:
         """
         (schedule, mesh), held = self.scheduling.pipeline("a plan"), self._held
         state = held.kept.described(held.memory)
-
         function = self.training_function(microbatches)
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, **self._form(microbatches, donate=True))
@@ -391,10 +391,10 @@ class CompiledSteps:
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
             if isinstance(arguments[1], StackedMicrobatches):  # one function serves all patterns of shapes
                 step = self.of_patterns.setdefault(self._pattern_key(arguments[1]), step)
+                return keep_newest(self.compiled, self.patterns, step.compile(*arguments))
             return step.compile(*arguments)
 
     def _pattern_key(self, batch: StackedMicrobatches) -> Any:
         """Return what the steps for patterns of some shapes share: the schedule, and what a microbatch is."""
         leaves, tree = jax.tree.flatten(batch.items[0])
-        kinds = [(dtype_of(leaf), len(leaf.shape)) for leaf in leaves]
-        return self.scheduling.schedule, tree, tuple(kinds), trace_settings()
+        return self.scheduling.schedule, tree, *((dtype_of(leaf), len(leaf.shape)) for leaf in leaves), trace_settings()

@@ -18,6 +18,8 @@ OrderRule = Literal["cost", "given"]
 # A gain below this is not told.
 _WORTH_A_LINE = 1.01
 
+_MOST_ORDERS = 1024  # are kept: texts make any number of patterns, and an order is chosen again in milliseconds
+
 
 class MicrobatchOrders:
     """Chooses the order of the microbatches of a step, and keeps the choice for each pattern of shapes.
@@ -55,6 +57,8 @@ class MicrobatchOrders:
         if key not in self.chosen:
             costs = self._learn(batch, kinds, schedule, compiled_for)  # first: what cannot be compiled is refused there
             self.chosen[key] = self._keep(kinds) if keeps_order(batch) else self._choose(kinds, schedule, costs)
+            if len(self.chosen) > _MOST_ORDERS:
+                del self.chosen[next(iter(self.chosen))]
         order = self.chosen[key].order
         return StackedMicrobatches(tuple(batch.items[number] for number in order), batch.further)
 
