@@ -298,8 +298,8 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
                 )
             raise BatchError(
                 f"{name} {what if isinstance(leaf, jax.ShapeDtypeStruct) else f'has shape {tuple(leaf.shape)}'}, but "
-                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of {examples}. Expected: local "
-                f"{expected}, of {(size, *expected[1:])} global. {remedy}"
+                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of {examples}. Expected: "
+                f"local {expected}, of {(size, *expected[1:])} global. {remedy}"
             )
         if jnp.issubdtype(whole.dtype, jax.dtypes.prng_key):
             raise BatchError(f"{name} holds PRNG keys. Pass `jax.random.key_data(keys)`, and wrap it in the loss.")
