@@ -11,8 +11,7 @@ import numpy as np
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
-from jaxpp_flax.processes import compare_hashes, process_group, value_hash
-from jaxpp_flax.processes.comparison import compare_without_waiting
+from jaxpp_flax.processes import compare_hashes, compare_without_waiting, process_group, value_hash
 from jaxpp_flax.trainers.data.batch import describe_batch
 from jaxpp_flax.trainers.data.batch_leaves import leaf_name
 

@@ -289,17 +289,17 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
             size = whole.shape[0] * whole.shape[1]
             what = f"is a shape without a value ({leaf})"
             if isinstance(batch, StackedMicrobatches):
-                of = "a microbatch"
+                examples = "a microbatch"
                 remedy = "Pass so many rows of each leaf; or the same whole Microbatches everywhere, without own_rows."
             else:
-                of = f"a batch (global_batch_size={size}): {len(places)} in each of {count} microbatches"
+                examples = f"a batch (global_batch_size={size}): {len(places)} in each of {count} microbatches"
                 remedy = (
                     "Load `trainer.rows_read(batch)` of each leaf; or pass whole batches, without global_batch_size."
                 )
             raise BatchError(
                 f"{name} {what if isinstance(leaf, jax.ShapeDtypeStruct) else f'has shape {tuple(leaf.shape)}'}, but "
-                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of {of}. Expected: local "
-                f"{expected}, of {(size, *expected[1:])} global. {remedy}"
+                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of {examples}. Expected: "
+                f"local {expected}, of {(size, *expected[1:])} global. {remedy}"
             )
         if jnp.issubdtype(whole.dtype, jax.dtypes.prng_key):
             raise BatchError(f"{name} holds PRNG keys. Pass `jax.random.key_data(keys)`, and wrap it in the loss.")

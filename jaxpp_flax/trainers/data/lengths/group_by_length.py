@@ -63,7 +63,8 @@ def group_by_length(
         `divisible_by` then count what this process has. Before each batch the processes exchange the lengths of their
         next microbatches, the longest first, and each of these is as long as the longest of any process: a process with
         shorter examples there pads them to that length, and those without a place wait for the next microbatches. A
-        process whose examples have ended passes rows of padding until all have ended.
+        process whose examples have ended passes rows of padding until all have ended. So all processes must draw the
+        same number of batches, and at least one example each.
 
     Raises:
       ValueError: if the budget holds no row of the last length, or an argument is not what it must be.
