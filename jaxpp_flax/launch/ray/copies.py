@@ -59,7 +59,7 @@ class HostCopies:
         """
         if life < self._life:
             raise ValueError(f"this copy is of life {life}, and life {self._life} has begun")
-        os.pwrite(self._file, data, begin)
+        os.pwrite(self._file, data.data, begin)
 
     def read(self, begin: int, size: int) -> np.ndarray:
         """Return bytes for another host."""

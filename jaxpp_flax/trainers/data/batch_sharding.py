@@ -320,7 +320,7 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
 def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: BatchComparison) -> Any:
     """Return `own_rows`, after a comparison with the processes that read the same rows."""
     if isinstance(batch, Microbatches):  # in the order of the data
-        batch = StackedMicrobatches(batch.items)
+        batch = StackedMicrobatches(tuple(batch.items))
     taken = own_rows(compiled, batch, microbatches)
     comparison.before_these(_named_rows(compiled, batch, microbatches))
     return taken
