@@ -25,6 +25,7 @@ class Hosts:
         self.files = [os.memfd_create(f"host {place}") for place in range(3)]
         self.slots = [Slots(file) for file in self.files]
         self.copies = [HostCopies(file) for file in self.files]
+        self.links = list[MemoryLink]()
         self.written = list[tuple[int, int, int]]()  # the host, the first byte, and how many
         self.actors = [SimpleNamespace(copies=SimpleNamespace(remote=self.remote(place))) for place in range(3)]
         self.meet(1)
@@ -47,7 +48,8 @@ class Hosts:
     def link(self, place: int) -> MemoryLink:
         ours, theirs = socket.socketpair()
         self.copies[place].serve(theirs)
-        return MemoryLink(ours.detach(), 1)
+        self.links.append(MemoryLink(ours.detach(), 1))
+        return self.links[-1]
 
 
 def get(calls: Any) -> Any:
@@ -64,6 +66,8 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setattr(copies, "_PIECE", 10_000)
     made = Hosts()
     yield made
+    for link in made.links:
+        link.close()
     for file in made.files:
         os.close(file)
 
