@@ -95,7 +95,7 @@ def test_all_hosts_are_ended_at_once_and_who_asks_for_the_end_does_not_wait(aske
     hosts = [Told(name, [0], seconds_to_end=1.0) for name in "abc"]
     signals, begin = list[int](), time.monotonic()
     if asked:
-        hosts[2].has_ended = lambda: bool(signals.append(signal.SIGINT))  # type: ignore[method-assign]
+        hosts[0].has_ended = lambda: bool(signals.append(signal.SIGINT))  # type: ignore[method-assign]
     assert supervise(Job(program=[__file__], num_processes=1), logs, signals, lambda: hosts) == 0
     assert (time.monotonic() - begin < 1.0) == asked
     assert max(host.ended_at for host in hosts) - begin < 0.9  # none waits for the end of another one
