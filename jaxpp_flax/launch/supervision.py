@@ -45,6 +45,7 @@ class ProcessHost(Protocol):
     def tell(self, line: str) -> None: ...
     def signal(self, index: int | None, number: int) -> None: ...
     def end(self) -> None: ...
+    def has_ended(self) -> bool: ...
 
 
 # The exit statuses of a process that ends because of another one, or by its launcher.
@@ -91,10 +92,10 @@ def supervise(job: Job, logs: Logs, signals: list[int], gather: Callable[[], Seq
     cause: Cause | None = None
     while goes_on:
         attempt += 1
-        with _Life(job, gather(), logs) as life:
+        with _Life(job, gather(), logs, signals) as life:
             try:
                 life.start(run_id, attempt)
-                cause = life.follow(signals, lives)
+                cause = life.follow(lives)
             except NotForked as error:
                 cause = Cause.asked(signals.pop(0)) if signals else Cause.not_forked(error)
         logs.drain(seconds=1.0)
@@ -158,8 +159,8 @@ class _Life:
 
     is_asked = False
 
-    def __init__(self, job: Job, hosts: Sequence[ProcessHost], logs: Logs) -> None:
-        self._job, self._hosts, self._logs = job, hosts, logs
+    def __init__(self, job: Job, hosts: Sequence[ProcessHost], logs: Logs, signals: list[int]) -> None:
+        self._job, self._hosts, self._logs, self._signals = job, hosts, logs, signals
         self._processes = [
             _Process(host, ProcessState(number * job.num_processes + place))
             for number, host in enumerate(hosts)
@@ -177,6 +178,9 @@ class _Life:
         """Leave nothing behind."""
         for host in self._hosts:
             host.end()
+        # All hosts at once. Who asks for the end meanwhile does not wait: hosts that are given up end by themselves.
+        while not (all(host.has_ended() for host in self._hosts) or self._signals):
+            time.sleep(_POLL_SECONDS)
 
     @property
     def reached(self) -> int:
@@ -207,7 +211,7 @@ class _Life:
         for process, each in zip(self._processes, settings.for_every_process(), strict=True):
             process.host.start(each)
 
-    def follow(self, signals: list[int], lives: Lives) -> Cause | None:
+    def follow(self, lives: Lives) -> Cause | None:
         """Wait until all processes have ended, or end them; returns the cause, if not all ended well."""
         stopping: Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
@@ -216,8 +220,8 @@ class _Life:
             alive = self._alive
             lives.look([process.state for process in self._processes], ended=not alive)
             now = time.monotonic()
-            if signals:
-                number = signals.pop(0)
+            if self._signals:
+                number = self._signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
                 stopping, self.is_asked = stopping or Cause.asked(number), True

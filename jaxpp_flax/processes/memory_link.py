@@ -27,6 +27,8 @@ class MemoryLink:
       (['fetch', 3, 4096, 64], 17)
       >>> link.finish(lambda: None)
       'host 3 is lost'
+      >>> link.close(), theirs.close()
+      (None, None)
     """
 
     def __init__(self, descriptor: int, processes: int) -> None:
@@ -42,6 +44,10 @@ class MemoryLink:
     def fetch(self, host: int, begin: int, size: int) -> None:
         """Ask for bytes of another host's file, at the same place in this host's."""
         self._ask("fetch", host, begin, size)
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._socket.close()
 
     def _ask(self, *request: str | int) -> None:
         self._socket.sendall(json.dumps(request).encode() + b"\n")

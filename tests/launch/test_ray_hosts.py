@@ -308,3 +308,25 @@ def test_a_host_that_answers_one_call_after_another_is_not_given_up(monkeypatch:
     host.poll()
     assert host.lost == "it has not answered for 5 s."
     assert killed == [actor]
+
+
+def test_the_end_of_a_host_is_awaited_without_blocking(monkeypatch: pytest.MonkeyPatch):
+    clock, ready = [0.0], set[str]()
+    ray = SimpleNamespace(
+        wait=lambda calls, timeout: ([call for call in calls if call in ready and timeout == 0], []),
+        get=lambda call: ("", HostReport(), []), kill=lambda actor: None,
+        exceptions=SimpleNamespace(RayError=RuntimeError, RayTaskError=KeyError),
+    )  # fmt: skip
+    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda method, *_: method))
+    head = SimpleNamespace(check=lambda: None, is_lost=False)
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    both = [hosts.RayHost(ray, actor, name, "node", None, head, 5.0) for name in "ab"]  # type: ignore[arg-type]
+    for host in both:
+        host.end()
+    assert [host.has_ended() for host in both] == [False, False]
+    clock[0] = 5.5
+    assert both[0].has_ended()
+    assert both[0].lost == "it has not answered for 5 s."
+    ready.add("end")
+    assert both[1].has_ended()
+    assert both[1].lost is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ class Told:
     address: str = "10.0.0.1:4000"
     index: int = 0
     heard: list[str] = field(default_factory=list[str])
+    seconds_to_end: float = 0.0
+    ended_at: float = 0.0
 
     def serve(self, settings: LaunchSettings) -> None: ...
 
@@ -49,7 +52,11 @@ class Told:
     def signal(self, index: int | None, number: int) -> None:
         self.statuses = [-number]
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        self.ended_at = time.monotonic()
+
+    def has_ended(self) -> bool:
+        return time.monotonic() - self.ended_at >= self.seconds_to_end
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,15 @@ def test_a_process_that_does_not_end_after_the_program_of_another_is_killed_and_
     job = Job(program=[__file__], num_processes=1, grace=0.3)
     assert supervise(job, logs, [], lambda: hosts) == 0
     assert "process 1 of 2 has ended its program, but is still running" in errors.getvalue()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_all_hosts_are_ended_at_once_and_who_asks_for_the_end_does_not_wait(asked: bool):
+    logs = Logs(2, Console(file=io.StringIO(), width=1000), io.StringIO())
+    hosts = [Told(name, [0], seconds_to_end=1.0) for name in "abc"]
+    signals, begin = list[int](), time.monotonic()
+    if asked:
+        hosts[0].has_ended = lambda: bool(signals.append(signal.SIGINT))  # type: ignore[method-assign]
+    assert supervise(Job(program=[__file__], num_processes=1), logs, signals, lambda: hosts) == 0
+    assert (time.monotonic() - begin < 1.0) == asked
+    assert max(host.ended_at for host in hosts) - begin < 0.9  # none waits for the end of another one

@@ -130,7 +130,7 @@ class Slots:
     def keep(self, numbers: Container[int]) -> None:
         """Give the memory of all other slots back."""
         for number in range(math.ceil(os.fstat(self._file).st_size / _SPAN)):
-            if number not in numbers and number not in self._open:
+            if number not in numbers:
                 begin, size = ctypes.c_longlong(number * _SPAN), ctypes.c_longlong(_SPAN)
                 ctypes.CDLL(None).fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, begin, size)
 

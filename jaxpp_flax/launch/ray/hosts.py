@@ -163,21 +163,17 @@ class RayHost:
         self._head.check()
         if not self._calls and time.monotonic() - self._asked >= _POLL_SECONDS:
             self._ask(None)
-        self._hear(0.0)
-        limit = self._timeout if self._report.processes else max(_START_SECONDS, self._timeout)
-        # One call after another is answered, so a call waits for those before it.
-        if self._calls and time.monotonic() - max(self._calls[0][1], self._answered) > limit:
-            self.give_up(f"it has not answered for {limit:g} s.")
+        self._hear(self._timeout if self._report.processes else max(_START_SECONDS, self._timeout))
         return self._report
 
     def end(self) -> None:
-        """As `Host.end`."""
+        """As `Host.end`; the answer comes later."""
         self._ask("end")
-        deadline = time.monotonic() + self._timeout
-        while self._calls and time.monotonic() < deadline:
-            self._hear(max(0.0, deadline - time.monotonic()))
-        if self._calls:
-            self.give_up(f"it has not answered for {self._timeout:g} s.")
+
+    def has_ended(self) -> bool:
+        """As `Host.has_ended`; also if it is lost."""
+        self._hear(self._timeout)
+        return not self._calls
 
     def give_up(self, why: str) -> None:
         """Count it as lost. Whatever is left of it ends with its actor, at the latest when Ray reaches it again."""
@@ -185,9 +181,12 @@ class RayHost:
         if not self._head.is_lost:  # else the call would wait until Ray ends this process
             self._ray.kill(self.actor)
 
-    def _hear(self, seconds: float) -> None:
-        """Take the answers that have come, in the order of the calls."""
-        while self._calls and self._ray.wait([self._calls[0][0]], timeout=seconds)[0]:
+    def _hear(self, limit: float) -> None:
+        """Take the answers that have come, in the order of the calls; give the host up after so many seconds without.
+
+        It does not wait: while Ray waits, no signal is heard.
+        """
+        while self._calls and self._ray.wait([self._calls[0][0]], timeout=0.0)[0]:
             call, _ = self._calls.pop(0)
             self._answered = time.monotonic()
             try:
@@ -205,3 +204,6 @@ class RayHost:
                 return
             for index, line, errors in lines:
                 self._logs.print_line(index, line, errors)
+        # One call after another is answered, so a call waits for those before it.
+        if self._calls and time.monotonic() - max(self._calls[0][1], self._answered) > limit:
+            self.give_up(f"it has not answered for {limit:g} s.")

@@ -215,8 +215,8 @@ class StateInMemory:
                 while not all((head := self._slots.head(of)) and head.serial >= self._serial for of in others):
                     self._group.check()
                     time.sleep(0.001)
-        if self._found is not None:  # nobody needs it any more
-            self._found = None
+        if self._had_copies:  # nobody needs those of earlier lives any more
+            self._found, self._had_copies = None, False
             if self._place == 0:
                 self._slots.keep({2 * process + turn for process in self._held_here() for turn in range(2)})
 

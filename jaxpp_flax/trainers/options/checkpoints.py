@@ -29,9 +29,10 @@ class Checkpoints:
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
         `fit` saves its last step alone, and `training_steps` nothing.
       memory_every: steps between two copies of the state in the host's memory, from which `fit` goes on when the
-        launcher starts the run again on its one host (`python -m jaxpp_flax.launch -n 4 --max-restarts 3 ...`, Linux),
-        unless a checkpoint is newer. The host holds two copies, and none after the end of the run. A copy waits for its
-        step. None makes no copies.
+        launcher starts the run again (`python -m jaxpp_flax.launch -n 4 --max-restarts 3 ...`, Linux), unless a
+        checkpoint is newer. The host holds two copies, and none after the end of the run. A copy waits for its step.
+        With `--ray`, each host also holds those of the host before it, which come during the next step: a step is kept
+        once they have come, and the copy after it waits for them. None makes no copies.
       keep: how many of the latest checkpoints to keep, or an Orbax preservation policy. None keeps all.
       best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
         it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps. The summary at the

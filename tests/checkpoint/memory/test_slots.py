@@ -140,7 +140,7 @@ def test_a_process_brings_from_other_hosts_what_it_reads_and_no_more(slots: Slot
     for number in (1, 2):
         write(slots, 0, number, {"mine": jnp.full(5, number)}, processes=2)
         write(other, 1, number, {"a": jnp.full(3, number), "b": jnp.full(4000, number)}, processes=2)
-    write(slots, 1, 0, {"old": jnp.ones(2000)})  # of an earlier life, in the place of a slot that is brought
+    write(Slots(slots._file), 1, 0, {"old": jnp.ones(2000)})  # of an earlier life, where one is brought
 
     def fetch(host: int, begin: int, size: int) -> None:
         assert host == 7
