@@ -10,13 +10,7 @@ The names exported here are enough for code that computes. Transports, checkpoin
 import the modules.
 """
 
-from jaxpp_flax.processes.comparison import (
-    compare_hashes,
-    compare_without_waiting,
-    exchange_values,
-    value_hash,
-    value_text,
-)
+from jaxpp_flax.processes.comparison import compare_hashes, exchange_values, value_hash, value_text
 from jaxpp_flax.processes.group import ProcessGroup, errors_naming_failed_process, process_group
 from jaxpp_flax.processes.store import BarrierTimeoutError, CoordinationError, ProcessFailedError
 
@@ -26,7 +20,6 @@ __all__ = [
     "ProcessFailedError",
     "ProcessGroup",
     "compare_hashes",
-    "compare_without_waiting",
     "errors_naming_failed_process",
     "exchange_values",
     "process_group",

@@ -29,7 +29,6 @@ __all__ = [
     "ValuesMismatchError",
     "compare_hashes",
     "compare_lines",
-    "compare_without_waiting",
     "describe_environment",
     "do_in_process_0",
     "exchange_values",
@@ -121,6 +120,8 @@ def compare_hashes(
     remedy: str,
     idle_reason: str | None = None,
     among: str = "",
+    *,
+    waits: bool = True,
 ) -> None:
     """Make sure that each value is equal in all processes that have it; all processes call this.
 
@@ -130,12 +131,18 @@ def compare_hashes(
       hashes: the hash or text (`value_text`) of each value by its name; None for a value that this process lacks.
       remedy: the advice at the end of the error's message.
       among: the part of the values that this call compares, such as "steps 3 to 4", for errors.
+      waits: False compares with the processes that have made this call already, and waits for none. Of two that
+        differ, the one that comes later raises the error, which ends the run. Calls are counted by `name`.
 
     Raises:
       ValuesMismatchError: if values differ. The message names the first one, and the processes.
       ProcessFailedError: if a process fails meanwhile.
     """
-    everyones = exchange_values(group, f"the hashes of {name}", dict(hashes), timeout_s=None, idle_reason=idle_reason)
+    if waits:
+        title = f"the hashes of {name}"
+        everyones = exchange_values(group, title, dict(hashes), timeout_s=None, idle_reason=idle_reason)
+    else:
+        everyones = _given_already(group, name, dict(hashes))
     if wrong := _find_differences(everyones):
         _refuse_differences(f"{name}{among and f', {among}'}", wrong, remedy)
 
@@ -149,27 +156,16 @@ def _refuse_differences(name: str, wrong: Mapping[str, Mapping[str, Sequence[int
     )
 
 
-def compare_without_waiting(group: ProcessGroup, name: str, texts: Mapping[str, str], remedy: str) -> None:
-    """Make sure that each text is equal in all processes that have made this call already; nobody waits.
-
-    Of two processes that differ, the one that comes later raises the error, which ends the run.
-
-    Args:
-      name: a name for all the texts, such as "the shapes of the microbatches", for errors; calls are counted by it.
-      texts: each text by its name.
-      remedy: the advice at the end of the error's message.
-
-    Raises:
-      ValuesMismatchError: naming the first text that differs, and the processes.
-    """
+def _given_already(group: ProcessGroup, name: str, texts: Mapping[str, str | None]) -> list[dict[str, str | None]]:
+    """Return the texts of the processes that have made this call already, if some differ; else nothing."""
     if group.process_count == 1:
-        return
+        return []
     words = json.dumps(texts).encode()
     digests = group.values.beside(name, hashlib.blake2b(words, digest_size=8).digest(), words)
-    if len(set(digests.values())) > 1:
-        told = group.values.words_beside(name)
-        everyones = [json.loads(told[i]) if i in digests else {} for i in range(group.process_count)]
-        _refuse_differences(name, _find_differences(everyones), remedy)
+    if len(set(digests.values())) == 1:
+        return []
+    told = group.values.words_beside(name)
+    return [json.loads(told[process]) if process in digests else {} for process in range(group.process_count)]
 
 
 def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, dict[str, list[int]]]:

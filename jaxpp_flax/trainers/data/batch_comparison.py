@@ -11,7 +11,7 @@ import numpy as np
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
-from jaxpp_flax.processes import compare_hashes, compare_without_waiting, process_group, value_hash
+from jaxpp_flax.processes import compare_hashes, process_group, value_hash
 from jaxpp_flax.trainers.data.batch import describe_batch
 from jaxpp_flax.trainers.data.batch_leaves import leaf_name
 
@@ -71,10 +71,9 @@ class BatchComparison:
         if not self._several or not isinstance(batch, Microbatches):
             return
         texts = {f"microbatch {number}": describe_batch(item) for number, item in enumerate(batch)}
-        compare = compare_without_waiting if self._has_shapes else compare_hashes
         name = f"the shapes of the Microbatches for {self._what}"
         texts |= {"their number": str(len(batch)), "own_rows": str(by_rows)}
-        compare(process_group(), name, texts, _SHAPES_REMEDY)
+        compare_hashes(process_group(), name, texts, _SHAPES_REMEDY, waits=not self._has_shapes)
         self._has_shapes = True
 
     def before(self, batch: Any) -> None:
