@@ -93,7 +93,7 @@ WITHOUT_PROCESSES = ("engine/tracing", "engine/analyses", "engine/passes", "trai
 WITH_THE_FACE_OF_PROCESSES = (
     "engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/loss", "trainers/step",
 )  # fmt: skip
-LARGEST_FACE = 11
+LARGEST_FACE = 10
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")
 FILES_WITH_PRIVATE_JAX = "_compat"
