@@ -1,13 +1,11 @@
 """Run by `test_weights.py` as several processes of two devices: weights go to samplers on devices of several processes.
 
-Usage: run_weights.py all|apart
-all: a stage on the first device of each process. apart: two stages on the first half of the processes.
+A stage is on the first device of each process.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,11 +46,8 @@ def sampler_on(devices: Sequence[Any], stages: int) -> nnx.Module:
 
 
 def whole_weights(trainer: PipelineTrainer) -> dict[str, np.ndarray]:
-    """All leaves on this process. One without a stage cannot gather a model."""
-    if sys.argv[1] == "all":
-        found = flatten(nnx.state(trainer.gather_model(), nnx.Param))[0]
-    else:
-        found = dict(trainer.stream_weights(NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())))
+    """All leaves on this process."""
+    found = flatten(nnx.state(trainer.gather_model(), nnx.Param))[0]
     return {path: np.asarray(leaf) for path, leaf in found.items()}
 
 
@@ -71,11 +66,10 @@ def needed_here(source: Any, sampler: nnx.Module) -> int:
 
 def main() -> None:
     faulthandler.dump_traceback_later(200, exit=True)
-    processes = range(COUNT) if sys.argv[1] == "all" else range(COUNT // 2)
-    stages = len(processes)
+    stages = COUNT
     trainer = PipelineTrainer(
         Layers(stages, rngs=nnx.Rngs(0)), optax.sgd(0.1), squared_error, num_stages=stages, num_microbatches=4,
-        logging=False, mesh=Mesh(np.array(first_devices(processes)), ("stage",)),
+        logging=False, mesh=Mesh(np.array(first_devices(range(COUNT))), ("stage",)),
     )  # fmt: skip
     batch = make_xy(8)
     trainer.train_step(batch)

@@ -16,6 +16,7 @@ from jaxpp_flax.engine.program.description import describe_program, describe_ran
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection
+from jaxpp_flax.messages import listed
 from jaxpp_flax.processes.comparison import compare_hashes, compare_lines, describe_environment, value_text
 
 __all__ = ["SharedSpecs", "compare_programs", "compare_values", "start"]
@@ -35,18 +36,17 @@ def compare_programs(
     """Compare the programs of all processes before any compilation; return None in a single process.
 
     Raises:
-      ValueError: if the mesh has no device of this process.
+      ValueError: if the mesh has devices of several processes, or of another one, and none of some process.
       ProgramMismatchError: if the programs differ, or the settings of their compilation; it shows the first difference.
       BarrierTimeoutError, ProcessFailedError: if a process does not arrive.
     """
-    process = jax.process_index()
     owners = sorted(mesh.processes)
-    if owners == [process]:
+    if owners == [jax.process_index()]:
         return None
-    if process not in owners:
+    if absent := sorted({*range(jax.process_count())} - mesh.processes):  # all are told: nobody waits for these
         raise ValueError(
-            f"{mesh!r} has no device of process {process}: all are of {owners} of {jax.process_count()} processes. "
-            "Every process of a run takes part in its steps: give each of them devices."
+            f"{mesh!r} has no device of process {listed(absent)}: all are of {owners} of {jax.process_count()} "
+            "processes. Every process of a run takes part in its steps: give each of them devices."
         )
     connection = process_connection()
     title = f"program {connection.next_program()}"
