@@ -25,7 +25,7 @@ from jaxpp_flax.layers import add_lora
 from jaxpp_flax.pretrained import export_pretrained, load_pretrained
 from jaxpp_flax.trainers import Logging, Training
 
-# In a copy of this file, llama.py lies beside it.
+# A copy of this file needs examples/pretrained/llama.py beside it.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pretrained"))
 from llama import NAMES, Llama, LlamaConfig
 

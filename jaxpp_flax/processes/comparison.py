@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,15 +143,14 @@ def compare_hashes(
         everyones = exchange_values(group, title, dict(hashes), timeout_s=None, idle_reason=idle_reason)
     else:
         everyones = _given_already(group, name, dict(hashes))
-    if wrong := _find_differences(everyones):
-        _refuse_differences(f"{name}{among and f', {among}'}", wrong, remedy)
-
-
-def _refuse_differences(name: str, wrong: Mapping[str, Mapping[str, Sequence[int]]], remedy: str) -> NoReturn:
+    wrong = _find_differences(everyones)
+    if not wrong:
+        return
     path, versions = next(iter(wrong.items()))
     more = "" if len(wrong) == 1 else f" It is one of {len(wrong)} that differ."
     raise ValuesMismatchError(
-        f"the processes of this run have different values of {name}, where all must have the same: {path}.{more}\n"
+        f"the processes of this run have different values of {name}{among and f', {among}'}, where all must have the "
+        f"same: {path}.{more}\n"
         f"{_list_versions(versions)}\n{remedy}"
     )
 

@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
 from jaxpp_flax.trainers.data.batch import InferencePart, batch_size, join_parts, resized, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
-from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows
+from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, compared_rows, one_by_one
 from jaxpp_flax.trainers.data.evaluation_sets import evaluation_sets
 from jaxpp_flax.trainers.data.global_arrays import is_global
 from jaxpp_flax.trainers.data.padding import Form, form_for
@@ -141,10 +141,12 @@ class InferenceCalls(WeightCalls):
         state_for, forms = self._state_for_step(), dict[Any, Form]()
         drawn = itertools.islice(data, steps)
         for batch in awaited(drawn, "the next batch to evaluate"):  # the data see the mesh of the caller
+            batches = [(batch, global_batch_size)]
             if isinstance(batch, Microbatches):
-                alike.shapes(self.steps.rows.whole(batch, global_batch_size), by_rows=batch.own_rows)
+                whole = self.steps.rows.whole(batch, global_batch_size)
+                alike.shapes(whole, by_rows=whole is not batch)
+                batches = one_by_one(batch, whole)
             evaluated = functools.partial(self._evaluated, state_for=state_for, alike=alike, forms=forms)
-            batches = self.steps.rows.for_evaluation(batch, global_batch_size)
             for terms, part in itertools.chain.from_iterable(itertools.starmap(evaluated, batches)):
                 if pending is not None:
                     average.add(*pending)

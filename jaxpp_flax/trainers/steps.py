@@ -22,8 +22,7 @@ from jaxpp_flax.trainers.stages.stage_table import stage_table
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import one_of
 from jaxpp_flax.trainers.step.facts.lost_bits import lost_bits
-from jaxpp_flax.trainers.step.microbatch_orders import in_same_order
-from jaxpp_flax.trainers.step.worst_memory import worst_memory
+from jaxpp_flax.trainers.step.facts.worst_memory import worst_memory
 
 __all__ = ["StepCalls"]
 
@@ -128,22 +127,17 @@ class StepCalls(InferenceCalls):
         rows, trained_on = self.steps.rows, self.steps.trained_on
         whole = rows.whole(batch, global_batch_size)
         trained_on.shapes(whole, by_rows=whole is not batch)
-        given = rows.split(whole)
-        microbatches = self._in_order(given, whole)
+        microbatches, own = rows.split(whole), batch
+        if isinstance(microbatches, StackedMicrobatches) and self.mesh is not None:
+            order = self.steps.order_of(microbatches, lambda given: self._compiled_training(given, whole))
+            microbatches, own = microbatches.in_order(order), StackedMicrobatches(batch.items).in_order(order)
         compiled = self._compiled_training(microbatches, whole)
         if self.checkpoints.store is not None:
             self.checkpoints.store.check()
         if whole is not batch:
-            own = in_same_order(batch, given, microbatches) if isinstance(batch, Microbatches) else batch
             return compiled, compared_rows(compiled, own, microbatches, trained_on)
         trained_on.before(microbatches)
         return compiled, microbatches
-
-    def _in_order(self, microbatches: Any, whole: Any) -> Any:
-        """Return the microbatches as they shall run; those of one shape, and of one stage, stay as they are."""
-        if not isinstance(microbatches, StackedMicrobatches) or self.mesh is None:
-            return microbatches
-        return self.steps.in_order(microbatches, lambda given: self._compiled_training(given, whole))
 
     def _finish(self, results: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""

@@ -168,7 +168,7 @@ def own(
 
 
 def fit_and_evaluate(piped: PipelineTrainer, plain: Plain, texts: list[np.ndarray]) -> None:
-    """By own rows too: the loss of an evaluation, and the size of the whole batch that a callback is told."""
+    """By own rows too: the loss of an evaluation, and the whole batch's size in the record of a step."""
     groups = group_by_length(texts, lengths=(4, 12), tokens=TOKENS, num_microbatches=4, own_examples=True)
     (batch, *_) = groups
     np.testing.assert_allclose(piped.evaluate([batch])["loss"], plain.step(of_everyone(batch)), rtol=RTOL)

@@ -30,7 +30,7 @@ def test_a_process_that_draws_other_shapes_is_named_at_once():
         told = end.output.partition("differs now\n")[2]
         assert "the shapes of the Microbatches for training" in told, end.output[-3000:]
         assert "  process 1: ['mask'] bool[2, 8], ['tokens'] int32[2, 8]\n" in told, end.output[-3000:]
-    # Nobody waits for a deadline: the one that comes last sees both, and its end is told within a second.
+    # Neither process waits for a deadline: the later one sees both shapes, and the other ends within a second.
     assert abs(ended[0].seconds - ended[1].seconds) < 10
 
 

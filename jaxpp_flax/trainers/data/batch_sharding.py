@@ -230,12 +230,10 @@ class BatchSharding:
         whole = self.whole(batch, global_batch_size)
         return None if whole is batch else examples_in_all(whole)
 
-    def for_evaluation(self, batch: Any, global_batch_size: int | None) -> list[tuple[Any, int | None]]:
-        """Return the batches that are evaluated one after another, each with its `global_batch_size`."""
-        if not isinstance(batch, Microbatches):
-            return [(batch, global_batch_size)]
-        whole = self.whole(batch, global_batch_size)
-        return [(own, None if whole is batch else batch_size(item)) for own, item in zip(batch, whole, strict=True)]
+
+def one_by_one(batch: Microbatches, whole: Microbatches) -> list[tuple[Any, int | None]]:
+    """Return the microbatches as batches of their own, each with its `global_batch_size`."""
+    return [(own, None if whole is batch else batch_size(item)) for own, item in zip(batch, whole, strict=True)]
 
 
 def _is_placed(leaf: Any) -> bool:

@@ -62,15 +62,16 @@ class StateInMemory:
         self._owner = {"run": self._group.run_id, "directory": str(store.directory)}
         marked = sorted(self._slots.heads().items())
         # Each process looks at its share of what its host has.
-        share = marked[self._place :: self._on_host]
-        own = [[*astuple(head), number, self._slots.is_intact(number)] for number, head in share]
+        own = marked[self._place :: self._on_host]
+        seen = [[*astuple(head), number, self._slots.is_intact(number)] for number, head in own]
         slots, self._damaged, last = list[HeldSlot](), list[int](), 0
-        for process, share in enumerate(exchange_values(self._group, "the whole copies in memory", own)):
+        for process, share in enumerate(exchange_values(self._group, "the whole copies in memory", seen)):
             host = process // self._on_host
-            for *head, number, is_intact in share:
-                last = max(last, Head(*head).serial)
+            for *fields, number, is_intact in share:
+                head = Head(*fields)
+                last = max(last, head.serial)
                 if is_intact:
-                    slots.append(HeldSlot(number, Head(*head), None if host == self._host else host))
+                    slots.append(HeldSlot(number, head, None if host == self._host else host))
                 else:
                     self._damaged.append(number)
         self._had_copies = bool(last)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from jaxpp_flax._compat_executables import called_with_few_bits
 from jaxpp_flax._compat_texts.errors import lacks_product
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings, without_ambient_mesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.patterns import keep_newest
 from jaxpp_flax.engine.pipeline import PlacedPipeline
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
@@ -23,7 +21,7 @@ from jaxpp_flax.planning import CutPolicy, PlanningStep
 from jaxpp_flax.processes import compare_hashes, process_group
 from jaxpp_flax.schedules import ResidualPlan, Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.trainers.data.batch import describe_batch, dtype_of, signature
+from jaxpp_flax.trainers.data.batch import describe_batch, signature
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, examples_of_a_device
 from jaxpp_flax.trainers.errors import ModelError
@@ -51,6 +49,7 @@ from jaxpp_flax.trainers.step.loop import Loop, with_schedule
 from jaxpp_flax.trainers.step.microbatch_orders import MicrobatchOrders
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import trace_update
+from jaxpp_flax.trainers.step.pattern_steps import PatternSteps
 
 
 class CompiledSteps:
@@ -82,13 +81,13 @@ class CompiledSteps:
     ) -> None:
         self.clock, self.under_way, self.orders = clock, under_way, orders
         self.scheduling, self.assigner, self.builders, self._held = scheduling, assigner, builders, held
-        self.stage, self.state_specs, self._ignored, self.rows = stage, stage.specs, ignored, rows
+        self.stage, self.state_specs = stage, stage.specs
         self._fsdp: Fsdp = fsdp
+        self._ignored = ignored
+        self.rows = rows
         self.trained_on = BatchComparison(scheduling.mesh, "training")
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
-        self.patterns = deque[Any]()  # what is compiled for `Microbatches`, the newest last
-        self.of_patterns: dict[Any, Any] = {}  # the function of the training step for `Microbatches`, by their kind
-        self.shapes_trained: dict[Any, set[Any]] = {}  # those of their microbatches that are compiled, likewise
+        self._patterns = PatternSteps(self.compiled)
         self.decoding: dict[Any, Any] = {}  # what was traced for generation, by its key
 
     def for_training(self, microbatches: Any, announce: Callable[[int, int], None]) -> Any:
@@ -98,13 +97,10 @@ class CompiledSteps:
         present schedule and settings, and with the number of new shapes.
         """
 
-        new = set[Any]()  # the shapes of microbatches that are compiled for this call
-
         def build() -> Callable[..., Any]:
             like = self._key("train", microbatches)
             if isinstance(microbatches, StackedMicrobatches) and self.scheduling.mesh is not None:
-                trained = self.shapes_trained.get(self._pattern_key(microbatches), set[Any]())
-                new.update({*map(signature, microbatches.items)} - trained)
+                trained, new = self._patterns.shapes(self.scheduling.schedule, microbatches)
                 if new:
                     announce(len(trained), len(new))
             else:  # without ranks, one program runs all microbatches of a step
@@ -112,18 +108,16 @@ class CompiledSteps:
             return self.training_function(microbatches)
 
         compiled = self.get("train", microbatches, build, donate=True)
-        if new:  # they count once they are compiled
-            self.shapes_trained.setdefault(self._pattern_key(microbatches), set()).update(new)
         with self.clock.part("placement"):
             self._held.place(compiled)
         return compiled
 
-    def in_order(
+    def order_of(
         self, microbatches: StackedMicrobatches, compiled_for: Callable[[StackedMicrobatches], Any]
-    ) -> StackedMicrobatches:
-        """Return microbatches of several shapes in the order in which they shall run; see `MicrobatchOrders`."""
-        schedule = self.scheduling.pipeline("an order of microbatches")[0]
-        return self.orders.arranged(microbatches, schedule, compiled_for, self._keeps_order)
+    ) -> Sequence[int]:
+        """Return the order in which microbatches of several shapes shall run; see `MicrobatchOrders`."""
+        schedule, _ = self.scheduling.pipeline("an order of microbatches")
+        return self.orders.order_of(microbatches, schedule, compiled_for, self._keeps_order)
 
     @without_ambient_mesh
     def _keeps_order(self, microbatches: StackedMicrobatches) -> bool:
@@ -145,6 +139,7 @@ class CompiledSteps:
         """
         (schedule, mesh), held = self.scheduling.pipeline("a plan"), self._held
         state = held.kept.described(held.memory)
+
         function = self.training_function(microbatches)
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, **self._form(microbatches, donate=True))
@@ -275,7 +270,8 @@ class CompiledSteps:
             with self.clock.part("compilation"):
                 policy = self._ready_to_compile(kind, microbatches)
                 state = held.kept.described(held.memory) if donate else held.memory.for_inference()
-                function, form = build(), self._form(microbatches, donate=donate)
+                function = build()
+                form = self._form(microbatches, donate=donate)
                 if form["in_shardings"] is not None:
                     form["in_shardings"] = (*form["in_shardings"], *[PartitionSpec()] * len(more))
                 self.compiled[key] = self._compile(function, (state, microbatches, *more), policy, **form)
@@ -389,12 +385,6 @@ class CompiledSteps:
             return called_with_few_bits(jitted.lower(*arguments).compile())
         with self.stage.axis_rules():
             step = mpmd_jit_with_loop(function, mesh, cut_policy=policy, donate_argnums=donate_argnums, **form)
-            if isinstance(arguments[1], StackedMicrobatches):  # one function serves all patterns of shapes
-                step = self.of_patterns.setdefault(self._pattern_key(arguments[1]), step)
-                return keep_newest(self.compiled, self.patterns, step.compile(*arguments))
+            if isinstance(arguments[1], StackedMicrobatches):
+                return self._patterns.compile(self.scheduling.schedule, step, *arguments)
             return step.compile(*arguments)
-
-    def _pattern_key(self, batch: StackedMicrobatches) -> Any:
-        """Return what the steps for patterns of some shapes share: the schedule, and what a microbatch is."""
-        leaves, tree = jax.tree.flatten(batch.items[0])
-        return self.scheduling.schedule, tree, *((dtype_of(leaf), len(leaf.shape)) for leaf in leaves), trace_settings()

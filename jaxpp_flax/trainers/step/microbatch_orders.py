@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches, StackedMicrobatches
+from jaxpp_flax.engine.tracing.bodies.microbatches import StackedMicrobatches
 from jaxpp_flax.planning.loads import flops_per_byte
 from jaxpp_flax.planning.predicted.microbatch_costs import microbatch_costs
 from jaxpp_flax.schedules import Costs, MicrobatchOrder, Schedule, order_by_cost
 from jaxpp_flax.trainers.data.batch import signature
 
-__all__ = ["MicrobatchOrders", "OrderRule", "in_same_order"]
+__all__ = ["MicrobatchOrders", "OrderRule"]
 
 OrderRule = Literal["cost", "given"]
 
@@ -36,14 +36,14 @@ class MicrobatchOrders:
         self._costs: dict[Schedule, dict[Any, Costs]] = {}  # of the shapes that are compiled
         self.chosen: dict[tuple[Schedule, tuple[Any, ...]], MicrobatchOrder] = {}
 
-    def arranged(
+    def order_of(
         self,
         batch: StackedMicrobatches,
         schedule: Schedule,
         compiled_for: Callable[[StackedMicrobatches], Any],
         keeps_order: Callable[[StackedMicrobatches], bool],
-    ) -> StackedMicrobatches:
-        """Return the microbatches in the order in which they shall run.
+    ) -> Sequence[int]:
+        """Return the numbers of the microbatches in the order in which they shall run.
 
         Args:
           compiled_for: compiles the step for microbatches in their order.
@@ -52,15 +52,14 @@ class MicrobatchOrders:
         """
         kinds = tuple(map(signature, batch.items))
         if self._rule == "given" or len(set(kinds)) < 2:
-            return batch
+            return range(len(kinds))
         key = schedule, kinds
         if key not in self.chosen:
             costs = self._learn(batch, kinds, schedule, compiled_for)  # first: what cannot be compiled is refused there
             self.chosen[key] = self._keep(kinds) if keeps_order(batch) else self._choose(kinds, schedule, costs)
             if len(self.chosen) > _MOST_ORDERS:
                 del self.chosen[next(iter(self.chosen))]
-        order = self.chosen[key].order
-        return StackedMicrobatches(tuple(batch.items[number] for number in order), batch.further)
+        return self.chosen[key].order
 
     def _learn(
         self,
@@ -100,9 +99,3 @@ class MicrobatchOrders:
         if not self._has_told:
             self._has_told = True
             self._tell(line)
-
-
-def in_same_order(batch: Microbatches, given: StackedMicrobatches, ordered: StackedMicrobatches) -> StackedMicrobatches:
-    """Return the items of a batch in the order into which those of `given` were brought, for `own_rows`."""
-    numbers = {id(item): number for number, item in enumerate(given.items)}
-    return StackedMicrobatches(tuple(batch.items[numbers[id(item)]] for item in ordered.items))

@@ -89,6 +89,10 @@ class StackedMicrobatches:
     items: tuple[Any, ...]
     further: tuple[Any, ...] = ()
 
+    def in_order(self, numbers: Sequence[int]) -> StackedMicrobatches:
+        """Return the microbatches of these numbers, in this order."""
+        return StackedMicrobatches(tuple(self.items[number] for number in numbers), self.further)
+
 
 def _unflattened(own_rows: bool, items: Iterable[Any]) -> Microbatches:
     batch = object.__new__(Microbatches)  # JAX fills pytrees with anything: nothing is checked

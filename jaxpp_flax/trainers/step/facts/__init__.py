@@ -1,1 +1,1 @@
-"""What is known of a step beside its program: unused parameters, kept bytes, lost bits."""
+"""What is known of a step beside its program: unused parameters, kept bytes, lost bits, the most memory."""
