@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -170,9 +171,17 @@ def trace_model(make: Callable[..., Any], depth: str | None = None) -> TracedMod
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     if len(sizes) < 2:
         raise ValueError("the batch has 1 example, which no layout divides. Give the batch of a whole step.")
-    trace = cache(lambda size: trace_step(make, more, batch, size))
     chosen = sizes[1:3] if len(sizes) > 2 else sizes  # an example alone may be traced without its dimension
-    if "expert" in trace(chosen[0]).annotated and len(sizes) > 3:
+    first = chosen[0]
+
+    @cache
+    def trace(size: int) -> Trace:
+        with warnings.catch_warnings():
+            if size != first:  # the first size has warned of the model
+                warnings.simplefilter("ignore")
+            return trace_step(make, more, batch, size)
+
+    if "expert" in trace(first).annotated and len(sizes) > 3:
         chosen = sizes[-3:-1]  # the axis may cut examples: only sizes that it divides show this
     one, two = map(trace, chosen)
     names = one.names if count is None else _repeated(one, count)

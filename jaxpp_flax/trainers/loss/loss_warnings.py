@@ -44,8 +44,9 @@ def warn_of_precision(trace: LossTrace, compute: Any) -> bool:
         return False
     name = jnp.dtype(compute).name
     warn_user(
-        f"precision={name!r}, but {trace.wide}: a layer that sets its own dtype keeps it. Make the model with "
-        f"dtype={name!r}, or leave its dtype out. If you intend this, ignore the category "
+        f"precision={name!r}, but {trace.wide}. A layer that sets its own dtype keeps it: make the model with "
+        f"dtype={name!r}, or leave its dtype out. A part of the model that the loss calls by itself takes its inputs "
+        f"as they are: convert them to {name} in the loss. If you intend this, ignore the category "
         "jaxpp_flax.trainers.PrecisionWarning.",
         PrecisionWarning,
     )

@@ -18,13 +18,27 @@ from jaxpp_flax.planning.quoting.search import rank
 from jaxpp_flax.planning.quoting.traced import Axes, trace_model
 from jaxpp_flax.schedules import ScheduleError
 from jaxpp_flax.schedules.residuals import KEEP, StageResiduals
-from jaxpp_flax.trainers import MeshError, MeshOptions
+from jaxpp_flax.trainers import MeshError, MeshOptions, PrecisionWarning
 from tests.planning.quoting.models import make
 
 
 @pytest.fixture(scope="module")
 def quoter() -> Quoter:
     return Quoter(trace_model(make), device_named("a100-80"), Curves())
+
+
+def loss_by_parts(model: Any, batch: jax.Array) -> jax.Array:
+    x = model.first(batch)
+    for block in model.blocks:
+        x = block(x)
+    return jnp.mean(x**2)
+
+
+def test_every_size_is_traced_but_the_model_is_warned_of_once(recwarn: pytest.WarningsRecorder):
+    trace_model(lambda **options: make(2, loss_fn=loss_by_parts, precision="bfloat16", **options))
+    [text] = [str(warning.message) for warning in recwarn if warning.category is PrecisionWarning]
+    # `first` is called by the loss, so its input is not converted.
+    assert "A part of the model that the loss calls by itself takes its inputs as they are" in text, text
 
 
 def make_four(layers: int = 4, **options: Any) -> tuple[PipelineTrainer, Any]:
