@@ -113,6 +113,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_older_files() -> None:
+    """Leave what JAX keeps of earlier files out, too: collections took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Compile as users do in tests marked `full_compilation`: with all optimizations, and without the cache on disk."""

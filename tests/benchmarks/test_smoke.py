@@ -142,6 +142,7 @@ def test_ranks_hold_the_bytes_that_a_plan_predicts(tmp_path: Path):
     assert [(row["layouts"], row["bytes exact"]) for row in rows] == [(1, 1.0)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_take_turns_with_one(tmp_path: Path):
     found = result_of("processes", tmp_path, "--repeats", "1", "--rounds", "1")

@@ -11,7 +11,13 @@ from tests.processes.running import run_processes
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)], ids=["a stage a process", "two processes a stage"])
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [
+        pytest.param(2, 2, id="a stage a process", marks=pytest.mark.slow),
+        pytest.param(4, 1, id="two processes a stage"),
+    ],
+)
 def test_they_give_what_whole_batches_give(processes: int, devices: int, tmp_path: Path):
     for output in run_processes(processes, "run_global_batches.py", str(tmp_path), devices=devices):
         assert "all done" in output
