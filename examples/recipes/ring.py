@@ -6,16 +6,22 @@ round again, and is computed from the queries, keys, values, results and normali
 the device's own chunks: nothing of another device's is kept.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 AXIS = "sequence"
+# Sums of products that stay in float32, as all does that grows round the ring.
+wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def zigzag(length: int, size: int) -> np.ndarray:
     """The order of a row where each of `size` parts has an early and a late chunk."""
+    if length % (2 * size):
+        raise ValueError(f"a row of {length} tokens has no {2 * size} equal chunks")
     chunks = np.split(np.arange(length), 2 * size)
     return np.concatenate([x for i in range(size) for x in (chunks[i], chunks[~i])])
 
@@ -27,7 +33,7 @@ def attention(q, k, v, places):
     document and position, both (batch, length): it sees its document, up to itself.
     """
     if AXIS not in jax.sharding.get_abstract_mesh().axis_names:  # outside of a pipeline
-        weights = jax.nn.softmax(scores(q, k, places, places))
+        weights = jax.nn.softmax(scores(q, k, places, places)).astype(v.dtype)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
     def local(*of_device):
@@ -40,11 +46,11 @@ def attention(q, k, v, places):
 
 
 def scores(q, k, mine, theirs):
-    """(batch, heads, q, k): a token sees its document, up to itself."""
+    """(batch, heads, q, k), float32: a token sees its document, up to itself."""
     (document, place), (of_keys, place_of_keys) = mine, theirs
     sees = document[:, :, None] == of_keys[:, None]
     sees &= place[:, :, None] >= place_of_keys[:, None]
-    products = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
+    products = wide("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
     return jnp.where(sees[:, None], products, -1e30)
 
 
@@ -70,9 +76,8 @@ def pass_on(keys):
 
 
 @jax.custom_vjp
-def ring(
-    q, k, v, places
-):  # chunks: (2, batch, length, heads, features), (2, batch, length)
+def ring(q, k, v, places):
+    """Of chunks: (2, batch, length, heads, features) and (2, batch, length)."""
     return forward(q, k, v, places)[0]
 
 
@@ -82,32 +87,36 @@ def forward(q, k, v, places):
         s = scores(q[i], k[j], [x[i] for x in places], [x[j] for x in theirs])
         new = jnp.logaddexp(total[i], jax.nn.logsumexp(s, -1))
         old = jnp.exp(total[i] - new).swapaxes(1, 2)[..., None]
-        add = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(s - new[..., None]), v[j])
+        weights = jnp.exp(s - new[..., None]).astype(v.dtype)
+        add = wide("bhqk,bkhd->bqhd", weights, v[j])
         return (out.at[i].set(out[i] * old + add), total.at[i].set(new)), keys
 
-    empty = 0 * q, 0 * q[..., 0].swapaxes(2, 3) - 1e30
+    zero = 0 * q.astype(jnp.float32)
+    empty = zero, zero[..., 0].swapaxes(2, 3) - 1e30
     (out, total), _ = tour(visit, empty, (k, v, places))
+    out = out.astype(q.dtype)
     return out, (q, k, v, places, out, total)
 
 
 def backward(kept, g):
     q, k, v, places, out, total = kept
-    delta = jnp.einsum("cbqhd,cbqhd->cbhq", out, g)
+    delta = wide("cbqhd,cbqhd->cbhq", out, g)
 
     def visit(dq, keys, i, j):
         k, v, theirs, dk, dv = keys
 
         def product(q, k, v):  # its gradients are those of attention for this pair
             s = scores(q, k, [x[i] for x in places], [x[j] for x in theirs])
-            of_values = jnp.einsum("bqhd,bkhd->bhqk", g[i], v) - delta[i][..., None]
+            of_values = wide("bqhd,bkhd->bhqk", g[i], v) - delta[i][..., None]
             return (jnp.exp(s - total[i][..., None]) * of_values).sum()
 
         add_q, add_k, add_v = jax.grad(product, (0, 1, 2))(q[i], k[j], v[j])
         dk, dv = dk.at[j].add(add_k), dv.at[j].add(add_v)
         return dq.at[i].add(add_q), (k, v, theirs, dk, dv)
 
-    dq, keys = tour(visit, 0 * q, (k, v, places, 0 * k, 0 * v))
-    return dq, *pass_on(keys[-2:]), None
+    zeros = [0 * x.astype(jnp.float32) for x in (q, k, v)]
+    dq, keys = tour(visit, zeros[0], (k, v, places, *zeros[1:]))
+    return *(x.astype(q.dtype) for x in (dq, *pass_on(keys[-2:]))), None
 
 
 ring.defvjp(forward, backward)

@@ -32,7 +32,7 @@ from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.metrics.measured_step import MeasuredStep
 from jaxpp_flax.trainers.model.chosen_model import ChosenModel
 from jaxpp_flax.trainers.progress import Display
-from jaxpp_flax.trainers.state.frozen_leaves import OtherFrozen, disk_names
+from jaxpp_flax.trainers.state.frozen_leaves import OtherFrozen, disk_names, left_out
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.sources import Checkpoint
 from jaxpp_flax.trainers.state.train_state import WIDENED, TrainState
@@ -169,7 +169,8 @@ class Checkpointing:
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
         metadata = read_whole_metadata(path, _JSON)
-        others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), stored_leaves(metadata).keys())
+        stored = stored_leaves(metadata).keys()
+        others = OtherFrozen.of(flatten(self.held.memory)[0].keys(), stored)
         plan = self._plan(path, metadata, only, rename, missing, others)
         fresh = list(filter(choose(only), others.fresh)) if missing == "error" else []
         following = list[str]()
@@ -179,6 +180,7 @@ class Checkpointing:
             self.held.check_kept({*plan.chosen, *following})
         if following:
             self.display.message(f"what is made from parameters follows the restored ones: {listed(following, 3, str)}")
+        self._tell_of_frozen(only, plan.chosen, stored)
         position = own_position(read_json(path, "data"))
         own = plan.at({"step": None} if "step" in plan.chosen else {})
         step = int(own.read_leaves()["step"]) if own.chosen else self.held.step
@@ -187,6 +189,16 @@ class Checkpointing:
         self.held.forget(following)
         self._begin_fresh(fresh, list(filter(choose(only), others.unread)))
         self.take_position(step, None if only is not None else position)
+
+    def _tell_of_frozen(self, only: PathFilter | None, chosen: Collection[str], stored: Collection[str]) -> None:
+        """Tell of frozen parameters that `only` leaves out: a reader takes `params/*` for all weights."""
+        frozen = self.model.adapter.frozen_in(self.held.memory.model_state)
+        if kept := left_out(frozen, chosen, stored):
+            self.display.message(
+                f"only={'a function' if callable(only) else repr(only)} leaves out {len(kept)} frozen parameters, which keep "
+                f"their values though the checkpoint has others: {listed(kept, 3, str)}. To restore them too: "
+                "only=['params/*', 'model_state/*']"
+            )
 
     def _begin_fresh(self, fresh: Sequence[str], unread: Sequence[str]) -> None:
         """Make what the optimizer keeps of parameters that were frozen in the run of the checkpoint; tell of both."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.checkpoint.format.paths import flatten, places_of
 from jaxpp_flax.trainers.state.train_state import OF_MODEL, TrainState, own_path
 
-__all__ = ["OtherFrozen", "disk_names"]
+__all__ = ["OtherFrozen", "disk_names", "left_out"]
 
 _OF_TRAINED = ("opt_state/", "ema/")  # what a state keeps of trained parameters alone
 
@@ -26,6 +26,24 @@ def disk_names(state: TrainState, frozen: Collection[str]) -> dict[str, str]:
     """
     moved = {f"model_state/{path}" for path in frozen}
     return {path: f"params/{own_path(path)}" if path in moved else path for path in flatten(state)[0]}
+
+
+def left_out(frozen: Collection[str], chosen: Collection[str], stored: Collection[str]) -> list[str]:
+    """Return the frozen parameters that a checkpoint has, and that are not among the leaves chosen from it.
+
+    Args:
+      frozen: the paths in `model_state` of parameters that are not trained.
+
+    Example:
+      >>> left_out(["v", "lora_base"], ["params/w"], ["params/v", "params/w"])
+      ['model_state/v']
+      >>> left_out(["v"], ["opt_state/0/mu/w"], ["params/v"])  # no parameter is asked for
+      []
+    """
+    if not any(path.startswith("params/") for path in chosen):
+        return []
+    paths = (f"model_state/{path}" for path in frozen)
+    return [path for path in paths if path not in chosen and not {*places_of(path)}.isdisjoint(stored)]
 
 
 @dataclass(frozen=True)

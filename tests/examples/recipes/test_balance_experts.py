@@ -33,7 +33,6 @@ def plain_step(recipe: SimpleNamespace):
     return step
 
 
-@pytest.mark.slow
 def test_losses_loads_and_biases_are_those_of_plain_flax():
     recipe = load_example("recipes/balance_experts.py")
     rng, tx = np.random.default_rng(0), optax.adam(3e-3)

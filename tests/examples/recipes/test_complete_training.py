@@ -44,7 +44,6 @@ def test_tokens_of_a_user_are_not_written_over(tmp_path: Path):
     assert (tmp_path / "train.bin").read_bytes() == bytes(400)
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_plain_flax(tmp_path: Path):
     recipe, tx = load_example(SCRIPT), optax.adamw(3e-3)
     recipe.write_tokens(tmp_path)

@@ -14,8 +14,6 @@ from flax import nnx
 
 from tests.examples.running import load_example, run_example
 
-pytestmark = pytest.mark.slow
-
 
 def test_equals_plain_accumulation():
     """In float32 around the float8 products: both sides round the same numbers by the same scales."""
@@ -50,6 +48,7 @@ def test_equals_plain_accumulation():
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_loss_is_near_that_of_bfloat16():
     printed = run_example("recipes/fp8.py", "--steps", "60")
     narrow, float8 = (float(loss) for loss in re.findall(r"held-out loss (\S+)", printed))

@@ -35,7 +35,7 @@ def trainer_of(recipe: SimpleNamespace, trained: str, **options: Any) -> Pipelin
     return PipelineTrainer(recipe.Model(rngs=nnx.Rngs(0)), optax.adam(2e-3), recipe.loss_fn, training=training, **given)
 
 
-@pytest.mark.parametrize("trained", [slow("projector"), slow("all")])
+@pytest.mark.parametrize("trained", ["projector", slow("all")])
 def test_losses_are_those_of_plain_flax(recipe: SimpleNamespace, trained: str):
     rng, wrt = np.random.default_rng(0), nnx.All(nnx.Param, LEARNT[trained])
     batches = [recipe.make_batch(rng, 8) for _ in range(4)]

@@ -16,8 +16,6 @@ from flax import nnx
 from jaxpp_flax.layers import add_lora
 from tests.examples.running import load_example, run_example
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def recipe() -> SimpleNamespace:
@@ -63,6 +61,7 @@ def test_updates_on_samples_equal_plain_jax_with_a_frozen_copy(recipe: SimpleNam
     np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_reward_rises():
     rewards = [float(of) for of in re.findall(r"mean reward (\S+)", run_example("recipes/grpo.py"))]
     assert rewards[0] < 0.6, "by chance it is a half"
