@@ -202,10 +202,7 @@ def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
 
 @pytest.mark.slow
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    given = unmarked()
-    pipeline_stage(given["Block"])
-    given["model"] = given["Model"](rngs=nnx.Rngs(0))
-    run_page("guides/memory.md", blocks=2, **given)
+    run_page("guides/memory.md", blocks=2, files="guides/trainer.md")
     kinds, kept, moved = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
     assert "[0, 0]" in kept
@@ -299,25 +296,25 @@ def unmarked() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("page", "blocks", "marked"),
+    ("page", "blocks"),
     [
-        ("index.md", 1, False),
-        ("guides/choosing.md", 1, True),
-        ("guides/when_not_to_pipeline.md", 1, False),
-        slow("guides/quote.md", 2, False),
-        slow("guides/experts.md", 1, False),
-        ("coming_from/plain_flax.md", 2, False),
-        ("coming_from/torch.md", 1, False),
-        ("coming_from/maxtext.md", 1, False),
+        ("index.md", 1),
+        slow("guides/quote.md", 2),
+        slow("guides/experts.md", 1),
+        ("coming_from/plain_flax.md", 2),
+        ("coming_from/torch.md", 1),
+        ("coming_from/maxtext.md", 1),
     ],
 )
-def test_a_short_page_runs(page: str, blocks: int, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_short_page_runs(page: str, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "docs" / "guides")  # where files lie that pages offer
-    given = unmarked()
-    if marked:
-        pipeline_stage(given["Block"])
-    run_page(page, blocks, **given)
+    run_page(page, blocks, **unmarked())
+
+
+@pytest.mark.parametrize("page", ["choosing", "when_not_to_pipeline"])
+def test_a_short_page_with_the_trainers_model_runs(page: str):
+    run_page(f"guides/{page}.md", blocks=1, files="guides/trainer.md")
 
 
 @pytest.mark.slow

@@ -102,13 +102,13 @@ LAYOUTS = {
     "2 stages": _even(2),
     "4 stages": _even(4),
     "8 stages": _even(8),
-    "named": Layout(ranks=3, rank_of=lambda block: 0 if block < 1 else 1 if block < 5 else 2),
+    "unequal": Layout(ranks=3, rank_of=lambda block: 0 if block < 1 else 1 if block < 5 else 2),
     "interleaved": Layout(ranks=4, rank_of=lambda block: block % 4),
     "2 stages x data": Layout(ranks=2, rank_of=lambda block: block // 4, axis="data"),
     "4 stages x fsdp": Layout(ranks=4, rank_of=lambda block: block // 2, axis="fsdp"),
     "2 stages x tensor": Layout(ranks=2, rank_of=lambda block: block // 4, axis="tensor"),
     "other devices": Layout(ranks=2, rank_of=lambda block: 1 - block // 4, devices=(6, 3)),
-    "SPMD": Layout(axis="fsdp"),
+    "FSDP alone": Layout(axis="fsdp"),
     "one device": Layout(),
 }
 
