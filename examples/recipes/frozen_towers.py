@@ -111,7 +111,7 @@ def main() -> None:
         checkpoints=Checkpoints(f"{args.output}/{args.trained}", every=100),
     )  # fmt: skip
     if args.start is not None:
-        trainer.restore(args.start, only="params/*")
+        trainer.restore(args.start, only=["params/*", "model_state/*"])
     rng = np.random.default_rng(1)
     trainer.fit((make_batch(rng) for _ in range(args.steps)), steps=args.steps)
 

@@ -194,9 +194,10 @@ class Checkpointing:
         """Tell of frozen parameters that `only` leaves out: a reader takes `params/*` for all weights."""
         frozen = self.model.adapter.frozen_in(self.held.memory.model_state)
         if kept := left_out(frozen, chosen, stored):
+            filters = "a function" if callable(only) else repr(only)
             self.display.message(
-                f"only={'a function' if callable(only) else repr(only)} leaves out {len(kept)} frozen parameters, which keep "
-                f"their values though the checkpoint has others: {listed(kept, 3, str)}. To restore them too: "
+                f"only={filters} leaves out {len(kept)} frozen parameters, which keep their values though the "
+                f"checkpoint has others: {listed(kept, 3, str)}. To restore them too: "
                 "only=['params/*', 'model_state/*']"
             )
 

@@ -94,7 +94,8 @@ def _warn_of_joins(name: str, places: tuple[str | None, str | None, str | None],
     if divided:
         found.append(
             f"It divides by a number that depends on the values in the microbatch, such as its count of unmasked "
-            f"tokens: {divided}. Return the sum and this divisor, (loss_sum, weight), and not their quotient."
+            f"tokens: {divided}. Return the sum and this divisor, (loss_sum, weight), and not their quotient; a sum of "
+            "several quotients needs loss_fn=WholeBatchLoss(embed_fn, loss_fn)."
         )
     if mixed:
         found.append(

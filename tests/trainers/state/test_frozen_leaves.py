@@ -227,3 +227,27 @@ def test_other_optimizers_are_still_refused(saved: Any):
         make_trainer("nnx", 1, tx=optax.sgd(0.1, momentum=0.9)).restore(path)
     with pytest.raises(CheckpointMismatchError, match="ema/layers/1/kernel: in the checkpoint, but not"):
         make_trainer("nnx", 1, average=None).restore(path)
+
+
+@pytest.mark.parametrize(
+    ("only", "is_told"), [("params/*", True), (["params/*", "model_state/*"], False), ("model_state/*", False)]
+)
+def test_frozen_parameters_that_only_leaves_out_are_told(
+    only: Any, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def trainer(seed: int, frozen: Any) -> Any:
+        return PipelineTrainer(
+            m.Layers(rngs=nnx.Rngs(seed)), optax.adam(0.1), m.squared_error, num_stages=2, num_microbatches=2,
+            training=Training(frozen=frozen), checkpoints=None,
+        )  # fmt: skip
+
+    path = trainer(0, None).save(tmp_path / "all")
+    other = trainer(1, FIRST)
+    other.restore(path, only=only)
+    text = "".join(capsys.readouterr()).replace("\n", " ")
+    assert ("only='params/*' leaves out 2 frozen parameters, which keep their values" in text) == is_told
+    assert ("model_state/layers/0/bias" in text) == is_told
+    # A file of the trained parameters alone has no frozen ones to leave out.
+    part = other.save(tmp_path / "trained", only="params/*")
+    trainer(2, FIRST).restore(part, only="params/*")
+    assert "leaves out" not in "".join(capsys.readouterr())
