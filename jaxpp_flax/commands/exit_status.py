@@ -2,7 +2,8 @@
 
 0: done, or yes. 1: the answer is no (two runs differ, nothing fits). 2: an argument, a file, or what a file's function
 returns is wrong, or the user's code failed. A user's error is one line on stderr; an error inside the user's own file
-is shown with its lines, from that file on.
+is shown with its lines, from that file on. An error of this package that the file's code leads to, one with a code, is
+shown with the line of that file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
+
+from jaxpp_flax.error_codes import code_of
 
 __all__ = ["NO", "WRONG", "exit_status", "run"]
 
@@ -68,7 +71,10 @@ def exit_status(
 
 
 def _show(error: Exception, script: str | None) -> None:
-    """Print an error: in one line; before it, the lines of the user's file that led to it."""
+    """Print an error: in one line; with it, the lines of the user's file that led to it."""
+    if script is not None and code_of(type(error)) and (at := _last_line(script, error)):
+        print(f"error: {error}", f"  at {at}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
+        return
     cause: BaseException | None = error
     while script is not None and cause is not None:
         if (lines := _from(script, cause.__traceback__)) is not None:
@@ -79,9 +85,28 @@ def _show(error: Exception, script: str | None) -> None:
             break
         cause = cause.__cause__
     if isinstance(error, (ValueError, OSError, TypeError, RuntimeError, ModuleNotFoundError)):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_in_words(error)}", file=sys.stderr)
     else:  # no error of the user's
         traceback.print_exception(error)
+
+
+def _in_words(error: Exception) -> str:
+    """Return the text of an error, without the number that the system gives to a file that cannot be opened."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    name = os.fsdecode(error.filename) if isinstance(error.filename, (bytes, str)) else error.filename
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {name!r}."
+    return f"{name!r}: {error.strerror[:1].lower()}{error.strerror[1:]}."
+
+
+def _last_line(script: str, error: Exception) -> str:
+    """Return the last line of the user's file that led to an error; "" if none did."""
+    path, at = os.path.realpath(script), ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if os.path.realpath(frame.f_code.co_filename) == path:
+            at = f"{script}, line {line}, in {frame.f_code.co_name}"
+    return at
 
 
 def _from(script: str, lines: TracebackType | None) -> TracebackType | None:

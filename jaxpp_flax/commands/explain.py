@@ -28,17 +28,20 @@ def entries() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the entry of a code; without one, all codes with their errors. The exit status is 2 for an unknown code."""
+    """Print the entry of a code or name; without one, all codes with their errors. Return 2 for an unknown code."""
     parser = argparse.ArgumentParser(prog="python -m jaxpp_flax explain", description=__doc__)
     parser.add_argument(
-        "code", nargs="?", help="as an error's last line tells it, such as JPF500; all if none is given"
+        "code",
+        nargs="?",
+        help="as an error's last line tells it, such as JPF500, or the error's name; all if none is given",
     )
     code = parser.parse_args(arguments).code
     known = entries()
+    of_names = {entry.split()[2].upper(): entry for entry in known.values()}  # ### JPF503 ValuesMismatchError
     if code is None:
         print(*(entry.partition("\n")[0].lstrip("# ") for entry in known.values()), sep="\n")
-    elif code.upper() in known:
-        Console().print(Markdown(known[code.upper()]))
+    elif (entry := (known | of_names).get(code.upper())) is not None:
+        Console().print(Markdown(entry))
     else:
         parser.error(f"there is no error {code!r}; without a code, this command lists all.")
     return 0

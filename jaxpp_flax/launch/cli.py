@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxpp_flax.launch import child
-from jaxpp_flax.launch.job import LOOPBACK, Job
+from jaxpp_flax.launch.job import LOOPBACK, Job, check_module
 from jaxpp_flax.launch.ray.program import RayJob, run_job
 from jaxpp_flax.launch.settings import LaunchError
 from jaxpp_flax.launch.supervision import run
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ("num_processes", "devices_per_process", "failure_timeout", "grace", "max_restarts", "forks")
         chosen = {"program": program, **{name: getattr(options, name) for name in names}}
         if not options.ray:
-            return run(Job(**chosen, address=options.address or LOOPBACK))
+            job = Job(**chosen, address=options.address or LOOPBACK)
+            check_module(program)
+            return run(job)
         if options.address is not None:
             raise LaunchError("--address and --ray exclude each other: hosts listen where they reach one another.")
         return run_job(RayJob(**chosen, **of_ray))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from jaxpp_flax import _compat
 from jaxpp_flax.launch.settings import LaunchError
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
-__all__ = ["LOOPBACK", "Job"]
+__all__ = ["LOOPBACK", "Job", "check_module"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,3 +53,30 @@ class Job:
             raise LaunchError(f"--grace {self.grace}: it must be a number of seconds above 0.")
         if not self.failure_timeout > 0:
             raise LaunchError(f"--failure-timeout {self.failure_timeout}: it must be a number of seconds above 0.")
+
+
+def check_module(program: Sequence[str]) -> None:
+    """Refuse a module that this machine does not have; for a program that is a script, do nothing.
+
+    Raises:
+      LaunchError: naming the module.
+
+    Example:
+      >>> check_module(["-m", "timeit", "pass"])
+    """
+    if program[0] == "-m" and not _has_module(program[1]):
+        package = program[1].partition(".")[0] or program[1]
+        raise LaunchError(f"there is no module {package!r} to run, neither in {os.getcwd()} nor installed.")
+
+
+def _has_module(name: str) -> bool:
+    """Return whether a process will find a module. Of a package only the package is looked for: nothing is imported."""
+    package = name.partition(".")[0]
+    if package in sys.modules:
+        return True
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # as `child.run_program` does
+    try:
+        return bool(package) and importlib.util.find_spec(package) is not None
+    finally:
+        sys.path[:] = before

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxpp_flax.commands.output import check_output
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.planning.planner import check_made, plan
 
@@ -48,6 +49,7 @@ def bytes_of(text: str) -> float:
 
 
 def _choose(options: argparse.Namespace) -> int:
+    check_output("--save", options.save)
     trainer, batch = check_made(made_by(options.factory), options.factory)
     schedules: Any = "all" if options.schedules == ["all"] else options.schedules
     found = plan(trainer, batch, memory_limit=options.memory_limit, schedules=schedules, costs=options.costs)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxpp_flax.commands.exit_status import exit_status
+from jaxpp_flax.commands.output import check_output
 from jaxpp_flax.planning.cli import WrongFactory, made_by
 from jaxpp_flax.trainers import PipelineTrainer
 from jaxpp_flax.verify import parting
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
+    check_output("--report", given.report)
     made = made_by(given.make)
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], PipelineTrainer):
         got = f"({', '.join(type(of).__name__ for of in made)})" if isinstance(made, tuple) else type(made).__name__

@@ -69,7 +69,7 @@ def bisect(run: str | os.PathLike[str], other: str | os.PathLike[str], *, rtol: 
         0.0, all values must be equal.
 
     Raises:
-      VerifyError: if the runs have no checkpoint of the same step.
+      VerifyError: if a directory does not exist, or the runs have no checkpoint of the same step.
       CheckpointNotFoundError, CorruptCheckpointError: if a checkpoint cannot be read.
 
     Example:
@@ -84,6 +84,11 @@ def bisect(run: str | os.PathLike[str], other: str | os.PathLike[str], *, rtol: 
       (2, 3, {'w': 0.167})
     """
     stores = [CheckpointStore(place) for place in (run, other)]
+    for store in stores:
+        if not store.directory.is_dir():
+            raise VerifyError(
+                f"there is no directory {store.directory}. Give the directories of two runs' checkpoints."
+            )
     steps = sorted(set(stores[0].steps()) & set(stores[1].steps()))
     if not steps:
         listed = " and ".join(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpp_flax.commands.exit_status import exit_status
+from jaxpp_flax.commands.output import check_output
 from jaxpp_flax.planning.__main__ import main as plan
 from jaxpp_flax.verify.__main__ import main as verify
 from jaxpp_flax.verify.parting import main as bisect
@@ -79,8 +80,67 @@ def test_a_wrong_file_function_or_return_value(
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert bisect([str(tmp_path / "one"), str(tmp_path / "other")]) == 2
+    assert bisect([str(tmp_path), str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: there is no directory {tmp_path / 'other'}.")
+    assert bisect([str(tmp_path), str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: the runs have no checkpoint of the same step")
+
+
+MANY = """
+import optax
+from jaxpp_flax import PipelineTrainer
+from tests.trainers import models as m
+
+def make(**options):
+    trainer = PipelineTrainer(m.Layers(), optax.sgd(0.1), m.squared_error, num_stages=512, num_microbatches=2)
+    return trainer, m.make_xy(4)
+"""
+
+
+@pytest.mark.parametrize("command", ["verify", "plan choose"])
+def test_too_few_devices_are_named_without_a_traceback(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "train.py").write_text(MANY)
+    monkeypatch.chdir(tmp_path)
+    assert COMMANDS[command]("train.py:make") == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: 512 ranks (groups of devices) need at least as many devices")
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=512 makes virtual devices" in first
+    assert (second, third.partition(":")[0]) == ("  at train.py, line 7, in make", "JPF103")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("verify", "--report"), ("plan choose", "--save"), ("plan quote", "--save"), ("plan quote", "--json")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "train.py").write_text("raise RuntimeError('the work has begun')")
+    main = {"verify": verify, "plan choose": plan, "plan quote": plan}[command]
+    words = [*command.split()[1:], f"{tmp_path}/train.py:make", option, f"{tmp_path}/no/x"]
+    quoted = ["--hardware", "h100-sxm", "--devices", "8"] if command == "plan quote" else []
+    assert main([*words, *quoted]) == 2
+    shown = capsys.readouterr().err
+    assert shown == f"error: {option} {tmp_path}/no/x: there is no directory {tmp_path}/no. Make it first.\n"
+
+
+def test_outputs_that_are_no_file_or_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    check_output("--save", tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="this is a directory"):
+        check_output("--save", tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match="you may not write there"):
+        check_output("--save", tmp_path / "plan.json")
+
+
+def test_an_error_of_the_system_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert exit_status(lambda: len((tmp_path / "none").read_text())) == 2
+    assert exit_status(lambda: len(tmp_path.read_text())) == 2
+    assert (
+        capsys.readouterr().err == f"error: there is no file '{tmp_path}/none'.\nerror: '{tmp_path}': is a directory.\n"
+    )
 
 
 def test_an_error_that_is_no_users_shows_its_lines(capsys: pytest.CaptureFixture[str]):

@@ -50,6 +50,8 @@ def test_an_entry_is_text_without_addresses(capsys: pytest.CaptureFixture[str]):
     assert "JPF102 LossError" in shown
     assert "the loss rule" in shown
     assert ".md" not in shown
+    assert explain.main(["LossError"]) == 0
+    assert capsys.readouterr().out == shown
     with pytest.raises(SystemExit, match="2"):
         explain.main(["JPF999"])
     assert "there is no error 'JPF999'" in capsys.readouterr().err

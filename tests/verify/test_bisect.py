@@ -40,5 +40,8 @@ def test_runs_of_two_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_runs_without_a_common_step(tmp_path: Path):
     train(tmp_path / "run", 1, [m.make_xy(4)])
+    with pytest.raises(VerifyError, match=r"there is no directory .*/empty\. Give the directories"):
+        bisect(tmp_path / "run", tmp_path / "empty")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(VerifyError, match=r"no checkpoint of the same step: .*run has 1 and .*empty has none"):
         bisect(tmp_path / "run", tmp_path / "empty")

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.commands.output import check_output
 from jaxpp_flax.planning.cli import bytes_of, function_of
 from jaxpp_flax.planning.compilers import command
 from jaxpp_flax.planning.quoting.curves import MeasuredCurves
@@ -47,6 +48,8 @@ def add_command(commands: Any) -> None:
 
 
 def _quote(options: argparse.Namespace) -> int:
+    check_output("--save", options.save)
+    check_output("--json", options.json)
     if options.compile is not None:
         return command.run(options)
     if options.hardware is None or options.devices is None:

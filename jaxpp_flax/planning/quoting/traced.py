@@ -17,6 +17,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from jaxpp_flax.engine.tracing.graph_text import Fingerprinter
+from jaxpp_flax.messages import known_names
 from jaxpp_flax.planning.predicted.blocks import Holding
 from jaxpp_flax.planning.quoting.facts import TaskFacts
 from jaxpp_flax.planning.quoting.tracing.lines import Pair, are_alike, between, is_on_line, mixed_work
@@ -201,11 +202,18 @@ def _is_linear(one: Trace, two: Trace, three: Trace) -> bool:
 
 def _depth_of(make: Callable[..., Any], depth: str) -> int:
     parameters = inspect.signature(make).parameters
-    default = parameters[depth].default if depth in parameters else None
-    if not isinstance(default, int) or default < _TRACED:
+    if depth not in parameters:
+        known = [name for name, of in parameters.items() if of.kind not in (of.VAR_POSITIONAL, of.VAR_KEYWORD)]
         raise ValueError(
-            f"depth={depth!r}: the factory must have a parameter of this name, whose default is the number of blocks "
-            f"of the whole model, at least {_TRACED}; it has {default!r}."
+            f"depth={depth!r}: the factory has no parameter of this name.{known_names(depth, known)} Name the one "
+            "whose default is the number of blocks of the whole model."
+        )
+    default = parameters[depth].default
+    if not isinstance(default, int) or default < _TRACED:
+        found = "it has no default" if default is inspect.Parameter.empty else f"it is {default!r}"
+        raise ValueError(
+            f"depth={depth!r}: the default of this parameter must be the number of blocks of the whole model, at least "
+            f"{_TRACED}; {found}."
         )
     return default
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpp_flax.commands.exit_status import run
+from jaxpp_flax.commands.output import check_output
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
@@ -92,20 +94,35 @@ def _costs_of(options: argparse.Namespace) -> Costs:
     )
 
 
+def _check_counts(options: argparse.Namespace) -> None:
+    check_count("--ranks", options.ranks)
+    check_count("--microbatches", options.microbatches)
+
+
 def _named(options: argparse.Namespace) -> tuple[Schedule, int]:
     if options.schedule.endswith(".csv"):
         schedule = read_csv(options.schedule)
         return schedule, schedule.num_microbatches
-    per_rank = options.stages_per_rank
-    if per_rank is None:
-        try:
-            return by_name(options.schedule, options.ranks, options.ranks), options.microbatches
-        except ScheduleError:
-            per_rank = 2
-    return by_name(options.schedule, options.ranks * per_rank, options.ranks), options.microbatches
+    if options.stages_per_rank is not None:
+        return _of_stages(options, check_count("--stages-per-rank", options.stages_per_rank)), options.microbatches
+    try:
+        return _of_stages(options, 1), options.microbatches
+    except ScheduleError:
+        return _of_stages(options, 2), options.microbatches
+
+
+def _of_stages(options: argparse.Namespace, per_rank: int) -> Schedule:
+    try:
+        return by_name(options.schedule, options.ranks * per_rank, options.ranks)
+    except ScheduleError:
+        raise
+    except ValueError as error:  # no schedule has this name
+        raise ValueError(f"{error} A CSV file can be given too; its name ends in .csv.") from None
 
 
 def _show(options: argparse.Namespace) -> int:
+    _check_counts(options)
+    check_output("--output", options.output)
     schedule, microbatches = _named(options)
     step = simulate(schedule, _costs_of(options), options.latency, num_microbatches=microbatches)
     width = options.width or shutil.get_terminal_size((120, 24)).columns
@@ -116,6 +133,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    _check_counts(options)
     whole = _costs_of(options)
     rows: list[tuple[float, str]] = []
     for per_rank in [int(part) for part in options.stages_per_rank.split(",")]:

@@ -276,6 +276,8 @@ def test_jobs_that_make_no_sense_are_refused(changes: dict[str, object], message
 def test_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]):
     assert main(["-n", "2", "absent.py"]) == 2
     assert "error: there is no file 'absent.py' to run." in capsys.readouterr().err
+    assert main(["-n", "2", "-m", "nowhere_xyz.train"]) == 2
+    assert "error: there is no module 'nowhere_xyz' to run, neither in " in capsys.readouterr().err
     assert main(["-n", "2", "--cluster", __file__]) == 2
     assert "-n and --cluster exclude each other" in capsys.readouterr().err
     assert main([__file__]) == 2

@@ -256,7 +256,8 @@ def test_bad_input_is_named(tmp_path, capsys):
     )
     refused("The closest is .*parameters .*Use more devices", ScheduleError, memory=1e4)
     refused("memory=-1.0", memory=-1.0)
-    refused("must have a parameter of this name", depth="depth")
+    refused("no parameter of this name.*Known: layers, .*whose default is the number of blocks", depth="depth")
+    refused("must be the number of blocks.*it has no default", depth="options", factory=lambda **options: None)
     refused("does not take the options of a trainer.*def make", factory=lambda layers=8: None)
     refused(
         "missing 1 required .*'path'.*give other parameters defaults", factory=lambda path, layers=8, **options: None

@@ -110,8 +110,14 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
     assert main(["show", str(file)]) == 2
     assert ">1B0<" in capsys.readouterr().err
     for wrong, text in [
-        (["show", str(tmp_path / "none.csv")], "none.csv"),
+        (["show", str(tmp_path / "none.csv")], f"error: there is no file '{tmp_path / 'none.csv'}'."),
+        (["compare", "--costs", "nofile"], "error: there is no file 'nofile'."),
         (["show", "1f1"], "Did you mean"),
+        (["show", "nothing"], "A CSV file can be given too; its name ends in .csv."),
+        (["show", "zero_bubble", "--ranks", "0"], "--ranks=0: it must be a whole number of at least 1"),
+        (["compare", "--microbatches", "0"], "--microbatches=0: it must be"),
+        (["show", "gpipe", "--stages-per-rank", "0"], "--stages-per-rank=0: it must be"),
+        (["show", "gpipe", "--output", str(tmp_path / "no" / "x.svg")], f"there is no directory {tmp_path / 'no'}"),
         (["show", "1f1b", "--forward", "fast"], "--forward 'fast': give one number"),
         (["show", "1f1b", "--ranks", "4", "--forward", "1,2"], "2 numbers for 4 stages"),
     ]:
