@@ -184,11 +184,11 @@ def report_orders(path: str | None) -> None:
 
 def report_patterns(arguments: Any) -> None:
     """The processor time of steps: the first, which compiles; new mixtures of its shapes; and the same again."""
+    workload.prepare(arguments, arguments.stages)
     import numpy as np
 
     from jaxpp_flax import Microbatches
 
-    workload.prepare(arguments, arguments.stages)
     trainer, draws = new_trainer(arguments), random.Random(0)
     kinds = [padded([np.arange(length) % 7] * rows, rows, length) for rows, length in ((8, 8), (4, 16), (2, 32))]
 

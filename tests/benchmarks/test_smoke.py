@@ -172,6 +172,12 @@ def test_weights_cross_devices_once(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_new_mixture_of_lengths_costs_less_than_its_compilation(tmp_path: Path):
+    [row] = rows_of("lengths", tmp_path, "--patterns", "--stages", "2", "--microbatches", "4", "--repeats", "3")
+    assert row["first"] > row["more for a pattern"], "the first step compiles"
+
+
+@pytest.mark.slow
 def test_texts_of_several_lengths_cost_less_than_their_padding(tmp_path: Path):
     flags = ("--functions", "48", "--lengths", "32,64,128", "--tokens", "256", "--repeats", "1")
     rows = {row["batches"]: row for row in rows_of("lengths", tmp_path, *flags)}
