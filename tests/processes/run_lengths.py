@@ -2,7 +2,8 @@
 
 Usage: run_lengths.py CASE ... Cases: "few" (every process draws the same batches; each draws rows of its own; own rows
 that are refused), "more" (the same batches with another schedule, examples divided between the processes), "differs"
-(in step 3, process 1 draws other shapes), "random COUNT SEED" (random sets of lengths, half of them by own rows).
+(in step 3, process 1 draws other shapes), "resume DIRECTORY" (a run with examples of its own that ends early goes on),
+"random COUNT SEED" (random sets of lengths, half of them by own rows).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jax.sharding import Mesh  # noqa: E402
 from jaxpp_flax import Microbatches, PipelineStage, PipelineTrainer, group_by_length  # noqa: E402
 from jaxpp_flax.processes import exchange_values, process_group  # noqa: E402
 from jaxpp_flax.processes.store import CoordinationError  # noqa: E402
+from jaxpp_flax.trainers import Checkpoints  # noqa: E402
 from jaxpp_flax.trainers.callbacks import Callback  # noqa: E402
 from jaxpp_flax.trainers.errors import BatchError  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
@@ -183,6 +185,29 @@ def fit_and_evaluate(piped: PipelineTrainer, plain: Plain, texts: list[np.ndarra
     assert sizes == [(2 * rows, (2 * tokens, "tokens"))], (sizes, rows, tokens)
 
 
+def resume(directory: str) -> None:
+    """After a break, each process goes on with those of its own examples that it has not trained on."""
+
+    def run(place: str, steps: int) -> list[float]:
+        losses = list[float]()
+
+        class Losses(Callback):
+            def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
+                losses.append(float(metrics["loss"]))
+
+        texts = texts_of(jax.process_index(), 100, 12)
+        groups = group_by_length(texts, lengths=(4, 8, 12), tokens=TOKENS, num_microbatches=4, own_examples=True)
+        piped = trainer(data_across=True, checkpoints=Checkpoints(f"{directory}/{place}", every=1))
+        piped.fit(groups, steps=steps, resume=True, callbacks=[Losses()])
+        return losses
+
+    whole = run("whole", 6)
+    parts = run("parts", 2), run("parts", 5), run("parts", 6)
+    assert list(map(len, parts)) == [2, 3, 1], parts
+    assert [loss for part in parts for loss in part] == whole, (parts, whole)
+    assert len({*whole}) == 6, "each step has examples of its own"
+
+
 def differs() -> None:
     """Both patterns are compiled in both processes; in the third step they take different ones."""
     piped = trainer(data_across=False)
@@ -247,6 +272,8 @@ def main() -> None:
         wrong()
     elif case == "more":
         same(trainer(data_across=True, schedule="zero_bubble"), Plain(), batches_of(PATTERNS, 1))
+    elif case == "resume":
+        resume(*arguments)
     elif case == "random":
         random(*map(int, arguments))
     else:

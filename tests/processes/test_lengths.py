@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers import slow
@@ -32,6 +34,11 @@ def test_a_process_that_draws_other_shapes_is_named_at_once():
         assert "  process 1: ['mask'] bool[2, 8], ['tokens'] int32[2, 8]\n" in told, end.output[-3000:]
     # Neither process waits for a deadline: the later one sees both shapes, and the other ends within a second.
     assert abs(ended[0].seconds - ended[1].seconds) < 10
+
+
+def test_a_run_with_own_examples_goes_on_after_a_break(tmp_path: Path):
+    for output in run_processes(2, "run_lengths.py", "resume", str(tmp_path), devices=2):
+        assert "all done" in output
 
 
 @pytest.mark.soak
