@@ -255,5 +255,8 @@ class PipelineTrainer(AccumulationCalls, GenerationCalls, TransferCalls, FileCal
         return self.loop.fit(self, data, arguments)
 
     def stop(self, reason: str) -> None:
-        """End `fit` or `training_steps` after this step; several processes end together, up to four steps later."""
+        """End `fit` or `training_steps` after this step; several processes end together, up to four steps later.
+
+        `fit` saves and evaluates the step that it ends with, as it does with the last one.
+        """
         self.stopping = reason

@@ -55,6 +55,8 @@ class DictTracker(Tracker):
       >>> tracker.log({"loss": 1.0}, step=2)
       >>> tracker["loss"]
       {1: 2.0, 2: 1.0}
+      >>> "accuracy" in tracker
+      False
     """
 
     def __init__(self) -> None:
@@ -70,6 +72,9 @@ class DictTracker(Tracker):
 
     def __getitem__(self, name: str) -> dict[int, Any]:
         return self.metrics[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.metrics
 
 
 class CompositeTracker(Tracker):
