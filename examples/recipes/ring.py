@@ -29,12 +29,12 @@ def zigzag(length: int, size: int) -> np.ndarray:
 def attention(q, k, v, places):
     """Attends over rows in the order of `zigzag`; without the axis, in any order.
 
-    `q`, `k`, `v` are (batch, length, heads, features). `places` are each token's
-    document and position, both (batch, length): it sees its document, up to itself.
+    `q`, `k`, `v` are (batch, length, heads, features); heads of `q` may share one of
+    `k` and `v`. `places` are each token's document and position, both (batch, length).
     """
     if AXIS not in jax.sharding.get_abstract_mesh().axis_names:  # outside of a pipeline
         weights = jax.nn.softmax(scores(q, k, places, places)).astype(v.dtype)
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, for_all_heads(v, q))
 
     def local(*of_device):
         chunks = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 2, 1)), of_device)
@@ -50,8 +50,12 @@ def scores(q, k, mine, theirs):
     (document, place), (of_keys, place_of_keys) = mine, theirs
     sees = document[:, :, None] == of_keys[:, None]
     sees &= place[:, :, None] >= place_of_keys[:, None]
-    products = wide("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
+    products = wide("bqhd,bkhd->bhqk", q, for_all_heads(k, q)) / jnp.sqrt(q.shape[-1])
     return jnp.where(sees[:, None], products, -1e30)
+
+
+def for_all_heads(x, q):
+    return jnp.repeat(x, q.shape[2] // x.shape[2], 2)
 
 
 def tour(visit, carry, keys):
@@ -88,7 +92,7 @@ def forward(q, k, v, places):
         new = jnp.logaddexp(total[i], jax.nn.logsumexp(s, -1))
         old = jnp.exp(total[i] - new).swapaxes(1, 2)[..., None]
         weights = jnp.exp(s - new[..., None]).astype(v.dtype)
-        add = wide("bhqk,bkhd->bqhd", weights, v[j])
+        add = wide("bhqk,bkhd->bqhd", weights, for_all_heads(v[j], q[i]))
         return (out.at[i].set(out[i] * old + add), total.at[i].set(new)), keys
 
     zero = 0 * q.astype(jnp.float32)
@@ -107,7 +111,8 @@ def backward(kept, g):
 
         def product(q, k, v):  # its gradients are those of attention for this pair
             s = scores(q, k, [x[i] for x in places], [x[j] for x in theirs])
-            of_values = wide("bqhd,bkhd->bhqk", g[i], v) - delta[i][..., None]
+            of_values = wide("bqhd,bkhd->bhqk", g[i], for_all_heads(v, q))
+            of_values -= delta[i][..., None]
             return (jnp.exp(s - total[i][..., None]) * of_values).sum()
 
         add_q, add_k, add_v = jax.grad(product, (0, 1, 2))(q[i], k[j], v[j])

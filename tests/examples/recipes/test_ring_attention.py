@@ -22,17 +22,19 @@ from tests.running import ROOT
 RECIPES = ROOT / "examples" / "recipes"
 
 
-def rows(rng: np.random.Generator, length: int) -> tuple[list[jax.Array], tuple[np.ndarray, np.ndarray]]:
-    """Queries, keys, values and weights of the results; documents and positions."""
-    arrays = [jnp.asarray(rng.normal(size=(2, length, 2, 3)), jnp.float32) for _ in range(4)]
+def rows(rng: np.random.Generator, length: int, shared: int) -> tuple[list[jax.Array], tuple[np.ndarray, np.ndarray]]:
+    """Queries, keys (`shared` heads of queries have one head of them), values and weights; documents and positions."""
+    arrays = [
+        jnp.asarray(rng.normal(size=(2, length, heads, 3)), jnp.float32) for heads in (2, 2 // shared, 2 // shared, 2)
+    ]
     documents = np.sort(rng.integers(0, 3, (2, length)), axis=1).astype(np.int32)
     return arrays, (documents, np.tile(np.arange(length, dtype=np.int32), (2, 1)))
 
 
-@pytest.mark.parametrize(("size", "length"), [(2, 8), slow(4, 32)])
-def test_the_ring_and_its_gradients_are_those_of_plain_attention(size: int, length: int):
+@pytest.mark.parametrize(("size", "length", "shared"), [(2, 8, 1), (4, 16, 2), slow(4, 32, 1)])
+def test_the_ring_and_its_gradients_are_those_of_plain_attention(size: int, length: int, shared: int):
     ring = load_example("recipes/ring.py")
-    (*qkv, weights), places = rows(np.random.default_rng(0), length)
+    (*qkv, weights), places = rows(np.random.default_rng(0), length, shared)
     order = ring.zigzag(length, size)
     mesh = jax.make_mesh((size,), ("sequence",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
@@ -40,7 +42,11 @@ def test_the_ring_and_its_gradients_are_those_of_plain_attention(size: int, leng
         results = ring.attention(*qkv, tuple(place[:, order] for place in places))
         return (results * weights[:, order]).sum()
 
-    plain, gradients = jax.jit(jax.value_and_grad(lambda qkv: weighed(slice(None), qkv)))(qkv)
+    def of_plain_attention(qkv: list[jax.Array]) -> jax.Array:
+        q, k, v = qkv
+        return weighed(slice(None), [q, *(jnp.repeat(x, shared, 2) for x in (k, v))])  # one head for each of q
+
+    plain, gradients = jax.jit(jax.value_and_grad(of_plain_attention))(qkv)
     with jax.set_mesh(mesh):
         ringed, others = jax.jit(jax.value_and_grad(lambda qkv: weighed(order, qkv)))([x[:, order] for x in qkv])
     # Sums in another order, as large as the terms.
@@ -51,7 +57,7 @@ def test_the_ring_and_its_gradients_are_those_of_plain_attention(size: int, leng
 def test_bfloat16_is_rounded_as_in_plain_attention():
     """What grows round the ring is float32: eight visits lose no more than one."""
     ring = load_example("recipes/ring.py")
-    (*qkv, weights), places = rows(np.random.default_rng(0), 64)
+    (*qkv, weights), places = rows(np.random.default_rng(0), 64, 1)
     order, narrow = ring.zigzag(64, 8), [x.astype(jnp.bfloat16) for x in qkv]
 
     @jax.jit
