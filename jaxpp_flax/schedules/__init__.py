@@ -32,7 +32,7 @@ from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.simulation.microbatch_order import MicrobatchOrder, order_by_cost
 from jaxpp_flax.schedules.simulation.simulate import Event, Timeline, replay, simulate
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
-from jaxpp_flax.schedules.tools.drawing import Units, draw
+from jaxpp_flax.schedules.tools.drawing import Units, draw, sketch
 from jaxpp_flax.schedules.tools.table import read_csv, write_csv
 from jaxpp_flax.schedules.validate import validate
 
@@ -74,6 +74,7 @@ __all__ = [
     "read_csv",
     "replay",
     "simulate",
+    "sketch",
     "validate",
     "write_csv",
 ]

@@ -113,7 +113,7 @@ class GPipe(OneStagePerRank):
 
     >>> GPipe(2).tasks(2)[1]
     [fwd_1__0, fwd_1__1, bwd_1__0, bwd_1__1]
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(GPipe(3), 4))
     rank 0 |F0-F1-F2-F3-..................B0====B1====B2====B3====
     rank 1 |...F0-F1-F2-F3-.........B0====B1====B2====B3====......
@@ -130,7 +130,7 @@ class GPipe1F1BLast(GPipe):
     The schedule is Shardy:MPMD's "GPipe but 1F1B for the last mesh"; Huang et al., "GPipe", 2019,
     https://arxiv.org/abs/1811.06965.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(GPipe1F1BLast(3), 4))
     rank 0 |F0-F1-F2-F3-.........B0====...B1====...B2====...B3====
     rank 1 |...F0-F1-F2-F3-B0====...B1====...B2====...B3====......
@@ -152,7 +152,7 @@ class Std1F1B(OneStagePerRank):
     >>> Std1F1B(2).tasks(3)
     [[fwd_0__0, fwd_0__1, bwd_0__0, fwd_0__2, bwd_0__1, bwd_0__2],
      [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1), FusedTask(fwd_1__2, bwd_1__2)]]
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(Std1F1B(4), 5))
     rank 0 |F0-F1-F2-F3-..................B0====F4-B1====...B2====...B3====...B4====
     rank 1 |...F0-F1-F2-............B0====F3-B1====F4-B2====...B3====...B4====......
@@ -183,7 +183,7 @@ class Eager1F1B(ForLatency):
     Args:
         latency: the longest transfer to hide, as a fraction of the time of a stage's forward, 0 or more.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(Eager1F1B(3), 5))
     rank 0 |F0-F1-F2-F3-F4-......B0====...B1====...B2====...B3====...B4====
     rank 1 |...F0-F1-F2-...B0====F3-B1====F4-B2====...B3====...B4====......
@@ -207,7 +207,7 @@ class ZeroBubble(LateWeightGradients):
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(ZeroBubble(4), 5))
     rank 0 |F0-F1-F2-F3-.........B0====F4-B1====B2====B3====B4====
     rank 1 |...F0-F1-F2-......I0~F3-I1~W0:F4-I2~W1:I3~W2:I4~W3:W4:
@@ -242,7 +242,7 @@ class ZeroBubbleH2(ForLatency, LateWeightGradients):
     Args:
         latency: time of a transfer as a fraction of a stage's forward, 0 or more.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(ZeroBubbleH2(3), 6))
     rank 0 |F0-F1-F2-F3-F4-B0====F5-B1====B2====B3====B4====B5====......
     rank 1 |...F0-F1-F2-I0~F3-I1~F4-I2~W0:F5-I3~W1:I4~W2:I5~W3:W4:W5:...

@@ -20,8 +20,9 @@ def normalize(task_lists: Sequence[Sequence[Task | None]]) -> list[list[Task]]:
     forward of the last stage is directly followed by its whole backward, the last stage's tasks are
     fused; otherwise none of them is.
 
-    >>> from jaxpp_flax.schedules.task import forward, backward
-    >>> normalize([[forward(0, 0), None, backward(0, 0)]])
+    >>> from jaxpp_flax.schedules import Task, TaskKind
+    >>> forward, backward = (Task(kind, 0, 0) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
+    >>> normalize([[forward, None, backward]])
     [[FusedTask(fwd_0__0, bwd_0__0)]]
     """
     plain = [list(flatten(task for task in tasks if task is not None)) for tasks in task_lists]

@@ -21,7 +21,7 @@ class Interleaved1F1B(InRounds):
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", 2021, https://arxiv.org/abs/2104.04473.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(Interleaved1F1B(4, 2), 4))
     rank 0 |F0-F1-f0-f1-F2-...b0====F3-b1====f2-B0====f3-B1====...b2====...b3====B2====B3====
     rank 1 |...F0-F1-f0-b0====f1-b1====F2-B0====F3-B1====f2-b2====f3-b3====B2====B3====......
@@ -50,7 +50,7 @@ class KimiK2(Interleaved1F1B):
 
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, https://arxiv.org/abs/2507.20534.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(KimiK2(4, 2), 4))
     rank 0 |F0-F1-f0-f1-F2-F3-...b0====f2-b1====f3-B0====...B1====...b2====b3====B2====B3====
     rank 1 |...F0-F1-f0-f1-b0====F2-b1====F3-B0====f2-B1====f3-b2====b3====B2====B3====......
@@ -71,7 +71,7 @@ class InterleavedGPipe(InRounds):
 
     Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, https://arxiv.org/abs/2211.05953.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(InterleavedGPipe(4, 2), 3))
     rank 0 |F0-F1-F2-f0-f1-f2-.........b0====b1====b2====B0====B1====B2====
     rank 1 |...F0-F1-F2-f0-f1-f2-b0====b1====b2====B0====B1====B2====......
@@ -91,7 +91,7 @@ class Circular(InterleavedGPipe):
     The forward order of circular pipelining; Xu et al., "GSPMD", 2021,
     https://arxiv.org/abs/2105.04663, section 3.3.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(Circular(4, 2), 4))
     rank 0 |F0-F1-f0-f1-F2-F3-f2-f3-.........b0====b1====B0====B1====b2====b3====B2====B3====
     rank 1 |...F0-F1-f0-f1-F2-F3-f2-f3-b0====b1====B0====B1====b2====b3====B2====B3====......
@@ -110,7 +110,7 @@ class CircularReversed(Circular):
 
     The reversed-backward form of circular pipelining in Shardy:MPMD.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(CircularReversed(4, 2), 3))
     rank 0 |F0-F1-f0-f1-F2-...f2-.........b2====......B2====b1====b0====B1====B0====
     rank 1 |...F0-F1-f0-f1-F2-...f2-b2====......B2====b1====b0====B1====B0====......

@@ -70,7 +70,7 @@ class ZBV(VShaped):
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241, and
     "Pipeline Parallelism with Controllable Memory", 2024, https://arxiv.org/abs/2405.15362.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(ZBV(4), 5))
     rank 0 |F0-F1-F2-f0-i0~w0:f1-i1~w1:F3-B0====f2-i2~w2:F4-B1====f3-i3~w3:B2====f4-i4~w4:B3====B4====...
     rank 1 |...F0-f0-F1-f1-i0~w0:F2-I0~W0:f2-i1~w1:F3-I1~W1:f3-i2~w2:F4-I2~W2:f4-i3~w3:I3~i4~I4~W3:W4:w4:
@@ -104,7 +104,7 @@ class DualPipeV(VShaped):
     shape is that of Qi et al., "Pipeline Parallelism with Controllable Memory", 2024,
     https://arxiv.org/abs/2405.15362.
 
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> from jaxpp_flax.schedules import sketch
     >>> print(sketch(DualPipeV(4), 5))
     rank 0 |F0-F1-F2-f0-i0~w0:f1-F3-i1~w1:f2-B0====F4-i2~w2:f3-B1====i3~w3:f4-B2====i4~w4:B3====...B4====
     rank 1 |...F0-f0-F1-f1-F2-i0~w0:f2-I0~W0:F3-i1~w1:f3-I1~W1:F4-i2~w2:f4-I2~W2:i3~w3:I3~W3:i4~I4~W4:w4:

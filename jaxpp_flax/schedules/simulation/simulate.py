@@ -185,8 +185,9 @@ def simulate(
     >>> step = simulate(Std1F1B(4), num_microbatches=8)
     >>> step.makespan, round(step.bubble, 3), step.peak_memory
     (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
-    >>> from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
-    >>> plan = ResidualPlan([StageResiduals(offload=1.0), KEEP, KEEP, KEEP])
+    >>> from jaxpp_flax.schedules import ResidualPlan, StageResiduals
+    >>> keep = StageResiduals()
+    >>> plan = ResidualPlan([StageResiduals(offload=1.0), keep, keep, keep])
     >>> moved = simulate(Std1F1B(4), num_microbatches=8, residuals=plan, host_link=Link(bandwidth=1.0))
     >>> moved.makespan, moved.peak_memory, moved.peak_host_memory
     (33.0, (3.0, 3.0, 2.0, 1.0), (3.0, 0.0, 0.0, 0.0))
