@@ -71,9 +71,9 @@ class ZBV(VShaped):
     "Pipeline Parallelism with Controllable Memory", 2024, https://arxiv.org/abs/2405.15362.
 
     >>> from jaxpp_flax.schedules import sketch
-    >>> print(sketch(ZBV(4), 5))
-    rank 0 |F0-F1-F2-f0-i0~w0:f1-i1~w1:F3-B0====f2-i2~w2:F4-B1====f3-i3~w3:B2====f4-i4~w4:B3====B4====...
-    rank 1 |...F0-f0-F1-f1-i0~w0:F2-I0~W0:f2-i1~w1:F3-I1~W1:f3-i2~w2:F4-I2~W2:f4-i3~w3:I3~i4~I4~W3:W4:w4:
+    >>> print(sketch(ZBV(4), 4))
+    rank 0 |F0-F1-F2-f0-i0~w0:f1-i1~w1:F3-B0====f2-i2~w2:B1====f3-i3~w3:B2====B3====...
+    rank 1 |...F0-f0-F1-f1-i0~w0:F2-I0~W0:f2-i1~w1:F3-I1~W1:f3-i2~w2:I2~i3~I3~W2:W3:w3:
     """
 
     def order(self, rank: int, num_microbatches: int) -> str:
@@ -105,9 +105,9 @@ class DualPipeV(VShaped):
     https://arxiv.org/abs/2405.15362.
 
     >>> from jaxpp_flax.schedules import sketch
-    >>> print(sketch(DualPipeV(4), 5))
-    rank 0 |F0-F1-F2-f0-i0~w0:f1-F3-i1~w1:f2-B0====F4-i2~w2:f3-B1====i3~w3:f4-B2====i4~w4:B3====...B4====
-    rank 1 |...F0-f0-F1-f1-F2-i0~w0:f2-I0~W0:F3-i1~w1:f3-I1~W1:F4-i2~w2:f4-I2~W2:i3~w3:I3~W3:i4~I4~W4:w4:
+    >>> print(sketch(DualPipeV(4), 4))
+    rank 0 |F0-F1-F2-f0-i0~w0:f1-F3-i1~w1:f2-B0====i2~w2:f3-B1====i3~w3:B2====...B3====
+    rank 1 |...F0-f0-F1-f1-F2-i0~w0:f2-I0~W0:F3-i1~w1:f3-I1~W1:i2~w2:I2~W2:i3~I3~W3:w3:
     """
 
     def order(self, rank: int, num_microbatches: int) -> str:
