@@ -107,15 +107,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(left_out)]
 
 
-def pytest_collection_finish() -> None:
-    """Leave what stays until the end, thousands of tests and modules, out of each later collection of garbage."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _without_older_files() -> None:
-    """Leave what JAX keeps of earlier files out, too: collections took a tenth of the time."""
+def _without_older_objects() -> None:
+    """Leave what stays until the end out of each later collection of garbage: all tests, and what JAX keeps of earlier
+    files. Collections took a tenth of the time."""
     gc.collect()
     gc.freeze()
 

@@ -166,7 +166,7 @@ class Checkpointing:
         """Make a checkpoint, or some of its leaves, the state."""
         if self.held.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}"]
-            lines.append(f"only={'a function' if callable(only) else only}")
+            lines.append(f"only={_filter_in_words(only)}")
             compare_lines(process_group(), "what to restore", lines, None)
         metadata = read_whole_metadata(path, _JSON)
         stored = stored_leaves(metadata).keys()
@@ -194,10 +194,9 @@ class Checkpointing:
         """Tell of frozen parameters that `only` leaves out: a reader takes `params/*` for all weights."""
         frozen = self.model.adapter.frozen_in(self.held.memory.model_state)
         if kept := left_out(frozen, chosen, stored):
-            filters = "a function" if callable(only) else repr(only)
             self.display.message(
-                f"only={filters} leaves out {len(kept)} frozen parameters, which keep their values though the "
-                f"checkpoint has others: {listed(kept, 3, str)}. To restore them too: "
+                f"only={_filter_in_words(only)} leaves out {len(kept)} frozen parameters, which keep their values "
+                f"though the checkpoint has others: {listed(kept, 3, str)}. To restore them too: "
                 "only=['params/*', 'model_state/*']"
             )
 
@@ -351,6 +350,10 @@ class Checkpointing:
                 f"{what} needs a directory of checkpoints: give the trainer checkpoints=, or pass a path."
             )
         return self.store
+
+
+def _filter_in_words(only: PathFilter | None) -> str:
+    return "a function" if callable(only) else repr(only)
 
 
 def _latest(store: CheckpointStore) -> int | None:
