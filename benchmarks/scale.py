@@ -27,9 +27,10 @@ def main() -> None:
 
     from jaxpp_flax.api import Std1F1B, mark_stage_end, treduce
     from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
+    from jaxpp_flax.engine.passes import PLACING, WRITING
     from jaxpp_flax.engine.passes.runner import Settings
     from jaxpp_flax.engine.program.program import Program
-    from jaxpp_flax.engine.traced import build, cut_at_every_mark, with_choices
+    from jaxpp_flax.engine.traced import cut_at_every_mark, with_choices
     from jaxpp_flax.engine.traced import prepare as prepared
     from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 
@@ -39,7 +40,8 @@ def main() -> None:
             num_ranks=ranks, donated=[False] * size, specs=[PartitionSpec()] * size, shards=ShardCounts({})
         )
         step = prepared(graph, settings, ())
-        return build(step, with_choices(settings, step, cut_at_every_mark), ())[0]
+        choices = with_choices(settings, step, cut_at_every_mark)
+        return WRITING.run(PLACING.run(step, choices, ()), choices, ())
 
     rows: list[dict[str, object]] = []
     for ranks in arguments.ranks:

@@ -2,20 +2,25 @@
 
     python benchmarks/state_in_memory.py                                   # 19M parameters in 4 processes of one stage
     python benchmarks/state_in_memory.py --blocks 16 --width 1024 --steps 5  # 202M
+    python benchmarks/state_in_memory.py --hosts 2                         # over two raylets of this machine
 
 All contestants run in the same processes, one after another, `--rounds` times; medians. CPU seconds, since other work
-of the machine changes them less than the time.
+of the machine changes them less than the time. Over several hosts they are those of the whole machine, which should do
+nothing else: it is Ray's own programs that bring the copies from host to host.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +39,53 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--only", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
+    flags.add_argument("--hosts", type=int, default=1, help="raylets of this machine; of one host, none")
     flags.add_argument("--directory", default=None, help="of the checkpoints; in the launched processes")
     arguments = flags.parse_args()
     if arguments.directory is not None:
         measure(arguments)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        launch = [sys.executable, "-m", "jaxpp_flax.launch", "-n", str(arguments.stages), "--max-restarts", "1"]
-        done = subprocess.run(
-            [*launch, __file__, *sys.argv[1:], "--directory", directory], stdout=subprocess.PIPE, text=True, check=True
-        )
+    with tempfile.TemporaryDirectory() as directory, cluster(arguments.hosts) as options:
+        launch = [sys.executable, "-m", "jaxpp_flax.launch", "-n", str(arguments.stages // arguments.hosts)]
+        program = [str(Path(__file__).resolve()), *sys.argv[1:], "--directory", directory]
+        command = [*launch, "--max-restarts", "1", *options, *program]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[0] {"))[4:])
     rows: list[dict[str, object]] = [
         {"contestant": name, "CPU seconds a step": seconds, "more": seconds - found["seconds"]["nothing"]}
         for name, seconds in found["seconds"].items()
     ]
-    report(f"{found['parameters'] / 1e6:.0f}M parameters, {arguments.stages} processes", rows, arguments.json)
+    title = f"{found['parameters'] / 1e6:.0f}M parameters, {arguments.stages} processes of {arguments.hosts} hosts"
+    report(title, rows, arguments.json)
+
+
+@contextmanager
+def cluster(hosts: int) -> Iterator[list[str]]:
+    """Yield the launcher's options for so many hosts, which run meanwhile."""
+    if hosts == 1:
+        yield []
+        return
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    nodes = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        for _ in range(hosts):
+            nodes.add_node(num_cpus=1)
+        os.environ["RAY_ADDRESS"] = nodes.address
+        yield ["--ray", "--hosts", str(hosts)]
+    finally:
+        nodes.shutdown()
+
+
+def cpu_seconds(hosts: int, process: int) -> float:
+    """Of this process, or over several hosts those of the whole machine, which process 0 counts for all."""
+    if hosts == 1:
+        return time.process_time()
+    if process:
+        return 0.0
+    user, nice, system, *_ = map(int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(arguments: Any) -> None:
@@ -80,7 +116,7 @@ def measure(arguments: Any) -> None:
 
         def on_step(self, trainer: Any, record: Any) -> None:
             jax.block_until_ready(jax.tree.leaves(trainer.held.memory))
-            self.seconds.append(time.process_time())
+            self.seconds.append(cpu_seconds(arguments.hosts, jax.process_index()))
 
     found: dict[str, list[float]] = {name: [] for name in arguments.only}
     parameters = 0

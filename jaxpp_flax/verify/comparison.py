@@ -121,14 +121,15 @@ def run_twice(piece: Piece, arrays: Mapping[Name, Any], order: Sequence[int]) ->
 def _count_choices(plain: Mapping[Point, Any], actual: Mapping[Point, Any]) -> list[Choice]:
     """Return how many choices differ, for each line of the program that makes some."""
     found: list[Choice] = []
-    for leaf in dict.fromkeys(point.leaf for point in plain if point.kind == CHOSEN[0]):
-        first, later = ([p for p in plain if (p.kind, p.leaf) == (kind, leaf)] for kind in CHOSEN)
+    for leaf, line in dict.fromkeys((point.leaf, point.line) for point in plain if point.kind == CHOSEN[0]):
+        first, later = ([p for p in plain if (p.kind, p.leaf, p.line) == (kind, leaf, line)] for kind in CHOSEN)
         later.sort(key=lambda point: -point.region)  # regions are recomputed in reverse order of the forward pass
+        are_same = [actual[p].shape for p in first] == [actual[p].shape for p in later]
         pairs = zip(first, later, strict=False)
-        otherwise = _count((actual[p], actual[q]) for p, q in pairs) if len(first) == len(later) else None
+        otherwise = _count((actual[p], actual[q]) for p, q in pairs) if are_same else None
         found.append(
             Choice(
-                name=leaf.rpartition("[")[0],
+                name=f"{leaf.rpartition('[')[0]} at {line}",
                 count=sum(actual[p].size for p in first),
                 differ=_count((plain[p], actual[p]) for p in first),
                 recomputed=sum(actual[p].size for p in later),
@@ -145,7 +146,7 @@ def _count(pairs: Iterable[tuple[Any, Any]]) -> int:
 
 def row_of(point: Point, expected: Any, actual: Any, unit: float, allowed: float, process: int) -> Row:
     """Return the row of an array; `unit` and `allowed` are in its own numbers."""
-    names = {"kind": point.kind, "block": point.block, "leaf": point.leaf, "process": process}
+    names = {"kind": point.kind, "block": point.block, "leaf": point.name, "process": process}
     difference = apart(expected, actual)
     if not difference.size:
         return Row(**names, index=(), expected=0, actual=0, distance=0, allowed=0)

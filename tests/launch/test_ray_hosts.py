@@ -1,10 +1,16 @@
-"""`--ray`: a program on hosts of a Ray cluster, here several raylets of this machine, some of which are killed."""
+"""`--ray`: a program on hosts of a Ray cluster, here several raylets of this machine, some of which are killed.
+
+`pytest -m soak tests/launch/test_ray_hosts.py` does harm to runs at random moments; a seed takes about half a minute.
+"""
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +23,7 @@ from jaxpp_flax.launch.cli import main
 from jaxpp_flax.launch.host.host import HostReport
 from jaxpp_flax.launch.host.supervised_process import ProcessState
 from jaxpp_flax.launch.ray import hosts
-from tests.launch.running import QUICK, REAL, Run, marked, started
+from tests.launch.running import QUICK, REAL, Run, marked, parent, started
 from tests.running import MARK, ROOT, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:os.fork")]  # Ray forks its own programs
@@ -140,14 +146,18 @@ make_trainer(Checkpoints(sys.argv[1], memory_every=1), stages=6, depth=6, **opti
 )
 
 
-@pytest.fixture(scope="module")
-def in_memory_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "script.py").write_text(IN_MEMORY, encoding="utf-8")
+def undisturbed(folder: Path, source: str, steps: int) -> set[tuple[str, str]]:
+    """The losses of two processes to which nothing happens."""
+    (folder / "script.py").write_text(source, encoding="utf-8")
     with started(folder, [*QUICK, "-n", "2", "script.py", str(folder / "here"), ""]) as run:
         assert run.finish() == 0, run.stderr
-    assert len(losses(run)) == 8
+    assert len(losses(run)) == steps
     return losses(run)
+
+
+@pytest.fixture(scope="module")
+def in_memory_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), IN_MEMORY, 8)
 
 
 def lives_from_memory(run: Run) -> int:
@@ -217,6 +227,66 @@ def test_if_two_neighbours_are_lost_the_checkpoint_is_used(
     assert "the copies in memory are not used: of no step are those of all processes left" in run.stdout + run.stderr
     assert "life 2 goes on from the checkpoint of step" in run.stderr
     assert losses(run) == in_memory_undisturbed
+
+
+RANDOM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def random_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), random_source("memory_every=1"), RANDOM_STEPS)
+
+
+def random_source(checkpoints: str) -> str:
+    """`IN_MEMORY` with more steps, and the options of its checkpoints."""
+    return IN_MEMORY.replace("steps=8", f"steps={RANDOM_STEPS}").replace("memory_every=1", checkpoints)
+
+
+def strike(cluster: Any, run: Run, kind: str, life: int, places: Sequence[int]) -> None:
+    """Do harm to these hosts of a life, or to the process that each of them has."""
+    if kind == "kill host":
+        kill_hosts(cluster, run, life, places)
+        for _ in places:
+            cluster.add_node(num_cpus=1)
+        return
+    victims = [run.process_ids()[place] for place in places]
+    if kind.endswith("actor"):
+        victims = [parent(process) for process in victims]
+    for victim in victims:
+        os.kill(victim, signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL)
+
+
+@pytest.mark.extras
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_random_harm_to_hosts_changes_no_loss(
+    cluster: Any, tmp_path: Path, random_undisturbed: set[tuple[str, str]], seed: int
+):
+    rng = random.Random(seed)
+    hosts, faults = rng.choice([2, 2, 3]), rng.choice([1, 1, 2, 3])
+    source = random_source(rng.choice(["memory_every=1", "every=1, memory_every=1", "every=2"]))
+    options = ("--hosts", str(hosts), "--max-restarts", str(faults), "--failure-timeout", "10")
+    with on_ray(cluster, tmp_path, source, *options, arguments=(str(tmp_path / "on_ray"), "")) as run:
+        printed = 0
+        for life in range(1, faults + 1):
+            kind = rng.choice(["kill process", "stop process", "kill actor", "stop actor", "kill host", "kill host"])
+            places = rng.sample(range(hosts), rng.choice([1, 1, 1, 2]))
+            if (moment := rng.choice(["start", "compile", "step", "step"])) == "step":
+                done = max((int(step) for step, _ in losses(run)), default=0)
+                run.wait_for_output(f"step {done + rng.randrange(1, 7)} loss", hosts, printed)
+            elif moment == "start" and kind == "kill host":
+                wait_for(lambda: f"life {life} has" in run.stderr, "a life")  # noqa: B023
+            else:
+                run.wait_for_output("] pid ", hosts, printed)
+            time.sleep(rng.uniform(0.0, 1.0 if moment == "compile" else 0.1))
+            print(f"life {life}: {kind} of hosts {places} at {moment}", flush=True)
+            strike(cluster, run, kind, life, places)
+            wait_for(lambda: f"life {life + 1} has" in run.stderr or run.popen.poll() is not None, "a life")  # noqa: B023
+            printed = len(run.stdout)
+        assert run.finish() == 0, run.stderr
+    assert run.stderr.count("; restart ") == faults, run.stderr
+    assert losses(run) == random_undisturbed  # to the last bit
+    lives_from_memory(run)
 
 
 @pytest.mark.extras

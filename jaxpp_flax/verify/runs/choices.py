@@ -26,10 +26,11 @@ Places: TypeAlias = frozenset[tuple[str, str]]
 class Choices:
     """The choices of an equation: what they read, and have chosen; those inside a scan are stacked by its steps.
 
-    `again` says that they are made again for the backward pass.
+    `name` is the primitive, `line` the user's. `again` says that they are made again for the backward pass.
     """
 
     name: str
+    line: str
     reads: tuple[Value, ...]
     made: tuple[Value, ...]
     again: bool
@@ -37,17 +38,17 @@ class Choices:
     def at(self, stacked: Mapping[Value, Value], scan: Equation) -> Choices:
         """Return the same where a scan returns them, which runs as a whole in a forward pass or in a backward pass."""
         reads, made = (tuple(stacked[value] for value in of) for of in (self.reads, self.made))
-        return Choices(self.name, reads, made, scan.late or scan.transposed)
+        return Choices(self.name, self.line, reads, made, scan.late or scan.transposed)
 
 
 def rounds_to_level(name: str) -> bool:
-    """Return True if the choices of this name are levels of a quantised number: one level is rounding there.
+    """Return True if the choices of this primitive are levels of a quantised number: one level is rounding there.
 
     Example:
-      >>> rounds_to_level("round at layer.py:7"), rounds_to_level("top_k at layer.py:7")
+      >>> rounds_to_level("round"), rounds_to_level("top_k")
       (True, False)
     """
-    return name.partition(" at ")[0] in _ROUNDING
+    return name in _ROUNDING
 
 
 def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -> int:
@@ -102,8 +103,11 @@ def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equat
 
 
 def _choices_of(graph: Graph, e: Equation, places: Places) -> list[Choices]:
-    made = _made_by(graph, e) if (e.name, e.where) in places else ()
-    return [Choices(f"{e.name} at {e.where}", tuple(values(e.inputs)), made, e.late or e.transposed)] if made else []
+    again = e.late or e.transposed
+    # What a backward makes has a line that depends on what JAX has traced before, so it counts by its primitive alone.
+    is_one = any(e.name == name for name, _ in places) if again else (e.name, e.where) in places
+    made = _made_by(graph, e) if is_one else ()
+    return [Choices(e.name, e.where, tuple(values(e.inputs)), made, again)] if made else []
 
 
 def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equation], list[Choices]]:

@@ -36,6 +36,7 @@ class Point:
       block: the block that computes it.
       phase: the number of marks that stand before it: points are compared in order of loop and phase.
       region: tells apart what is recomputed for different backwards; 0 for what is not.
+      line: the user's, of a choice.
     """
 
     kind: Kind
@@ -45,10 +46,16 @@ class Point:
     block: str = field(default="", compare=False)
     phase: int = field(default=0, compare=False)
     region: int = field(default=0, compare=False)
+    line: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """The leaf, and the line of a choice."""
+        return f"{self.leaf} at {self.line}" if self.line else self.leaf
 
     def __str__(self) -> str:
         """Say which array it is."""
-        return f"{self.kind} {self.leaf}" + (f" of block {self.block}" if self.block else "")
+        return f"{self.kind} {self.name}" + (f" of block {self.block}" if self.block else "")
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,10 @@ def looks_in(
     counts = Counter[Any]()
     backwards = 0
 
-    def point(kind: Kind, leaf: str, phase: int, region: int = 0) -> Point:
+    def point(kind: Kind, leaf: str, phase: int, region: int = 0, line: str = "") -> Point:
         counts[kind, leaf] += 1
         block = names[max(0, phase if phase <= len(marks) else 2 * len(marks) - phase)]  # up the blocks, and down again
-        return Point(kind, leaf, loop, counts[kind, leaf], block, phase, region)
+        return Point(kind, leaf, loop, counts[kind, leaf], block, phase, region, line)
 
     for i, e in enumerate(graph.equations):
         backwards += e.transposed
@@ -103,7 +110,7 @@ def looks_in(
             read, own = AGAIN if of.again else ("choice", "chosen")
             for j, value in enumerate([*of.reads, *of.made]):
                 is_made = j >= len(of.reads)
-                at = point(own if is_made else read, f"{of.name}[{j}]", phase, (backwards + 1) * of.again)
+                at = point(own if is_made else read, f"{of.name}[{j}]", phase, (backwards + 1) * of.again, of.line)
                 yield Look(at, value, value if is_made else None, i)
         phases |= dict.fromkeys(e.outputs, phase)
     begin = len(graph.outputs) - num_gradients(len(graph.outputs), num_carry, parameters)
