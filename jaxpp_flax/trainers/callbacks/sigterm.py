@@ -31,8 +31,8 @@ class Preemption:
 
     Signals within a second after the first one count as the same request.
 
-    A thread does this work, and gets signals from the interpreter's wakeup file descriptor. The main thread may be
-    waiting for devices or another process, and then Python runs no signal handler.
+    A signal handler notes the first one. A thread ends the process, and gets signals from the interpreter's wakeup
+    file descriptor: the main thread may be waiting for devices or another process, and then Python runs no handler.
 
     Nothing is installed without a deadline, or outside of the main thread, since Python handles signals only there.
     Inside another `Preemption`, as in two loops that run in turn, both note the signal.
