@@ -73,7 +73,7 @@ def called_with_few_bits(compiled: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class ExecutableOrigin:
     """Where an executable comes from.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Client:
 
     def __init__(self, real: Any) -> None:
         self.real = real
-        self.origins: list[Origin] = []
+        self.origins: list[ExecutableOrigin] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -114,12 +114,12 @@ class _Client:
         executable = self.real.compile_and_load(
             module, executable_devices=executable_devices, compile_options=compile_options, **others
         )
-        self.origins.append(Origin(self.real, executable, compile_options))
+        self.origins.append(ExecutableOrigin(self.real, executable, compile_options))
         return executable
 
     def deserialize_executable(self, serialized: bytes, devices: Any, options: Any, *others: Any) -> Any:
         executable = self.real.deserialize_executable(serialized, devices, options, *others)
-        self.origins.append(Origin(self.real, executable, options, loaded_from=serialized))
+        self.origins.append(ExecutableOrigin(self.real, executable, options, loaded_from=serialized))
         return executable
 
 
@@ -135,7 +135,7 @@ class Original:
 
     compiled: Any
     devices: tuple[Any, ...]
-    origin: Origin | None
+    origin: ExecutableOrigin | None
     seconds: float = 0.0
 
     def copy_for(self, mesh: Mesh) -> Any:
@@ -154,7 +154,7 @@ class Original:
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return None
 
-    def _copy_for(self, mesh: Mesh, origin: Origin) -> Any:
+    def _copy_for(self, mesh: Mesh, origin: ExecutableOrigin) -> Any:
         unloaded, devices = self.compiled._executable._unloaded_executable, tuple(mesh.devices.flat)
         shardings = [*unloaded.input_shardings, *unloaded.output_shardings]
         bound = (
@@ -212,7 +212,7 @@ def _watched(lowered: Any) -> Any:
     return watched
 
 
-def _origin_of(compiled: Any) -> Origin | None:
+def _origin_of(compiled: Any) -> ExecutableOrigin | None:
     """Return the origin of what a `_Client` compiled, and give the executable its real client back."""
     try:
         unloaded = compiled._executable._unloaded_executable

@@ -22,7 +22,7 @@ from jaxpp_flax.checkpoint.errors import (
     UnfinishedCheckpointError,
 )
 from jaxpp_flax.checkpoint.format.integrity import check_files
-from jaxpp_flax.checkpoint.format.leaves import Wanted, abstract_leaf, empty, is_empty
+from jaxpp_flax.checkpoint.format.leaves import WantedLeaf, abstract_leaf, empty, is_empty
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location
 from jaxpp_flax.checkpoint.format.orbax_io import (
     damaged,
@@ -167,7 +167,7 @@ class RestorePlan:
     leaves: dict[str, Any]  # the target's leaves, by path
     structure: Any  # the target's structure
     chosen: Mapping[str, str]  # from paths of the target to paths on disk
-    wants: Mapping[str, Wanted]  # the requested shape, dtype and sharding of each chosen leaf
+    wants: Mapping[str, WantedLeaf]  # the requested shape, dtype and sharding of each chosen leaf
 
     def read(self) -> Any:
         """Read a new tree like the target; raise a `CorruptCheckpointError` if a file cannot be read all the same."""
@@ -188,7 +188,7 @@ class RestorePlan:
             for path, to in places.items()
         }
         chosen = {path: self.chosen[path] for path in leaves if path in self.chosen}
-        return replace(self, leaves=leaves, chosen=chosen, wants={path: Wanted.of(leaves[path]) for path in chosen})
+        return replace(self, leaves=leaves, chosen=chosen, wants={path: WantedLeaf.of(leaves[path]) for path in chosen})
 
     def _rounds(self) -> list[dict[str, str]]:
         """Divide the reads into rounds: `rename` may make two leaves from one on disk, which are read separately.
@@ -252,7 +252,7 @@ def plan_restore(
             renamed = rename_path(name, rename)
             looked = f" (looked for {renamed})" if renamed != name else ""
             faults.append(f"{name}: missing in the checkpoint{looked}")
-    wants = {name: Wanted.of(leaves[name]) for name in chosen}
+    wants = {name: WantedLeaf.of(leaves[name]) for name in chosen}
     for name, found in chosen.items():
         if wrong := wants[name].faults(stored[found].shape, stored[found].dtype, widened(name)):
             faults.append(f"{name}: {'; '.join(wrong)}")
@@ -304,7 +304,7 @@ def _extra(unread: Collection[str], wanted: Any, rename: Mapping[str, str] | Non
     return [f"{old}: in the checkpoint, but not in the target" for old in named.values() if wanted(old)]
 
 
-def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[str, Any]:
+def _read(directory: Path, metadata: Any, wants: Mapping[str, WantedLeaf]) -> dict[str, Any]:
     """Read leaves by their paths on disk, at least one (else the plan was refused); all other leaves are skipped."""
 
     def item(path: str, _: Any) -> Any:

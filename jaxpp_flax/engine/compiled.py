@@ -22,7 +22,7 @@ from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_a
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
-from jaxpp_flax.engine.runtime.reshard import Wanted, bring, check_parts
+from jaxpp_flax.engine.runtime.reshard import WantedArgument, bring, check_parts
 from jaxpp_flax.engine.runtime.startup import compare_values, start
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
@@ -49,7 +49,7 @@ class _Argument:
 
     position: int
     targets: tuple[_Target, ...]
-    wanted: Wanted
+    wanted: WantedArgument
     donated: bool
 
     @cached_property
@@ -90,7 +90,7 @@ class Compiled:
         types = zip(program.arguments, executables.in_specs, executables.in_avals, names, donated, strict=True)
         arguments: list[_Argument] = []
         for position, (ranks, spec, aval, name, given_away) in enumerate(types, -count):
-            wanted = Wanted(executables.mesh, tuple(ranks), spec, name, memory_kind_of(aval))
+            wanted = WantedArgument(executables.mesh, tuple(ranks), spec, name, memory_kind_of(aval))
             arguments.append(_Argument(position, _targets(wanted, ranks), wanted, given_away))
         self._arguments = tuple(arguments[count:])
         self._constants = [
@@ -205,7 +205,7 @@ def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
     )
 
 
-def _targets(wanted: Wanted, on_ranks: Mapping[int, int]) -> tuple[_Target, ...]:
+def _targets(wanted: WantedArgument, on_ranks: Mapping[int, int]) -> tuple[_Target, ...]:
     """Return this process's ranks that read an argument; no two of them share memory."""
     targets: list[_Target] = []
     taken: set[Any] = set()

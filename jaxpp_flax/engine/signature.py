@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 __all__ = [
-    "Leaf",
+    "ArgumentLeaf",
     "Signature",
     "Statics",
     "arguments_of",
@@ -115,7 +115,7 @@ def without_statics(tree: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ArgumentLeaf:
     """The type of one leaf of the arguments."""
 
     path: str
@@ -136,7 +136,7 @@ class Signature:
     """
 
     tree: Any
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ArgumentLeaf, ...]
     out_tree: Any
     donated: tuple[bool, ...]
     function: str = ""
@@ -154,7 +154,7 @@ class Signature:
     ) -> Signature:
         """Make the signature of calls with this tree, without static arguments, from the types and specs of leaves."""
         leaves = tuple(
-            Leaf(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
+            ArgumentLeaf(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
             for path, struct, spec in zip(paths_of(tree), types, specs, strict=True)
         )
         return cls(tree, leaves, out_tree, donated, function)

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from jaxpp_flax.planning.loads import Hardware, StageLoad
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp, GatheredParameter, Gathers, check_fsdp
-from jaxpp_flax.schedules.memory import Memory, StageBytes
+from jaxpp_flax.schedules.memory import MemoryInUse, StageBytes
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists
@@ -176,7 +176,7 @@ class StepModel:
         """Return the number of `ordered_peaks` for one rank; only the rank's own stages matter."""
         return max(self.walk(rank, residuals).peak, self._update_bytes(rank))
 
-    def walk(self, rank: int, residuals: ResidualPlan) -> Memory:
+    def walk(self, rank: int, residuals: ResidualPlan) -> MemoryInUse:
         """Return the memory of a rank, without the fixed bytes, from its first task to its last one."""
         return walk_rank(
             self.tasks[rank],
@@ -257,7 +257,7 @@ def walk_rank(
     copies: Iterable[HostCopy] = (),
     gathered: Iterable[GatheredParameter] = (),
     arrivals: Sequence[Sequence[tuple[int, bool]]] = (),
-) -> Memory:
+) -> MemoryInUse:
     """Walk the tasks of a rank in their order, with what the rank copies, gathers and receives between them.
 
     The times of copies have no influence. A value that moves to the host counts on the devices until the task that
@@ -276,7 +276,7 @@ def walk_rank(
       >>> walk_rank(Std1F1B(2).tasks(4)[0], [StageBytes(activation=10.0, saved=10.0)] * 2).peak
       20.0
     """
-    memory = Memory()
+    memory = MemoryInUse()
     leaving, fetched, gathers, last_reads = (defaultdict[int, float](float) for _ in range(4))
     for copy in copies:
         moved = stages[copy.stage].saved

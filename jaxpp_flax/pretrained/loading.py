@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
-from jaxpp_flax.checkpoint.format.leaves import Wanted, is_key
+from jaxpp_flax.checkpoint.format.leaves import WantedLeaf, is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.placing import place_parts
 from jaxpp_flax.pretrained.faults import grouped, keep_remedy
@@ -148,7 +148,7 @@ def plan_load(
         raise _mismatch(opened, faults, lacking, keep_remedy(lacking, [*leaves.keys() - {*lacking}], keep))
     if process_group().process_count > 1:
         compare_lines(process_group(), "the weights to load", [*opened.describe(), *str(map).splitlines()], None)
-    shardings = {path: Wanted.of(leaves[path]).sharding for path in filled}
+    shardings = {path: WantedLeaf.of(leaves[path]).sharding for path in filled}
     return LoadPlan(opened, filled, shardings)
 
 
@@ -190,7 +190,7 @@ def _differences(fill: Fill, tensors: Sequence[StoredTensor], leaf: Any, cast: b
             is_cast = _is_float(dtype) and _is_float(leaf.dtype)
             remedy = ": pass cast=True to convert" if is_cast else f". Make it in {dtype}, or name it in keep="
             wrong.append(f"{where} has dtype {dtype}, wanted {leaf.dtype}{remedy}")
-    return wrong or [f"{text}. Shard another dimension of it" for text in Wanted.of(leaf).faults(None, None)]
+    return wrong or [f"{text}. Shard another dimension of it" for text in WantedLeaf.of(leaf).faults(None, None)]
 
 
 def _is_float(dtype: Any) -> bool:

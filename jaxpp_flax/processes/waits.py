@@ -19,7 +19,7 @@ from jaxpp_flax.messages import users_line
 __all__ = [
     "MOST_NAMED",
     "REPORT_SECONDS",
-    "Wait",
+    "ThreadWait",
     "WaitReporter",
     "Waits",
     "call_with_limit",
@@ -42,7 +42,7 @@ MOST_NAMED = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Wait:
+class ThreadWait:
     """One wait of one thread.
 
     Attributes:
@@ -76,7 +76,7 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._by_thread: dict[int, Wait] = {}
+        self._by_thread: dict[int, ThreadWait] = {}
 
     @contextmanager
     def waiting(
@@ -91,7 +91,7 @@ class Waits:
         outer = self._by_thread.get(thread)
         own = what if callable(what) else lambda: what
         text = own if outer is None else lambda: f"{outer.what()}: {own()}"
-        self._by_thread[thread] = Wait(text, () if on is None else (on,), run, number, time.monotonic())
+        self._by_thread[thread] = ThreadWait(text, () if on is None else (on,), run, number, time.monotonic())
         try:
             yield
         finally:
@@ -105,7 +105,7 @@ class Waits:
         thread = threading.get_ident()
         self._by_thread[thread] = replace(self._by_thread[thread], on=tuple(processes), more=more)
 
-    def now(self) -> list[Wait]:
+    def now(self) -> list[ThreadWait]:
         """All waits at the moment: a copy, made in one operation."""
         return list(self._by_thread.copy().values())
 

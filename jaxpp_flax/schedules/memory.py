@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from jaxpp_flax.schedules.task import MEANING, Task
 
-__all__ = ["Memory", "StageBytes"]
+__all__ = ["MemoryInUse", "StageBytes"]
 
 
-class Memory:
+class MemoryInUse:
     """The bytes in one memory, a rank's devices or its host, while something runs.
 
     Call `change` in the order in which bytes come (a number above 0) and go (below 0).
@@ -25,7 +25,7 @@ class Memory:
       at_peak: the bytes of the peak, by kind.
 
     Example:
-      >>> memory = Memory()
+      >>> memory = MemoryInUse()
       >>> for nbytes, kind in ((8, "weights"), (4, "activations"), (-4, "activations"), (2, "activations")):
       ...     memory.change(nbytes, kind)
       >>> memory.live, memory.peak, memory.at_peak

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.memory import Memory, StageBytes
+from jaxpp_flax.schedules.memory import MemoryInUse, StageBytes
 from jaxpp_flax.schedules.task import Task
 
 TaskLists = Sequence[Sequence[Task]]
@@ -125,7 +125,7 @@ class Schedule(abc.ABC):
         the backward is split).
         """
         self.check(num_microbatches)
-        memory, one = Memory(), StageBytes()
+        memory, one = MemoryInUse(), StageBytes()
         for task in self.rank_tasks(self.rank_of(stage), num_microbatches):
             for change in one.changes(task) if task.stage == stage else ():
                 memory.change(change)

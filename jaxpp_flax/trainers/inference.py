@@ -27,7 +27,7 @@ from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.model.calling import call_model
-from jaxpp_flax.trainers.step.loop import ForwardOnly, Loop
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly, MicrobatchLoop
 from jaxpp_flax.trainers.weights import WeightCalls
 
 __all__ = ["Average", "InferenceCalls"]
@@ -265,7 +265,7 @@ class InferenceCalls(WeightCalls):
         """Return the compiled step of this kind for a part of a batch."""
         schedule = self.schedule
         forward = ForwardOnly(schedule) if schedule is not None else None
-        loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)
+        loop = MicrobatchLoop(num_microbatches=part.num_microbatches, schedule=forward)
 
         def build() -> Any:  # called only for a new signature, not for each batch
             if kind == "evaluate":

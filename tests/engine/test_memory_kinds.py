@@ -18,7 +18,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
-from jaxpp_flax.engine.runtime.reshard import Wanted, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+from jaxpp_flax.engine.runtime.reshard import WantedArgument, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from jaxpp_flax.schedules import GPipe, Std1F1B
@@ -202,5 +202,5 @@ def test_an_argument_in_another_memory_is_not_what_the_step_wants():
     on_host = spmd_to_mpmd_reshard(
         mesh, np.arange(8.0, dtype=np.float32), MpmdSharding(mesh, {1}, P("x"), "pinned_host")
     )
-    assert Wanted(mesh, (1,), P("x"), "", "pinned_host").is_met_by(on_host)
-    assert not Wanted(mesh, (1,), P("x"), "").is_met_by(on_host)
+    assert WantedArgument(mesh, (1,), P("x"), "", "pinned_host").is_met_by(on_host)
+    assert not WantedArgument(mesh, (1,), P("x"), "").is_met_by(on_host)

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce
 from jaxpp_flax.schedules import ResidualPlan, Schedule, StageResiduals, by_name, names
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.trainers.step.loop import ForwardOnly
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly
 from tests.fuzz.layers import DIM, IDS, KINDS, LAYERS, ROWS, Around, Carried, parameters
 
 # Axes beside the stages, with the most ranks that eight devices have for them.

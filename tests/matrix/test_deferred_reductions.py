@@ -27,7 +27,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from jaxpp_flax.trainers.step.loop import ForwardOnly
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly
 from tests.engine.toys import indexless
 from tests.helpers import tree_allclose
 from tests.matrix.operations import (

@@ -22,7 +22,7 @@ from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
-from jaxpp_flax.trainers.step.loop import ForwardOnly
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly
 from tests.helpers import batch_of, slow, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 

@@ -25,7 +25,7 @@ from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding  # noqa: E402
 from jaxpp_flax.engine.arrays.placing import place_on_ranks  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
-from jaxpp_flax.engine.runtime.reshard import Wanted, bring  # noqa: E402
+from jaxpp_flax.engine.runtime.reshard import WantedArgument, bring  # noqa: E402
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection  # noqa: E402
 from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
 from tests.engine.toys import chain, sgd_step  # noqa: E402
@@ -94,7 +94,7 @@ def check_moves() -> None:
 def moved(leaf: MpmdArray, ranks: Any, distributed: DistributedProgram, number: int) -> MpmdArray:
     """The leaf on the ranks that it is brought to, and no others."""
     mesh = leaf.sharding.mpmd_mesh
-    parts = bring(leaf, Wanted(mesh, tuple(ranks), leaf.spec, "['x']"), distributed, number, 0)
+    parts = bring(leaf, WantedArgument(mesh, tuple(ranks), leaf.spec, "['x']"), distributed, number, 0)
     assert set(parts) == {rank for rank in ranks if mesh.is_local(rank)}
     return MpmdArray(parts, MpmdSharding(mesh, ranks, leaf.spec), shape=leaf.shape, dtype=leaf.dtype)
 

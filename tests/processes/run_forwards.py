@@ -21,7 +21,7 @@ from jaxpp_flax.engine.program.waits import AHEAD  # noqa: E402
 from jaxpp_flax.engine.runtime.transport.connection import process_connection  # noqa: E402
 from jaxpp_flax.engine.tracing.treduce import Add  # noqa: E402
 from jaxpp_flax.schedules import GPipe  # noqa: E402
-from jaxpp_flax.trainers.step.loop import ForwardOnly  # noqa: E402
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly  # noqa: E402
 
 MICROBATCHES = 40
 me, taken = jax.process_index(), Path(sys.argv[1]) / "taken"  # a byte for each parcel that process 1 has asked for

@@ -16,7 +16,7 @@ from jaxpp_flax.schedules import ZBV, InterleavedGPipe, Schedule, Std1F1B, valid
 from jaxpp_flax.trainers import Inference, Logging
 from jaxpp_flax.trainers.inference import Average
 from jaxpp_flax.trainers.loss.loss_rule import LossTerms
-from jaxpp_flax.trainers.step.loop import ForwardOnly
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly
 from tests.helpers import slow
 from tests.trainers.models import Layers
 

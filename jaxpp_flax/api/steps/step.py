@@ -7,10 +7,10 @@ from typing import Any, ClassVar, cast
 from jaxpp_flax.engine import jit as engine
 from jaxpp_flax.engine.pipeline import CompiledPipeline, PlacedPipeline
 
-__all__ = ["CompiledStep", "PlacedStep", "StepFunction"]
+__all__ = ["CompiledApiStep", "PlacedStep", "StepFunction"]
 
 
-class CompiledStep(CompiledPipeline):
+class CompiledApiStep(CompiledPipeline):
     """The engine's compiled step with the text that JaxPP's programs print."""
 
     @property
@@ -35,7 +35,7 @@ class PlacedStep(PlacedPipeline):
       (1,)
     """
 
-    _compiled_type: ClassVar[type[CompiledPipeline]] = CompiledStep
+    _compiled_type: ClassVar[type[CompiledPipeline]] = CompiledApiStep
 
     @property
     def closed_jaxpr(self) -> str:
@@ -46,9 +46,9 @@ class PlacedStep(PlacedPipeline):
         """Return this step. The partitions of values between tasks are inferred later, by `mpmdify`."""
         return self
 
-    def mpmdify(self) -> CompiledStep:
+    def mpmdify(self) -> CompiledApiStep:
         """Compile the tasks, each for its rank's devices."""
-        return cast("CompiledStep", self.compiled)
+        return cast("CompiledApiStep", self.compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call compiles it."""
@@ -65,9 +65,9 @@ class StepFunction(engine.MpmdFunction):
     _idle_everywhere: ClassVar[bool] = True
     _placed_type: ClassVar[type[PlacedPipeline]] = PlacedStep
 
-    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledApiStep:
         """Compile ahead of time, as the engine's function does; the result has `closed_jaxpr`."""
-        return cast("CompiledStep", super().compile(*args, **kwargs))
+        return cast("CompiledApiStep", super().compile(*args, **kwargs))
 
     def trace_and_place(self, *args: Any, **kwargs: Any) -> PlacedStep:
         """Trace the step and place it on ranks, without compiling anything.

@@ -43,7 +43,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedLeaf:
     """The requested form of a leaf on disk. For a random key, this is the form of the key's data; of uint4, uint8."""
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Wanted:
     finish: Callable[[Any], Any]
 
     @classmethod
-    def of(cls, leaf: Any) -> Wanted:
+    def of(cls, leaf: Any) -> WantedLeaf:
         """Read the request from a leaf: an array of any kind, a `jax.ShapeDtypeStruct`, or a number."""
         if isinstance(leaf, (bool, int, float, complex)):
             return cls(shape=(), dtype=None, sharding=None, restore_type=np.ndarray, finish=lambda x: type(leaf)(x))
@@ -127,7 +127,7 @@ def empty(leaf: Any) -> Any:
     """Make an array without elements like `leaf`, a shape; return `leaf` itself if it is an array."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    wanted = Wanted.of(leaf)
+    wanted = WantedLeaf.of(leaf)
     value, sharding = np.zeros(wanted.shape, wanted.dtype), wanted.sharding
     # Neither call needs the other processes that own a part of the sharding's devices.
     made = place_on_ranks(value, sharding) if isinstance(sharding, MpmdSharding) else place(value, sharding)

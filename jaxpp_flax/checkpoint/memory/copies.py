@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.checkpoint.format.leaves import Wanted, is_key
-from jaxpp_flax.checkpoint.memory.slots import Head, Slots, rounded
+from jaxpp_flax.checkpoint.format.leaves import WantedLeaf, is_key
+from jaxpp_flax.checkpoint.memory.slots import SlotHead, Slots, rounded
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place_parts
 
@@ -55,7 +55,7 @@ def _own_shards(leaf: Any) -> Iterator[Any]:
 
 def _type(leaf: Any) -> Type:
     """Return shape and dtype of an array; of random keys, those of their data."""
-    want = Wanted.of(leaf)
+    want = WantedLeaf.of(leaf)
     return tuple(want.shape), str(np.dtype(want.dtype))
 
 
@@ -69,7 +69,7 @@ class HeldSlot:
     """
 
     number: int
-    head: Head
+    head: SlotHead
     host: int | None = None
 
 
@@ -103,7 +103,7 @@ class StateCopy:
     """A state that is in memory as a whole.
 
     Attributes:
-      serial: of the copy, in `Head`.
+      serial: of the copy, in `SlotHead`.
       types: shape and dtype of each leaf, by path.
       abouts: the description by each process, in order: with "step", "processes" (how many), and what else it wrote.
     """
@@ -135,7 +135,7 @@ class StateCopy:
 
     def place(self, path: str, leaf: Any) -> Any:
         """Return a new array: the values of a leaf, with the type and the sharding of `leaf`."""
-        want = Wanted.of(leaf)
+        want = WantedLeaf.of(leaf)
         read = lambda index: self._read(path, index)  # noqa: E731
         return want.finish(place_parts(read, want.shape, want.dtype, want.sharding))
 

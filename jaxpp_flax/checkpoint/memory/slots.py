@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Extent", "Head", "Slots", "free_bytes", "rounded"]
+__all__ = ["Extent", "SlotHead", "Slots", "free_bytes", "rounded"]
 
 # The addresses of a slot. The file is sparse: what is not written takes no memory.
 _SPAN = 1 << 40
@@ -33,7 +33,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux
 
 
 @dataclass(frozen=True)
-class Head:
+class SlotHead:
     """The beginning of a slot that has its mark.
 
     Attributes:
@@ -82,17 +82,17 @@ class Slots:
         self._file = descriptor
         self._open: dict[int, mmap.mmap] = {}  # those that this process writes
 
-    def heads(self) -> dict[int, Head]:
+    def heads(self) -> dict[int, SlotHead]:
         """Return the beginnings of all slots that have their marks, by number."""
         numbers = range(math.ceil(os.fstat(self._file).st_size / _SPAN))
         return {number: head for number in numbers if (head := self.head(number)) is not None}
 
-    def head(self, number: int) -> Head | None:
+    def head(self, number: int) -> SlotHead | None:
         """Return the beginning of a slot; None without its mark."""
         found = os.pread(self._file, _HEAD.size, number * _SPAN)
         if len(found) < _HEAD.size or not found.startswith(_MARK):
             return None
-        return Head(*_HEAD.unpack(found)[1:])
+        return SlotHead(*_HEAD.unpack(found)[1:])
 
     def is_intact(self, number: int) -> bool:
         """Return True if a slot has its mark and its checksums are right."""
@@ -101,24 +101,24 @@ class Slots:
             return False
         return _checksum(self.values(number)) == head.checksum
 
-    def about(self, number: int, head: Head | None = None) -> bytes:
+    def about(self, number: int, head: SlotHead | None = None) -> bytes:
         """Return the description in a slot; `head` is that of a slot which has no mark here."""
         head = head or self._need(number)
         return os.pread(self._file, head.about_size, number * _SPAN + _BODY + head.size)
 
-    def values(self, number: int, head: Head | None = None) -> np.ndarray:
+    def values(self, number: int, head: SlotHead | None = None) -> np.ndarray:
         """Return the bytes of the values in a slot, without a copy: they change when the slot is written again."""
         head = head or self._need(number)
         whole = mmap.mmap(self._file, _BODY + head.size, offset=number * _SPAN, access=mmap.ACCESS_READ)
         return np.frombuffer(whole, np.uint8)[_BODY:]
 
-    def _need(self, number: int) -> Head:
+    def _need(self, number: int) -> SlotHead:
         head = self.head(number)
         if head is None:
             raise ValueError(f"slot {number} has no mark.")
         return head
 
-    def extent(self, number: int, head: Head | None = None) -> Extent:
+    def extent(self, number: int, head: SlotHead | None = None) -> Extent:
         """Return where a slot lies in the file."""
         head = head or self._need(number)
         return Extent(number * _SPAN, _BODY, head.size, head.about_size)

@@ -23,7 +23,7 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, facts_of
-from jaxpp_flax.schedules.memory import Memory
+from jaxpp_flax.schedules.memory import MemoryInUse
 
 __all__ = ["stored", "workspace"]
 
@@ -49,7 +49,7 @@ def workspace(
     ends: defaultdict[int, list[Value]] = defaultdict(list)
     for value, place in last.items():
         ends[place].append(value)
-    memory = Memory()
+    memory = MemoryInUse()
     for place, equation in enumerate(flat.equations):
         new, gone = written.get(place, ()), ends[place]
         whole = sum(map(device.nbytes, gone))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
-from jaxpp_flax.schedules.memory import Memory
+from jaxpp_flax.schedules.memory import MemoryInUse
 
 __all__ = ["LiveMemory", "Moment"]
 
@@ -62,8 +62,8 @@ class LiveMemory:
         self._program, self._inside, self._kinds, self._processes = program, inside, kinds or {}, processes
         self.running = [0.0] * program.num_ranks
         self.fullest = [Moment()] * program.num_ranks
-        self.devices = [Memory() for _ in range(program.num_ranks)]
-        self.hosts = [Memory() for _ in range(program.num_ranks)]
+        self.devices = [MemoryInUse() for _ in range(program.num_ranks)]
+        self.hosts = [MemoryInUse() for _ in range(program.num_ranks)]
         self._held: dict[_Held, tuple[int, int, bool]] = {}  # the rank, the bytes, and True for host memory
         self._in_flight: dict[tuple[frozenset[int], frozenset[int]], deque[Sequence[_Held]]] = {}
         self._unread: Counter[_Held] = Counter()  # in how many transfers in flight a value is

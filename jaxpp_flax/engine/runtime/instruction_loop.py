@@ -29,7 +29,7 @@ from jaxpp_flax.engine.runtime.profile import (
 )
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.credits import Credits
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
+from jaxpp_flax.engine.runtime.transport.routes import SentLeaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.processes.group import ProcessGroup
 
@@ -111,7 +111,7 @@ class Runtime:
             return None
         origins = self._shardings_of(source, self._specs(instruction.sent), memories)
         leaves = tuple(
-            Leaf(tuple(aval.shape), aval.dtype, origin, sharding)
+            SentLeaf(tuple(aval.shape), aval.dtype, origin, sharding)
             for aval, origin, sharding in zip(types, origins, shardings, strict=True)
         )
         route = self._route_of(leaves, jax.process_index())

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.arrays.mesh import named_memory
 from jaxpp_flax.engine.arrays.placing import to_memory
 from jaxpp_flax.engine.runtime.transport.base import Tag
 from jaxpp_flax.engine.runtime.transport.connection import Connection
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, Route, plan
+from jaxpp_flax.engine.runtime.transport.routes import Route, SentLeaf, plan
 
 __all__ = ["is_attached", "relayout", "relayout_across"]
 
@@ -65,7 +65,7 @@ def _planned(array: jax.Array, target: Sharding) -> tuple[jax.Array, Route]:
     if named_memory(array.sharding) is not None:
         (array,) = to_memory([array], [array.sharding.with_memory_kind("device")])
     on_devices = target if named_memory(target) is None else target.with_memory_kind("device")
-    leaf = Leaf(array.shape, array.dtype, array.sharding, on_devices)
+    leaf = SentLeaf(array.shape, array.dtype, array.sharding, on_devices)
     return array, plan((leaf,), jax.process_index())
 
 

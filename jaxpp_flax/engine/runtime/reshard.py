@@ -27,7 +27,7 @@ from jaxpp_flax.engine.runtime.transport.base import Tag
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection
 from jaxpp_flax.processes import errors_naming_failed_process
 
-__all__ = ["Wanted", "bring", "check_parts", "mpmd_to_spmd_reshard", "on_every_process", "spmd_to_mpmd_reshard"]
+__all__ = ["WantedArgument", "bring", "check_parts", "mpmd_to_spmd_reshard", "on_every_process", "spmd_to_mpmd_reshard"]
 
 # The calls with several processes: all of them make the same ones, in one order.
 _calls = itertools.count()
@@ -252,7 +252,7 @@ def _to_processes(call: str, number: int, path: str, leaf: Any, places: Sequence
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedArgument:
     """The demand of a step for an argument: the ranks of its mesh that read it, the partition there, and the memory."""
 
     mesh: RankMeshes
@@ -279,7 +279,7 @@ class Wanted:
 
 
 def bring(
-    leaf: MpmdArray, wanted: Wanted, distributed: DistributedProgram, call: int, argument: int
+    leaf: MpmdArray, wanted: WantedArgument, distributed: DistributedProgram, call: int, argument: int
 ) -> dict[int, jax.Array]:
     """Return replicas of `leaf` for this process's wanted ranks; a replica is moved if a rank lacks one.
 
@@ -314,7 +314,7 @@ def _is_there(leaf: MpmdArray, rank: int, target: NamedSharding) -> bool:
     return lies.device_set == target.device_set and lies.is_equivalent_to(_in_own_memory(target), leaf.ndim)
 
 
-def check_parts(value: jax.Array, wanted: Wanted) -> None:
+def check_parts(value: jax.Array, wanted: WantedArgument) -> None:
     """Refuse an array over several processes if one process lacks parts that it needs; all processes refuse it."""
     has = {device.process_index for device in value.sharding.device_set}
     for rank in wanted.ranks:

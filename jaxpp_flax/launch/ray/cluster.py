@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["Head", "import_ray"]
+__all__ = ["RayHead", "import_ray"]
 
 # Ray's own programs end after 60 s without their head, without a word of which run it was.
 _MOST_SECONDS_WITHOUT_HEAD = 45.0
@@ -29,7 +29,7 @@ def import_ray(*modules: str) -> list[Any]:
         raise LaunchError("Ray is not installed: pip install 'jaxpp-flax[ray]'.") from error
 
 
-class Head:
+class RayHead:
     """Knocks at the address of Ray's head each second.
 
     While the head is away, hosts and processes go on; a head with a store that outlives it may come back.

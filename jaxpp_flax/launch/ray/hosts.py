@@ -22,7 +22,7 @@ from typing import IO, Any
 from jaxpp_flax.launch.host.host import Host, HostReport
 from jaxpp_flax.launch.host.warm import NotForked
 from jaxpp_flax.launch.logs import Logs, lines_of
-from jaxpp_flax.launch.ray.cluster import Head
+from jaxpp_flax.launch.ray.cluster import RayHead
 from jaxpp_flax.launch.ray.copies import HostCopies
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
@@ -118,7 +118,7 @@ class RayHost:
       address, lost: as of `Host`. The address is empty until the host has answered to `prepare`.
     """
 
-    def __init__(self, ray: Any, actor: Any, name: str, node: str, logs: Logs, head: Head, timeout_s: float) -> None:
+    def __init__(self, ray: Any, actor: Any, name: str, node: str, logs: Logs, head: RayHead, timeout_s: float) -> None:
         self._ray, self.actor, self._logs, self._head, self._timeout = ray, actor, logs, head, timeout_s
         self.name, self.node, self.asked = name, node, time.monotonic()
         self.address = ""

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxpp_flax.launch.host.signals import handled_signals
 from jaxpp_flax.launch.job import Job
 from jaxpp_flax.launch.logs import Logs
-from jaxpp_flax.launch.ray.cluster import Head, import_ray
+from jaxpp_flax.launch.ray.cluster import RayHead, import_ray
 from jaxpp_flax.launch.ray.hosts import HostActor, RayHost
 from jaxpp_flax.launch.settings import LaunchError
 from jaxpp_flax.launch.supervision import supervise
@@ -89,7 +89,7 @@ class _Hosts:
     def __init__(self, ray: Any, job: RayJob, logs: Logs) -> None:
         self._ray, self._job, self._logs = ray, job, logs
         _, self._scheduling = import_ray("util.scheduling_strategies")
-        self._head = Head(ray.get_runtime_context().gcs_address)
+        self._head = RayHead(ray.get_runtime_context().gcs_address)
         self._hosts: list[RayHost] = []
         self._number, self._used = 0, job.hosts  # lives, and hosts of the last one
         self._looked = 0.0

@@ -19,10 +19,10 @@ from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, v
 from jaxpp_flax.mpmd.ops import calls_in, names_in
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["Node", "Origin", "Step", "nodes_of"]
+__all__ = ["Node", "ComputationOrigin", "Step", "nodes_of"]
 
 
-class Origin(NamedTuple):
+class ComputationOrigin(NamedTuple):
     """A named computation, and the number of its transpositions: 0 forward, 1 backward."""
 
     name: str
@@ -42,7 +42,7 @@ class Node:
     """
 
     equations: tuple[Equation, ...]
-    origin: Origin | None
+    origin: ComputationOrigin | None
     tensor: bool
     call: int | None
     kind: TaskKind
@@ -85,7 +85,7 @@ class Step:
 class _Scopes(NamedTuple):
     """What the scopes around an equation say: its origin, whether that is an array, its microbatch, and all names."""
 
-    origin: Origin | None
+    origin: ComputationOrigin | None
     tensor: bool
     call: int | None
     names: frozenset[str]
@@ -98,7 +98,7 @@ def _scopes(stack: Any, recomputed: bool) -> _Scopes:
     names = [*computations, *names_in(text, "tensor")]
     origin = None
     for name, transposed, written in names[:1]:
-        origin = Origin(name, written + (0 if recomputed else transposed))
+        origin = ComputationOrigin(name, written + (0 if recomputed else transposed))
     return _Scopes(origin, not computations, calls[-1] if calls else None, frozenset(name for name, _, _ in names))
 
 

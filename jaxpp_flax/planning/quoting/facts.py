@@ -16,7 +16,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies
 from jaxpp_flax.engine.tracing.primitives import Batch, Cost, facts_of
 
-__all__ = ["Collective", "Product", "TaskFacts", "facts_of_products", "facts_of_task", "interpolated"]
+__all__ = ["AxisCollective", "Product", "TaskFacts", "facts_of_products", "facts_of_task", "interpolated"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Product:
         return self.itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
-class Collective(NamedTuple):
+class AxisCollective(NamedTuple):
     """What the devices along an axis move between them for a value.
 
     Attributes:
@@ -71,7 +71,7 @@ class TaskFacts:
     moved: float = 0.0
     saved: float = 0.0
     kernels: float = 0.0
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[AxisCollective, ...] = ()
 
 
 def interpolated(one: TaskFacts, other: TaskFacts, share: float) -> TaskFacts:
@@ -130,9 +130,9 @@ class _Reader:
     sizes: Mapping[str, int]
 
     def read(self, graph: Graph, saved: Collection[int]) -> TaskFacts:
-        products, moving, partial = list[Product](), list[Collective](), dict[Value, list[Collective]]()
+        products, moving, partial = list[Product](), list[AxisCollective](), dict[Value, list[AxisCollective]]()
         makers = {value: equation for equation in graph.equations for value in equation.outputs}
-        moved, kernels, gathered = 0.0, 0, dict[tuple[Atom, str], Collective]()
+        moved, kernels, gathered = 0.0, 0, dict[tuple[Atom, str], AxisCollective]()
         written, read = set[Value](), set[Value]()
         for equation in graph.equations:
             facts = facts_of(equation.primitive)
@@ -168,7 +168,9 @@ class _Reader:
         moving += [*(each for of in partial.values() for each in of), *gathered.values()]
         return TaskFacts(tuple(products), moved, kept, kernels + len(written), tuple(moving))
 
-    def _product(self, equation: Equation) -> tuple[Product, list[Collective], dict[tuple[Atom, str], Collective]]:
+    def _product(
+        self, equation: Equation
+    ) -> tuple[Product, list[AxisCollective], dict[tuple[Atom, str], AxisCollective]]:
         """Return a product on one device, the sums of its result over devices, and the operands that they gather."""
         contracted, batch = equation.params["dimension_numbers"]
         left, right = equation.inputs
@@ -208,18 +210,18 @@ class _Reader:
             return max(found, key=lambda of: sum(each.times * each.flops for each in of), default=[])
         return [each for of_body in found for each in of_body]
 
-    def _sums(self, axes: Sequence[str], equation: Equation) -> list[Collective]:
+    def _sums(self, axes: Sequence[str], equation: Equation) -> list[AxisCollective]:
         """Return the sums of an equation's result along axes; other axes may cut it."""
         return [self._moved(equation.outputs[0], name, "sum", axes) for name in axes]
 
     def _moved(
         self, atom: Atom, axis: str, kind: Literal["sum", "gather", "exchange"], whole: Sequence[str] = ()
-    ) -> Collective:
+    ) -> AxisCollective:
         """Return the move of a value that is whole along an axis (and more), or will be."""
         others = math.prod(self.sizes[name] for name in self._axes(atom) if name not in (axis, *whole))
-        return Collective(axis, _whole(atom) / others, kind)
+        return AxisCollective(axis, _whole(atom) / others, kind)
 
-    def _lookup(self, equation: Equation) -> list[Collective]:
+    def _lookup(self, equation: Equation) -> list[AxisCollective]:
         """Return the sums over devices that each hold some rows of a table, as of an embedding."""
         if equation.name != "gather":
             return []
@@ -227,14 +229,14 @@ class _Reader:
             [of for of in self._axes(equation.inputs[0]) if of not in self._axes(equation.outputs[0])], equation
         )
 
-    def _exchanges(self, equation: Equation) -> list[Collective]:
+    def _exchanges(self, equation: Equation) -> list[AxisCollective]:
         """Return what devices exchange where a constraint of the user's cuts a value along another dimension."""
         if facts_of(equation.primitive).batch is not Batch.PLACED:
             return []
         (before, after), ndim = (equation.inputs[0], equation.outputs[0]), equation.outputs[0].aval.ndim
         at = [{name: d for d in range(ndim) for name in self._axes(of, (d,))} for of in (before, after)]
         moved = [name for name, d in at[0].items() if at[1].get(name, d) != d]
-        return [Collective(name, self._nbytes(before), "exchange") for name in moved]
+        return [AxisCollective(name, self._nbytes(before), "exchange") for name in moved]
 
     def _axes(self, atom: Atom, dims: Collection[int] | None = None) -> list[str]:
         """Return the axes of several devices that cut a value along some of its dimensions, or along all."""

@@ -167,7 +167,7 @@ def fused_stages(name: str, stages: int, ranks: int) -> frozenset[int]:
     return frozenset(task.stage for of in tasks for task in of if task.kind is TaskKind.FUSED)
 
 
-class Moment(NamedTuple):
+class HeldAtBackward(NamedTuple):
     """What a rank holds when a backward starts.
 
     Attributes:
@@ -190,18 +190,18 @@ class Moment(NamedTuple):
 
 
 @cache
-def fullest_moments(name: str, stages: int, ranks: int, num_microbatches: int) -> tuple[Moment, ...]:
+def fullest_moments(name: str, stages: int, ranks: int, num_microbatches: int) -> tuple[HeldAtBackward, ...]:
     """Return for each rank the start of a backward at which most microbatches are in flight.
 
     Example:
       >>> fullest_moments("1f1b", 2, 2, 8)[0]
-      Moment(held=((('saved', 0), 2), (('recomputed', 0), 1)), here=(0, 0))
+      HeldAtBackward(held=((('saved', 0), 2), (('recomputed', 0), 1)), here=(0, 0))
     """
     return tuple(map(_fullest, _order(name, stages, ranks).tasks(num_microbatches)))
 
 
-def _fullest(tasks: Sequence[Task]) -> Moment:
-    held, most, found = Counter[tuple[str, int]](), 0, Moment((), ())
+def _fullest(tasks: Sequence[Task]) -> HeldAtBackward:
+    held, most, found = Counter[tuple[str, int]](), 0, HeldAtBackward((), ())
     before: set[tuple[int, int]] = set()  # what a forward just before has saved
     for task in tasks:
         own = set[tuple[int, int]]() if task.kind is TaskKind.FUSED else {(task.stage, task.microbatch)}
@@ -210,7 +210,7 @@ def _fullest(tasks: Sequence[Task]) -> Moment:
         held.update((name, task.stage) for name in takes)
         if takes != ("saved",) and held.total() > most:
             most, here = held.total(), tuple(stage for stage, _ in own | before)
-            found = Moment(tuple((key, n) for key, n in held.items() if n), here)
+            found = HeldAtBackward(tuple((key, n) for key, n in held.items() if n), here)
         held.update((name, task.stage) for name in leaves)
         held.subtract((name, task.stage) for name in frees)
         before = own if takes == ("saved",) else set()

@@ -15,7 +15,7 @@ from jaxpp_flax.planning.predicted.blocks import Work
 from jaxpp_flax.planning.quoting.curves import Curves, Group
 from jaxpp_flax.planning.quoting.devices import Device
 from jaxpp_flax.planning.quoting.facts import TaskFacts
-from jaxpp_flax.planning.quoting.layouts import Layout, Moment, fullest_moments, fused_stages
+from jaxpp_flax.planning.quoting.layouts import HeldAtBackward, Layout, fullest_moments, fused_stages
 from jaxpp_flax.planning.quoting.long_steps import prediction_of, shortened
 from jaxpp_flax.planning.quoting.traced import Axes, TracedModel
 from jaxpp_flax.planning.quoting.tracing.totals import gradients_of, state_bytes, sums_of_bytes
@@ -113,7 +113,7 @@ class BlockTimes(NamedTuple):
     sums: Work
 
 
-def _gathered_at(moment: Moment, model: StepModel) -> float:
+def _gathered_at(moment: HeldAtBackward, model: StepModel) -> float:
     """Return the bytes that are gathered once, of stages with microbatches in flight: read before, and again later."""
     if model.fsdp == "microbatch":
         return 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxpp_flax.schedules.gathers import Gathers
-from jaxpp_flax.schedules.memory import Memory
+from jaxpp_flax.schedules.memory import MemoryInUse
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, task_lists
@@ -147,7 +147,7 @@ def _live_by_time(
     At one time, what frees memory comes first; but a task that takes no time frees after it has taken.
     """
     ordered = [*(each for each in copies if each[1] < 0), *tasks, *(each for each in copies if each[1] > 0)]
-    memory, steps = Memory(), list[tuple[float, float]]()
+    memory, steps = MemoryInUse(), list[tuple[float, float]]()
     for time, change in sorted(ordered, key=lambda each: each[0]):
         if change:
             memory.change(change)

@@ -16,7 +16,7 @@ from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.progress import Display
 
-__all__ = ["ResumeData", "Source", "named"]
+__all__ = ["ResumeData", "DataSource", "named"]
 
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
@@ -49,7 +49,7 @@ def keeps_order(data: Any) -> bool:
     return type(data) in (list, tuple, range)
 
 
-class Source:
+class DataSource:
     """Data, an iterator over it, and where that stands.
 
     The order of data is noted with the position unless the data has its own state: it may change from run to run, as a

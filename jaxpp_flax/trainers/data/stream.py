@@ -12,13 +12,13 @@ from jaxpp_flax.messages import warn_user
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition
 from jaxpp_flax.trainers.data.remainder import RemainderRule
-from jaxpp_flax.trainers.data.source import ResumeData, Source, named
+from jaxpp_flax.trainers.data.source import DataSource, ResumeData, named
 from jaxpp_flax.trainers.progress import Display
 
 __all__ = ["Batches", "TrainingData", "awaited", "check_batches"]
 
 
-class Batches(Source, Iterator[Any]):
+class Batches(DataSource, Iterator[Any]):
     """The batches of `data`, at most `steps` of them, in at most `epochs` passes; the iterator knows its position.
 
     Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator

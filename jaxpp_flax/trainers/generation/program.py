@@ -17,7 +17,7 @@ from jaxpp_flax.trainers.stages.stage_context import StageContext
 from jaxpp_flax.trainers.state.first_values import LeafPrograms
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
-from jaxpp_flax.trainers.step.loop import ForwardOnly
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly
 
 __all__ = ["GenerationProgram"]
 

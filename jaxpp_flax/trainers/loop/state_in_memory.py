@@ -15,7 +15,7 @@ import jax
 from jaxpp_flax.checkpoint import CheckpointSaveError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.memory.copies import HeldSlot, newest_copy, own_parts
-from jaxpp_flax.checkpoint.memory.slots import Head, Slots, free_bytes, rounded
+from jaxpp_flax.checkpoint.memory.slots import SlotHead, Slots, free_bytes, rounded
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes.comparison import exchange_values, find_everywhere
@@ -68,7 +68,7 @@ class StateInMemory:
         for process, share in enumerate(exchange_values(self._group, "the whole copies in memory", seen)):
             host = process // self._on_host
             for *fields, number, is_intact in share:
-                head = Head(*fields)
+                head = SlotHead(*fields)
                 last = max(last, head.serial)
                 if is_intact:
                     slots.append(HeldSlot(number, head, None if host == self._host else host))

@@ -74,7 +74,7 @@ class LeafPrograms:
 
     @context_mesh(None)  # with a context mesh, JAX would compare devices with the devices of that mesh
     def compute(self, argument: Any, places: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
-        """Return the leaves at these paths, each computed where it is to lie.
+        """Return the leaves at these paths, each at its place.
 
         Args:
           argument: the function's argument, a tree of arrays; `MpmdArray`s if the places are of ranks. What a rank

@@ -24,7 +24,7 @@ from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import StepBuilder, Sums, with_leaves
 from jaxpp_flax.trainers.step.facts.unused_parameters import with_zeros
-from jaxpp_flax.trainers.step.loop import Loop
+from jaxpp_flax.trainers.step.microbatch_loop import MicrobatchLoop
 
 __all__ = ["Accumulation", "Pending", "StatePlaces", "adding", "as_read", "terms_of", "zero_terms", "zeros_on"]
 
@@ -88,7 +88,9 @@ class Accumulation:
         return Pending(sums=replace(sums, written=written, params=params), calls=pending.calls + 1), metrics
 
 
-def adding(builder: StepBuilder, loop: Loop) -> Callable[[TrainState, Any, Sums, Any], tuple[Sums, dict[str, Any]]]:
+def adding(
+    builder: StepBuilder, loop: MicrobatchLoop
+) -> Callable[[TrainState, Any, Sums, Any], tuple[Sums, dict[str, Any]]]:
     """Return the first half of a step as a function that adds to the sums of so many `calls` before.
 
     The result equals that of one loop over the microbatches of all calls: their random keys differ, and each begins

@@ -31,8 +31,8 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.facts.unused_parameters import of_used, with_zeros
-from jaxpp_flax.trainers.step.loop import ForwardOnly, Loop
 from jaxpp_flax.trainers.step.metrics import check_apart
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly, MicrobatchLoop
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.writes.after_update import AfterUpdate, call_after_update
 from jaxpp_flax.trainers.writes.dependencies import NO_WRITES, Writes
@@ -89,7 +89,7 @@ class StepBuilder:
     after_update: AfterUpdate | None = None  # changes variables after the optimizer
     remat: Any = None  # None, "full" or a policy: the values of the loss to recompute in backward
 
-    def train(self, loop: Loop) -> StepFunction:
+    def train(self, loop: MicrobatchLoop) -> StepFunction:
         """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -103,7 +103,7 @@ class StepBuilder:
 
         return step
 
-    def sums(self, state: TrainState, batch: Any, loop: Loop) -> Sums:
+    def sums(self, state: TrainState, batch: Any, loop: MicrobatchLoop) -> Sums:
         """Return the first half of a step: what the loop over the microbatches computes."""
         loss, computed = self._in_two_passes(loop), self._computed(state)
         if loss is not None:
@@ -153,7 +153,7 @@ class StepBuilder:
         params, rest = jax.eval_shape(self.model.narrowed, *shapes)
         return replace(state, params=params, model_state=rest)
 
-    def _accumulate(self, state: TrainState, batch: Any, loop: Loop, divisor: Any = None) -> Sums:
+    def _accumulate(self, state: TrainState, batch: Any, loop: MicrobatchLoop, divisor: Any = None) -> Sums:
         """Return what the loop over the microbatches computes; the loss to differentiate is divided by `divisor`."""
         writes, leaves = self.writes, jax.tree.leaves(state.model_state)
 
@@ -190,7 +190,7 @@ class StepBuilder:
         written = (*writes.carried, *writes.once, *self.overwritten), (*carried, *once, *overwriting)
         return Sums(terms=terms, grads=grads, written=_numbered(*written), params=_numbered(writes.params, params))
 
-    def _known_divisor(self, state: TrainState, batch: Any, loop: Loop) -> Any:
+    def _known_divisor(self, state: TrainState, batch: Any, loop: MicrobatchLoop) -> Any:
         """Return the divisor of the sums over the microbatches, before the loop.
 
         Overwritten leaves hold the largest gradients of a layer's outputs: these are to be those of the whole batch.
@@ -207,11 +207,13 @@ class StepBuilder:
 
         return not_zero(total_weight(weight_of, batch, loop.num_microbatches))
 
-    def _in_two_passes(self, loop: Loop) -> WholeBatchLoss | None:
+    def _in_two_passes(self, loop: MicrobatchLoop) -> WholeBatchLoss | None:
         """Return the loss, if it has two parts and the batch several; one microbatch is the whole batch."""
         return self.loss_fn if isinstance(self.loss_fn, WholeBatchLoss) and loop.num_microbatches > 1 else None
 
-    def _accumulate_in_two_passes(self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop) -> Sums:
+    def _accumulate_in_two_passes(
+        self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: MicrobatchLoop
+    ) -> Sums:
         """Return what `_accumulate` returns, with the terms of the whole batch."""
         stacked = self._embed_all(loss, state, batch, loop, training=True)
 
@@ -227,7 +229,9 @@ class StepBuilder:
         total, _ = jax.lax.optimization_barrier((terms.total, sums.terms.total))
         return replace(sums, terms=replace(terms, total=total))
 
-    def _embed_all(self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop, *, training: bool) -> Any:
+    def _embed_all(
+        self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: MicrobatchLoop, *, training: bool
+    ) -> Any:
         """Return the embeddings of a `WholeBatchLoss`, stacked by microbatch: a pass without a backward."""
         leaves, carried = jax.tree.leaves(state.model_state), self.writes.carried
 
@@ -262,7 +266,7 @@ class StepBuilder:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         return count_flops(from_jaxpr(jax.make_jaxpr(jax.value_and_grad(loss_of))(*shapes, index))[0].equations)
 
-    def evaluate(self, loop: Loop) -> Callable[[TrainState, Any, Any], LossTerms]:
+    def evaluate(self, loop: MicrobatchLoop) -> Callable[[TrainState, Any, Any], LossTerms]:
         """Return `evaluate(state, batch, shares) -> LossTerms`: sums over the microbatches, each times its share.
 
         Writes to the state are dropped. The loss of a whole batch has no shares.
@@ -291,7 +295,7 @@ class StepBuilder:
 
         return evaluate
 
-    def predict(self, loop: Loop, predict_fn: Callable[..., Any]) -> StepFunction:
+    def predict(self, loop: MicrobatchLoop, predict_fn: Callable[..., Any]) -> StepFunction:
         """Return `predict(state, batch)` -> outputs stacked by microbatch."""
 
         def predict(state: TrainState, batch: Any) -> Any:
@@ -311,7 +315,7 @@ class StepBuilder:
         )[0]
 
     def _loop(
-        self, body: Any, init: Sequence[Any], loop: Loop, operation: Any, batch: Any
+        self, body: Any, init: Sequence[Any], loop: MicrobatchLoop, operation: Any, batch: Any
     ) -> tuple[Sequence[Any], Any]:
         # Without a carry, the microbatches have no order.
         once = body if init else lambda *given: body([], *given)[1]

@@ -45,7 +45,7 @@ from jaxpp_flax.trainers.step.accumulation import (
 from jaxpp_flax.trainers.step.builder import Sums, one_of
 from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.facts.kept_bytes import kept_bytes
-from jaxpp_flax.trainers.step.loop import Loop, with_schedule
+from jaxpp_flax.trainers.step.microbatch_loop import MicrobatchLoop, with_schedule
 from jaxpp_flax.trainers.step.microbatch_orders import MicrobatchOrders
 from jaxpp_flax.trainers.step.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.step.optimizer_update import trace_update
@@ -127,7 +127,7 @@ class CompiledSteps:
     @without_ambient_mesh
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
         """Return the pure function that a training step compiles."""
-        loop = Loop(num_microbatches=self.scheduling.num_microbatches, schedule=self.scheduling.schedule)
+        loop = MicrobatchLoop(num_microbatches=self.scheduling.num_microbatches, schedule=self.scheduling.schedule)
         return self.builders.for_training(self._held.memory, microbatches).train(loop)
 
     @without_ambient_mesh
@@ -187,7 +187,7 @@ class CompiledSteps:
         held, specs = self._held, self.state_specs
         policy = self._ready_to_compile("accumulate", microbatches)
         builder = self.builders.for_training(held.memory, microbatches)
-        loop = Loop(num_microbatches=self.scheduling.num_microbatches, schedule=self.scheduling.schedule)
+        loop = MicrobatchLoop(num_microbatches=self.scheduling.num_microbatches, schedule=self.scheduling.schedule)
         add, form = adding(builder, loop), self._form(microbatches, donate=True)
         held.place(places := self._places_of_training(microbatches, policy))
         summed = jax.eval_shape(builder.update.summand, shapes_of(held.memory.params))

@@ -13,7 +13,7 @@ from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, bodies, e
 from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.verify.rounding import is_float
 
-__all__ = ["Choices", "choice_places", "num_gradients", "open_choices", "rounds_to_level"]
+__all__ = ["EquationChoices", "choice_places", "num_gradients", "open_choices", "rounds_to_level"]
 
 # What rounds a number to the nearest of some levels, as quantised products do.
 _ROUNDING = ("ceil", "convert_element_type", "floor", "round")
@@ -23,7 +23,7 @@ Places: TypeAlias = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Choices:
+class EquationChoices:
     """The choices of an equation: what they read, and have chosen; those inside a scan are stacked by its steps.
 
     `name` is the primitive, `line` the user's. `again` says that they are made again for the backward pass.
@@ -35,10 +35,10 @@ class Choices:
     made: tuple[Value, ...]
     again: bool
 
-    def at(self, stacked: Mapping[Value, Value], scan: Equation) -> Choices:
+    def at(self, stacked: Mapping[Value, Value], scan: Equation) -> EquationChoices:
         """Return the same where a scan returns them, which runs as a whole in a forward pass or in a backward pass."""
         reads, made = (tuple(stacked[value] for value in of) for of in (self.reads, self.made))
-        return Choices(self.name, self.line, reads, made, scan.late or scan.transposed)
+        return EquationChoices(self.name, self.line, reads, made, scan.late or scan.transposed)
 
 
 def rounds_to_level(name: str) -> bool:
@@ -86,13 +86,13 @@ def _places_in(graph: Graph, moving: set[Value]) -> Iterator[tuple[str, str]]:
             yield e.name, e.where
 
 
-def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equation, list[Choices]]]:
+def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equation, list[EquationChoices]]]:
     """Return a graph whose scans return their choices, too; the same for given choices; and the choices by equation.
 
     In the graph for given choices, a scan makes the same, but goes on with what stands for its choices: it reads the
     values that it makes. Whoever runs it gives others to read.
     """
-    shown, given, found = list[Equation](), list[Equation](), dict[Equation, list[Choices]]()
+    shown, given, found = list[Equation](), list[Equation](), dict[Equation, list[EquationChoices]]()
     for e in graph.equations:
         own, others, choices = _open_scan(e, places) if _is_scan(e) else ([e], [e], _choices_of(graph, e, places))
         shown += own
@@ -102,15 +102,15 @@ def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equat
     return replace(graph, equations=tuple(shown)), replace(graph, equations=tuple(given)), found
 
 
-def _choices_of(graph: Graph, e: Equation, places: Places) -> list[Choices]:
+def _choices_of(graph: Graph, e: Equation, places: Places) -> list[EquationChoices]:
     again = e.late or e.transposed
     # What a backward makes has a line that depends on what JAX has traced before, so it counts by its primitive alone.
     is_one = any(e.name == name for name, _ in places) if again else (e.name, e.where) in places
     made = _made_by(graph, e) if is_one else ()
-    return [Choices(e.name, e.where, tuple(values(e.inputs)), made, again)] if made else []
+    return [EquationChoices(e.name, e.where, tuple(values(e.inputs)), made, again)] if made else []
 
 
-def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equation], list[Choices]]:
+def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equation], list[EquationChoices]]:
     scan = open_scan(e)
     shown, given, found = open_choices(scan.body, places)
     inner = [choices for of in found.values() for choices in of]

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p, segment_names
-from jaxpp_flax.verify.runs.choices import Choices, num_gradients
+from jaxpp_flax.verify.runs.choices import EquationChoices, num_gradients
 
 __all__ = ["AGAIN", "CHOSEN", "Kind", "Look", "Point", "looks_in"]
 
@@ -77,7 +77,11 @@ class Look:
 
 
 def looks_in(
-    loop: int, graph: Graph, choices: Mapping[Equation, Sequence[Choices]], num_carry: int, parameters: Sequence[str]
+    loop: int,
+    graph: Graph,
+    choices: Mapping[Equation, Sequence[EquationChoices]],
+    num_carry: int,
+    parameters: Sequence[str],
 ) -> Iterator[Look]:
     """Yield the looks at the body of a loop: at its marks and choices, which stand at its top, and at its results.
 

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.planning.predicted.placed_step import predict_memory
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
-from jaxpp_flax.trainers.step.loop import ForwardOnly
+from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly
 from tests.engine.test_memory import hidden_loss, live, observe, two_layers
 from tests.engine.toys import mesh_of, sgd_step
 from tests.helpers import batch_of, slow

@@ -14,7 +14,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.planning import Curves, Hardware, MeasuredCurves, StageLoad, StepModel, device_named
 from jaxpp_flax.planning.quoting.curves import Group
-from jaxpp_flax.planning.quoting.facts import Collective, Product, TaskFacts, facts_of_task
+from jaxpp_flax.planning.quoting.facts import AxisCollective, Product, TaskFacts, facts_of_task
 from jaxpp_flax.planning.quoting.long_steps import prediction_of
 from jaxpp_flax.schedules import by_name
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
@@ -91,14 +91,14 @@ def test_the_facts_of_a_block_that_devices_share():
     assert [(p.m, p.n, p.k) for p in alone.products] == [(8, 64, 16), (8, 16, 64)]
     assert [(p.m, p.n, p.k) for p in shared.products] == [(8, 16, 16), (8, 16, 16)]
     assert alone.collectives == ()
-    assert shared.collectives == (Collective("tensor", 8 * 16 * 4),)
+    assert shared.collectives == (AxisCollective("tensor", 8 * 16 * 4),)
     assert alone.moved == 2 * 8 * 64 * 4  # tanh reads the first product, and writes for the second
     assert shared.moved == alone.moved / 4
 
     summed = inline(from_jaxpr(jax.make_jaxpr(lambda a, b, w, v: a @ w + b @ v)(*shapes[:1] * 2, *[
         jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2))[0], flatten=True)  # fmt: skip
     facts, _ = facts_of_task(summed, (P(), P(), P("tensor"), P("tensor")), {"tensor": 2})
-    assert facts.collectives == (Collective("tensor", 8 * 16 * 4),)  # XLA adds the two first
+    assert facts.collectives == (AxisCollective("tensor", 8 * 16 * 4),)  # XLA adds the two first
 
     def update(x, g):  # as of the second of two weights, where tokens are cut between products
         return jnp.einsum("si,so->io", x, g)
@@ -107,7 +107,7 @@ def test_the_facts_of_a_block_that_devices_share():
     facts, _ = facts_of_task(graph, (P("tensor"), P(None, "tensor")), {"tensor": 4})
     (product,) = facts.products
     assert (product.m, product.n, product.k) == (16, 16, 8)  # an axis cuts one dimension
-    assert facts.collectives == (Collective("tensor", 8 * 16 * 4, "gather"),)
+    assert facts.collectives == (AxisCollective("tensor", 8 * 16 * 4, "gather"),)
 
     looped = from_jaxpr(jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, 5)[0])(
         jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)))[0]  # fmt: skip
@@ -129,7 +129,7 @@ def test_experts_exchange_tokens():
     specs = P("expert"), P("expert", None, "tensor"), P("expert", "tensor")
     facts, (result,) = facts_of_task(graph, specs, mesh.shape)
     part = 8 * 16 * 3 * 32 * 4 / 4
-    exchange, total = Collective("expert", part, "exchange"), Collective("tensor", part)
+    exchange, total = AxisCollective("expert", part, "exchange"), AxisCollective("tensor", part)
     assert sorted(facts.collectives) == sorted((exchange, exchange, total))
     assert [(p.times, p.m, p.n, p.k) for p in facts.products] == [(4, 32, 8 * 3, 32)] * 2
     assert result == P("expert")

@@ -22,11 +22,11 @@ from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.store import CoordinationError, own_address
 from jaxpp_flax.processes.waits import seconds_from_environment
 
-__all__ = ["Connection", "DistributedProgram", "Settings", "process_connection"]
+__all__ = ["Connection", "DistributedProgram", "ConnectionSettings", "process_connection"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ConnectionSettings:
     """Settings of the connection; each field is read from the environment, and is the same on every process.
 
     Args:
@@ -38,7 +38,7 @@ class Settings:
         fit (`JAXPP_FLAX_START_TIMEOUT`).
 
     Example:
-      >>> Settings.read({"JAXPP_FLAX_TRANSPORT": "transfer"}).transport
+      >>> ConnectionSettings.read({"JAXPP_FLAX_TRANSPORT": "transfer"}).transport
       'transfer'
     """
 
@@ -47,7 +47,7 @@ class Settings:
     start_timeout: float = 1800.0
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Settings:
+    def read(cls, environment: Mapping[str, str]) -> ConnectionSettings:
         """Read the settings from environment variables.
 
         Raises:
@@ -66,7 +66,7 @@ class Settings:
 class Connection:
     """Moves arrays between this process and the others, for the runtime."""
 
-    def __init__(self, group: ProcessGroup, transport: Transport, settings: Settings) -> None:
+    def __init__(self, group: ProcessGroup, transport: Transport, settings: ConnectionSettings) -> None:
         self.group, self.transport, self.settings = group, transport, settings
         # Until all processes have ended their programs, others may still receive parcels of this process.
         group.when_closed(transport.close)
@@ -114,7 +114,7 @@ def process_connection() -> Connection:
     group = process_group()
     mine = not group.is_watched  # else the code that began the watch ends it
     group.watch()
-    settings = Settings.read(os.environ)
+    settings = ConnectionSettings.read(os.environ)
     connection = Connection(group, _make(settings, group), settings)
     # Threads that are inside JAX when Python ends would abort the process.
     atexit.register(_end, connection, end_watch=mine)
@@ -129,19 +129,19 @@ def _end(connection: Connection, *, end_watch: bool) -> None:
             connection.group.close()
 
 
-def _make(settings: Settings, group: ProcessGroup) -> Transport:
+def _make(settings: ConnectionSettings, group: ProcessGroup) -> Transport:
     name = settings.transport or ("transfer" if jax.default_backend() == "cpu" else "device_put")
     return _TRANSPORTS[name](settings, group)
 
 
-def _transfer(settings: Settings, group: ProcessGroup) -> Transport:
+def _transfer(settings: ConnectionSettings, group: ProcessGroup) -> Transport:
     # Without a coordinator, there is only one process, or this JAX hides the coordinator.
     address = settings.bind_address or own_address(_compat.coordinator_address() or "127.0.0.1:1")
     return TransferServer(address, group)
 
 
 # How to make each transport; the keys are the values of `JAXPP_FLAX_TRANSPORT`.
-_TRANSPORTS: dict[str, Callable[[Settings, ProcessGroup], Transport]] = {
+_TRANSPORTS: dict[str, Callable[[ConnectionSettings, ProcessGroup], Transport]] = {
     "transfer": _transfer,
     "device_put": lambda _settings, _group: CrossHostDevicePut(),
     "nccl": lambda _settings, group: NcclTransport(group=group),

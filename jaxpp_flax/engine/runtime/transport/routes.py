@@ -33,7 +33,7 @@ from jaxpp_flax.engine.runtime.transport.pieces import (
     view_on_host,
 )
 
-__all__ = ["Leaf", "Route", "plan"]
+__all__ = ["SentLeaf", "Route", "plan"]
 
 Device: TypeAlias = Any
 # The regions of a leaf that have come to each device.
@@ -41,7 +41,7 @@ _Pieces: TypeAlias = "dict[Device, list[tuple[Region, jax.Array]]]"
 
 
 @dataclass(frozen=True)
-class Leaf:
+class SentLeaf:
     """One array of a transfer: its type, and its sharding at both ends."""
 
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class Route:
       process: this process.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[SentLeaf, ...]
     parcels: tuple[tuple[Parcel, tuple[_Hop, ...]], ...]
     local: tuple[_Hop, ...]
     process: int
@@ -193,7 +193,7 @@ class Route:
         return [_joined(leaf, local, part, count) if local else None for leaf, local, part in leaves]
 
 
-def plan(leaves: tuple[Leaf, ...], process: int) -> Route:
+def plan(leaves: tuple[SentLeaf, ...], process: int) -> Route:
     """Plan a transfer as `process` sees it; all processes make the same parcels in the same order."""
     crossing: dict[tuple[int, int], list[_Hop]] = {}
     local: list[_Hop] = []
@@ -214,7 +214,7 @@ def plan(leaves: tuple[Leaf, ...], process: int) -> Route:
     return Route(leaves, tuple(parcels), tuple(local), process)
 
 
-def _hops(number: int, leaf: Leaf) -> list[_Hop]:
+def _hops(number: int, leaf: SentLeaf) -> list[_Hop]:
     sources: dict[Region, list[Device]] = {}
     for device, index in leaf.source.devices_indices_map(leaf.shape).items():
         sources.setdefault(region(index, leaf.shape), []).append(device)
@@ -256,7 +256,7 @@ def _shard_on(array: jax.Array, device: Device) -> jax.Array:
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
-def _joined(leaf: Leaf, local: Sequence[Device], parts: _Pieces, count: Callable[[], None]) -> jax.Array:
+def _joined(leaf: SentLeaf, local: Sequence[Device], parts: _Pieces, count: Callable[[], None]) -> jax.Array:
     if 0 in leaf.shape:
         return _empty(leaf)
     shards: list[jax.Array] = []
@@ -270,7 +270,7 @@ def _joined(leaf: Leaf, local: Sequence[Device], parts: _Pieces, count: Callable
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shards, dtype=leaf.dtype)
 
 
-def _empty(leaf: Leaf) -> jax.Array:
+def _empty(leaf: SentLeaf) -> jax.Array:
     """Make an array without elements at its target: there is nothing to move."""
     data = _key_data_type(leaf.shape, leaf.dtype) if _is_key(leaf.dtype) else leaf
     return place(_from_wire(jnp.zeros(data.shape, data.dtype), leaf.dtype), leaf.target)
@@ -299,7 +299,7 @@ def _from_wire(array: jax.Array, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(array, impl=key_impl(dtype)) if _is_key(dtype) else array
 
 
-def _wire_type(leaf: Leaf, hop: _Hop) -> jax.ShapeDtypeStruct:
+def _wire_type(leaf: SentLeaf, hop: _Hop) -> jax.ShapeDtypeStruct:
     shape, alone = size_of(hop.piece), SingleDeviceSharding(hop.targets[0])
     if _is_key(leaf.dtype):
         data = _key_data_type(shape, leaf.dtype)

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.program.waits import AHEAD
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
-from jaxpp_flax.engine.runtime.transport.connection import Connection, DistributedProgram, Settings
+from jaxpp_flax.engine.runtime.transport.connection import Connection, ConnectionSettings, DistributedProgram
 from jaxpp_flax.engine.runtime.transport.credits import Credits
 from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
 from jaxpp_flax.processes import ProcessGroup
@@ -214,7 +214,7 @@ def test_a_sender_stays_near_a_receiver_that_sends_nothing_back():
     sent = parcel([value], [(0, 1)])
     credits, backs = (Credits.of([(n, [sent]) for n in range(20)], process) for process in (0, 1))
     _, *ends = two_ends(sent, *backs.parcels)
-    programs = [DistributedProgram(Connection(end._group, end, Settings()), "program 1", "p") for end in ends]
+    programs = [DistributedProgram(Connection(end._group, end, ConnectionSettings()), "program 1", "p") for end in ends]
     sender, receiver = programs
     offered: list[int] = []
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
 
-__all__ = ["ForwardOnly", "Loop", "with_schedule"]
+__all__ = ["ForwardOnly", "MicrobatchLoop", "with_schedule"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class MicrobatchLoop:
     """The number of microbatches of a loop, the schedule of its tasks, and the microbatches of the step before it."""
 
     num_microbatches: int
