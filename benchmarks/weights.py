@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace, name: str, first: int, cut: str) -> d
     trainer.sync_weights(sampler)
     routes.join_on_host = join
     for source, target in zip(leaves_of(trainer), jax.tree.leaves(nnx.state(sampler)), strict=True):
-        leaf = routes.Leaf(source.shape, source.dtype, source.as_jax_array().sharding, target.sharding)
+        leaf = routes.SentLeaf(source.shape, source.dtype, source.as_jax_array().sharding, target.sharding)
         for hop in plan((leaf,), 0).local:
             size = int(np.prod([stop - start for start, stop in hop.piece])) * source.dtype.itemsize
             crossed.append(size * sum(device != hop.source for device in hop.targets))

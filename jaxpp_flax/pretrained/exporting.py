@@ -49,9 +49,9 @@ def export_pretrained(
     when it is complete.
 
     Args:
-      tree: a pytree of arrays, such as `trainer.state.params`; or of `exporting.Leaf`s, whose parts are computed one at
-        a time; or the path of weights on disk (an Orbax checkpoint, or safetensors), whose leaves are read one at a
-        time.
+      tree: a pytree of arrays, such as `trainer.state.params`; or of `exporting.WrittenLeaf`s, whose parts are computed
+        one at a time; or the path of weights on disk (an Orbax checkpoint, or safetensors), whose leaves are read one
+        at a time.
       directory: the directory to write, on a disk; it must not exist.
       map: the names and arrangement of tensors in the files, as in `load_pretrained`.
       only: the leaves to write: globs, or a function of the path; None writes all leaves.

@@ -27,7 +27,7 @@ class Teller(Protocol):
 
 @dataclass(frozen=True)
 class AwaitedValue:
-    """A wait of one thread, as `waits.Wait`, for so many seconds; `on` is None unless one process alone is awaited."""
+    """A `ThreadWait`, for so many seconds; `on` is None unless one process alone is awaited."""
 
     what: str
     on: int | None = None

@@ -331,7 +331,7 @@ def test_random_scripts():
 
 
 def data_begins_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("jaxpp_flax.trainers.data.source.Source.seek", lambda *_: None)
+    patch.setattr("jaxpp_flax.trainers.data.source.DataSource.seek", lambda *_: None)
 
 
 def damage_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:

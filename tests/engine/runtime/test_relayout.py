@@ -58,7 +58,7 @@ def lacking(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> int:
 
 def crossing(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
     """The elements that a transfer copies from one device to another."""
-    route = routes.plan((routes.Leaf(shape, dtype, source, target),), jax.process_index())
+    route = routes.plan((routes.SentLeaf(shape, dtype, source, target),), jax.process_index())
     assert not route.parcels
     return sum(
         np.prod([stop - start for start, stop in hop.piece], dtype=int) * sum(to != hop.source for to in hop.targets)

@@ -173,7 +173,7 @@ def test_the_transport_is_closed_behind_the_meeting_at_the_end():
             closed.append("transport")
 
     group: Any = ProcessGroup(None, 0, 1)
-    closing = connection.Connection(group, Closing(), connection.Settings())  # type: ignore[arg-type]
+    closing = connection.Connection(group, Closing(), connection.ConnectionSettings())  # type: ignore[arg-type]
     connection._end(closing, end_watch=False)
     assert closed == []
     group.close()

@@ -39,7 +39,7 @@ class Parts:
 
 
 def hops(source: list[Device], target: list[Device], *, cut: bool) -> list[tuple[int, tuple[int, ...]]]:
-    leaf: Any = routes.Leaf((8, 2), jnp.float32, Parts(source, cut=cut), Parts(target, cut=cut))  # type: ignore[arg-type]
+    leaf: Any = routes.SentLeaf((8, 2), jnp.float32, Parts(source, cut=cut), Parts(target, cut=cut))  # type: ignore[arg-type]
     return [(h.source.id, tuple(d.id for d in h.targets)) for h in routes._hops(0, leaf)]
 
 
@@ -64,7 +64,7 @@ def test_what_is_in_the_process_already_is_taken_there():
 
 
 def regions(source: Parts, target: Parts, shape: tuple[int, ...] = (8, 2)) -> list[tuple[int, tuple[int, ...], Any]]:
-    leaf: Any = routes.Leaf(shape, jnp.float32, source, target)  # type: ignore[arg-type]
+    leaf: Any = routes.SentLeaf(shape, jnp.float32, source, target)  # type: ignore[arg-type]
     return [(h.source.id, tuple(d.id for d in h.targets), h.piece[0]) for h in routes._hops(0, leaf)]
 
 
@@ -85,7 +85,7 @@ def test_each_device_gets_the_regions_that_it_needs():
 def test_nothing_crosses_twice_or_in_vain(cut: tuple[bool, bool], owners: tuple[list[int], list[int]]):
     source = Parts(devices(owners[0], 0), cut=cut[0])
     target = Parts(devices(owners[1], 10), cut=cut[1])
-    leaf: Any = routes.Leaf((12, 2), jnp.float32, source, target)  # type: ignore[arg-type]
+    leaf: Any = routes.SentLeaf((12, 2), jnp.float32, source, target)  # type: ignore[arg-type]
     needed: dict[int, set[int]] = {}
     for device, (rows, _) in target.devices_indices_map((12, 2)).items():
         needed.setdefault(device.process_index, set()).update(range(*rows.indices(12)))
@@ -108,7 +108,7 @@ def moved(array: Any, target: NamedSharding) -> Any:
         transport=SimpleNamespace(needs_global_order=False),
         window=SimpleNamespace(before_task=lambda: counted.append(None)),
     )
-    route = routes.plan((routes.Leaf(array.shape, array.dtype, array.sharding, target),), 0)
+    route = routes.plan((routes.SentLeaf(array.shape, array.dtype, array.sharding, target),), 0)
     (result,) = route.move(connection, [array], [True], Tag("test", 0, 0))
     to_each = Counter(device for hop in route.local for device in hop.targets)
     assert len(counted) == sum(hop.cut is not None for hop in route.local) + sum(n > 1 for n in to_each.values())
