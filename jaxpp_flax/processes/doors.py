@@ -42,7 +42,10 @@ def open_own_door(service_address: str) -> tuple[socket.socket | None, str]:
     host = os.environ.get("JAXPP_FLAX_BIND_ADDRESS")
     try:
         if host or service_address:
-            return open_door(host or own_address(service_address))
+            door, address = open_door(host or own_address(service_address))
+            # The worker of a data loader, a fork that may outlive this process, would hold the door open.
+            os.register_at_fork(after_in_child=door.close)
+            return door, address
     except OSError:
         pass
     return None, ""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from jaxpp_flax.processes import doors
-from jaxpp_flax.processes.doors import Doors, open_door
+from jaxpp_flax.processes.doors import Doors, is_closed, open_door
+from tests.running import ROOT
+
+WITH_A_FORK = """
+import os, time
+from jaxpp_flax.processes.doors import open_own_door
+door, address = open_own_door("127.0.0.1:1")
+child = os.fork()
+if not child:
+    time.sleep(60)
+print(child, address, flush=True)
+os.kill(os.getpid(), 9)
+"""
 
 
 def test_only_a_door_that_was_open_and_stays_closed_says_that_a_process_has_ended(monkeypatch: pytest.MonkeyPatch):
@@ -26,3 +42,17 @@ def test_only_a_door_that_was_open_and_stays_closed_says_that_a_process_has_ende
     time.sleep(0.3)
     assert found.has_closed(known, 5.0, heard)
     assert not found.has_closed(unknown, 5.0, heard)
+
+
+def test_a_fork_that_lives_on_does_not_hold_the_door_open():
+    program = [sys.executable, "-c", WITH_A_FORK]
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as run:
+        assert run.stdout
+        child, address = run.stdout.readline().split()
+        try:
+            assert run.wait(60.0) == -signal.SIGKILL
+            assert is_closed(address, 5.0)
+        finally:
+            os.kill(int(child), signal.SIGKILL)
