@@ -39,9 +39,11 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--only", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
-    flags.add_argument("--hosts", type=int, default=1, help="raylets of this machine; of one host, none")
+    flags.add_argument("--hosts", type=int, default=1, help="each a raylet of this machine; 1: without Ray")
     flags.add_argument("--directory", default=None, help="of the checkpoints; in the launched processes")
     arguments = flags.parse_args()
+    if arguments.stages % arguments.hosts:
+        flags.error(f"--hosts {arguments.hosts}: {arguments.stages} processes (--stages) do not divide")
     if arguments.directory is not None:
         measure(arguments)
         return
@@ -55,7 +57,7 @@ def main() -> None:
         {"contestant": name, "CPU seconds a step": seconds, "more": seconds - found["seconds"]["nothing"]}
         for name, seconds in found["seconds"].items()
     ]
-    title = f"{found['parameters'] / 1e6:.0f}M parameters, {arguments.stages} processes of {arguments.hosts} hosts"
+    title = f"{found['parameters'] / 1e6:.0f}M parameters, {arguments.stages} processes on {arguments.hosts} host(s)"
     report(title, rows, arguments.json)
 
 
@@ -84,8 +86,8 @@ def cpu_seconds(hosts: int, process: int) -> float:
         return time.process_time()
     if process:
         return 0.0
-    user, nice, system, *_ = map(int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, interrupts, soft_interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(arguments: Any) -> None:

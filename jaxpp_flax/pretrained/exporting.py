@@ -49,7 +49,7 @@ def export_pretrained(
     when it is complete.
 
     Args:
-      tree: a pytree of arrays, such as `trainer.state.params`; or of `exporting.WrittenLeaf`s, whose parts are computed
+      tree: a pytree of arrays, such as `trainer.state.params`; or of `exporting.LeafToWrite`s, whose parts are computed
         one at a time; or the path of weights on disk (an Orbax checkpoint, or safetensors), whose leaves are read one
         at a time.
       directory: the directory to write, on a disk; it must not exist.
@@ -104,7 +104,7 @@ def export_pretrained(
 
 
 @dataclass(frozen=True)
-class WrittenLeaf:
+class LeafToWrite:
     """A leaf to write: its type, and its parts in this process, each read when it is its turn."""
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class ExportPlan:
     files: Mapping[str, Sequence[tuple[str, tuple[int, ...], Any]]]  # name, shape and dtype of each tensor, by file
 
     @classmethod
-    def of(cls, leaves: Mapping[str, WrittenLeaf], map: NameMap, target: Path, max_shard_bytes: int) -> ExportPlan:
+    def of(cls, leaves: Mapping[str, LeafToWrite], map: NameMap, target: Path, max_shard_bytes: int) -> ExportPlan:
         """Check the leaves, and divide their tensors among files, in order."""
         fills, faults = map.resolve({path: leaf.shape for path, leaf in leaves.items()})
         faults += [
@@ -166,7 +166,7 @@ class ExportPlan:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(named.items()))}
             (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    def write(self, directory: Path, leaves: Mapping[str, WrittenLeaf]) -> None:
+    def write(self, directory: Path, leaves: Mapping[str, LeafToWrite]) -> None:
         """Write this process's parts."""
         places = {name: (file, at) for file, of in self.files.items() for name, at in lay_out(of)[1].items()}
         descriptors = {file: os.open(directory / file, os.O_WRONLY) for file in self.files}
@@ -194,28 +194,28 @@ def _attempt(work: Callable[[], None]) -> str | None:
     return None
 
 
-def _leaves_to_write(tree: Any) -> dict[str, WrittenLeaf]:
+def _leaves_to_write(tree: Any) -> dict[str, LeafToWrite]:
     if isinstance(tree, (str, os.PathLike)):
         source = open_source(tree)
         names = {name: of for name, of in source.tensors.items() if name not in source.optional}
         return {name.replace(".", "/"): _stored_leaf(of) for name, of in names.items()}
     return {
-        path: leaf if isinstance(leaf, WrittenLeaf) else _array_leaf(leaf) for path, leaf in flatten(tree)[0].items()
+        path: leaf if isinstance(leaf, LeafToWrite) else _array_leaf(leaf) for path, leaf in flatten(tree)[0].items()
     }
 
 
-def _stored_leaf(tensor: StoredTensor) -> WrittenLeaf:
+def _stored_leaf(tensor: StoredTensor) -> LeafToWrite:
     def parts() -> Iterator[tuple[Index, np.ndarray]]:
         if process_group().process_index == 0:
             whole = full_index((slice(None),) * len(tensor.shape), tensor.shape)
             yield whole, tensor.read(whole)
 
-    return WrittenLeaf(tensor.shape, tensor.dtype, parts)
+    return LeafToWrite(tensor.shape, tensor.dtype, parts)
 
 
-def _array_leaf(leaf: Any) -> WrittenLeaf:
+def _array_leaf(leaf: Any) -> LeafToWrite:
     shape, dtype = tuple(np.shape(leaf)), leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-    return WrittenLeaf(shape, dtype, lambda: ((index, np.asarray(part)) for index, part in written_parts(leaf)))
+    return LeafToWrite(shape, dtype, lambda: ((index, np.asarray(part)) for index, part in written_parts(leaf)))
 
 
 def written_parts(leaf: Any) -> Iterator[tuple[Index, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.format.paths import PathFilter, flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
-from jaxpp_flax.pretrained.exporting import SHARD_BYTES, WrittenLeaf, written_parts
+from jaxpp_flax.pretrained.exporting import SHARD_BYTES, LeafToWrite, written_parts
 from jaxpp_flax.pretrained.loading import plan_load
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.state.inference_weights import average_of
@@ -179,7 +179,7 @@ class FileCalls(WeightCalls):
         return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
 
 
-def _as_parts(kernel: MergedKernel) -> WrittenLeaf:
+def _as_parts(kernel: MergedKernel) -> LeafToWrite:
     """Return a kernel that is merged when it is written."""
     parts = lambda: ((index, np.asarray(part)) for index, part in written_parts(kernel.make()))  # noqa: E731
-    return WrittenLeaf(kernel.shape, kernel.dtype, parts)
+    return LeafToWrite(kernel.shape, kernel.dtype, parts)

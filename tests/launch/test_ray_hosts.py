@@ -162,7 +162,9 @@ def in_memory_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple
 
 def lives_from_memory(run: Run) -> int:
     """How many lives went on from copies in memory."""
-    repeated = re.findall(r"life \d goes on from the copy in memory of step \d+: (\d) steps? repeated", run.stderr)
+    before_a_beginning = run.stderr.partition("goes on from the beginning")[0]  # later lives repeat more
+    text = r"life \d goes on from the copy in memory of step \d+: (\d+) steps? repeated"
+    repeated = re.findall(text, before_a_beginning)
     # The step under way, and one whose copy the next host did not have yet.
     assert all(int(steps) <= 2 for steps in repeated), run.stderr
     return len(repeated)
@@ -252,6 +254,7 @@ def strike(cluster: Any, run: Run, kind: str, life: int, places: Sequence[int]) 
     victims = [run.process_ids()[place] for place in places]
     if kind.endswith("actor"):
         victims = [parent(process) for process in victims]
+    assert all(victim > 1 for victim in victims), victims
     for victim in victims:
         os.kill(victim, signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL)
 
@@ -264,25 +267,29 @@ def test_random_harm_to_hosts_changes_no_loss(
 ):
     rng = random.Random(seed)
     hosts, faults = rng.choice([2, 2, 3]), rng.choice([1, 1, 2, 3])
-    source = random_source(rng.choice(["memory_every=1", "every=1, memory_every=1", "every=2"]))
+    checkpoints = rng.choice(["memory_every=1", "every=1, memory_every=1", "every=2"])
+    # Without copies no process needs its actor: a stopped one is noticed too late.
+    actor = ["kill actor", "stop actor"] if "memory" in checkpoints else ["kill actor"]
     options = ("--hosts", str(hosts), "--max-restarts", str(faults), "--failure-timeout", "10")
-    with on_ray(cluster, tmp_path, source, *options, arguments=(str(tmp_path / "on_ray"), "")) as run:
+    arguments = (str(tmp_path / "on_ray"), "")
+    with on_ray(cluster, tmp_path, random_source(checkpoints), *options, arguments=arguments) as run:
         printed = 0
         for life in range(1, faults + 1):
-            kind = rng.choice(["kill process", "stop process", "kill actor", "stop actor", "kill host", "kill host"])
-            places = rng.sample(range(hosts), rng.choice([1, 1, 1, 2]))
-            if (moment := rng.choice(["start", "compile", "step", "step"])) == "step":
+            kind = rng.choice(["kill process", "stop process", *actor, "kill host", "kill host"])
+            # One host stays: what all processes have printed may be lost with all actors.
+            places = rng.sample(range(hosts), rng.choice([1, 1, 1, 2]) if hosts == 3 else 1)
+            moment = rng.choice(["start", "compile", "step", "step"])
+            wait_for(lambda: f"life {life} has" in run.stderr, "a life")  # noqa: B023
+            if (moment, kind) != ("start", "kill host"):
+                run.wait_for_output("] pid ", hosts, printed)
+            if moment == "step":
                 done = max((int(step) for step, _ in losses(run)), default=0)
                 run.wait_for_output(f"step {done + rng.randrange(1, 7)} loss", hosts, printed)
-            elif moment == "start" and kind == "kill host":
-                wait_for(lambda: f"life {life} has" in run.stderr, "a life")  # noqa: B023
-            else:
-                run.wait_for_output("] pid ", hosts, printed)
             time.sleep(rng.uniform(0.0, 1.0 if moment == "compile" else 0.1))
             print(f"life {life}: {kind} of hosts {places} at {moment}", flush=True)
+            printed = len(run.stdout)
             strike(cluster, run, kind, life, places)
             wait_for(lambda: f"life {life + 1} has" in run.stderr or run.popen.poll() is not None, "a life")  # noqa: B023
-            printed = len(run.stdout)
         assert run.finish() == 0, run.stderr
     assert run.stderr.count("; restart ") == faults, run.stderr
     assert losses(run) == random_undisturbed  # to the last bit

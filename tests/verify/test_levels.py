@@ -45,16 +45,26 @@ class Block(nnx.Module):
         return x + product(jnp.tanh(product(x, self.widen[...])), self.narrow[...])
 
 
-def report_of(seed: int, **axes: int) -> Report:
-    model = nnx.Sequential(*[PipelineStage(Block(2 * seed + i), name=f"block_{i}") for i in range(2)])
+class Stack(nnx.Module):
+    """Layers in a scan, whose backward is a scan too."""
+
+    def __init__(self, seed: int) -> None:
+        self.kernels = nnx.Param(jax.random.normal(jax.random.key(seed), (3, 8, 8)))
+
+    def __call__(self, x: Any) -> Any:
+        return jax.lax.scan(lambda x, kernel: (x + jnp.tanh(product(x, kernel)), None), x, self.kernels[...])[0]
+
+
+def report_of(seed: int, block: Any = Block, **axes: int) -> Report:
+    model = nnx.Sequential(*[PipelineStage(block(2 * seed + i), name=f"block_{i}") for i in range(2)])
     x = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
     options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2, "mesh": axes, "logging": False}
     return verify(PipelineTrainer(model, optax.adam(1e-3), lambda model, x: (model(x) ** 2).mean(), **options), x)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_level_is_rounding(seed: int):
-    report = report_of(seed, data=2)
+@pytest.mark.parametrize(("seed", "block"), [(0, Block), (1, Block), (0, Stack)])
+def test_a_level_is_rounding(seed: int, block: Any):
+    report = report_of(seed, block, data=2)
     assert report.agrees, report
     assert report.facts["reference"] == "the whole batch at once"
 

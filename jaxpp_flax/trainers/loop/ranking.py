@@ -9,12 +9,12 @@ from jaxpp_flax.messages import near_names, warn_user
 from jaxpp_flax.trainers.callbacks.base import Callback
 from jaxpp_flax.trainers.callbacks.evaluate import Evaluate
 
-__all__ = ["RankingMetric"]
+__all__ = ["RankingCheck"]
 
 _PREFIX = "eval_"
 
 
-class RankingMetric:
+class RankingCheck:
     """Looks for the metric that ranks checkpoints, among those that a run has.
 
     Args:
@@ -22,7 +22,7 @@ class RankingMetric:
       by_itself: False if the loop saves only where the user calls `trainer.save`: nothing is told before that.
 
     Example:
-      >>> ranking = RankingMetric(Best("loss"))
+      >>> ranking = RankingCheck(Best("loss"))
       >>> ranking.saved(2, ["loss"])
       >>> ranking.end()
     """

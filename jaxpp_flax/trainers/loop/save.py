@@ -15,7 +15,7 @@ from jaxpp_flax.trainers.callbacks.stop import Stop
 from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.errors import NonFiniteLossError
-from jaxpp_flax.trainers.loop.ranking import RankingMetric
+from jaxpp_flax.trainers.loop.ranking import RankingCheck
 from jaxpp_flax.trainers.loop.state_in_memory import StateInMemory
 from jaxpp_flax.trainers.metrics.summary import after_error
 
@@ -52,7 +52,7 @@ class Save(Callback):
         self._checkpoints, self._store, self._by_itself = checkpoints, checkpoints.store, by_itself
         self._again, self._stop, self._evaluation = again, stop, evaluation
         self._saves_interrupted, self._tells, self._memory = saves_interrupted, tells, memory
-        self._ranking = RankingMetric(None if self._store is None else self._store.ranking, by_itself=by_itself)
+        self._ranking = RankingCheck(None if self._store is None else self._store.ranking, by_itself=by_itself)
         self._has_evaluated = False
         self._beginning: int | None = None
         self._last: int | None = None  # the last step whose metrics are known

@@ -35,10 +35,10 @@ class EquationChoices:
     made: tuple[Value, ...]
     again: bool
 
-    def at(self, stacked: Mapping[Value, Value], scan: Equation) -> EquationChoices:
-        """Return the same where a scan returns them, which runs as a whole in a forward pass or in a backward pass."""
+    def at(self, stacked: Mapping[Value, Value]) -> EquationChoices:
+        """Return the same where a scan returns them."""
         reads, made = (tuple(stacked[value] for value in of) for of in (self.reads, self.made))
-        return EquationChoices(self.name, self.line, reads, made, scan.late or scan.transposed)
+        return EquationChoices(self.name, self.line, reads, made, self.again)
 
 
 def rounds_to_level(name: str) -> bool:
@@ -59,8 +59,9 @@ def num_gradients(num_results: int, num_carry: int, parameters: Sequence[str]) -
 def choice_places(flat: Graph, num_carry: int, parameters: Sequence[str]) -> Places:
     """Return where a loop's opened body makes choices on which more depends than gradients of these parameters.
 
-    What derivatives alone compare, such as the side of a ReLU, is none; nor is what depends on keys alone, such as the
-    mask of a dropout; nor what a `cond`, `while` or `shard_map` chooses.
+    What derivatives alone compare, such as the side of a ReLU, is none (unless the forward pass chooses by the same
+    operation); nor is what depends on keys alone, such as the mask of a dropout; nor what a `cond`, `while` or
+    `shard_map` chooses.
     """
     count = len(flat.outputs)
     forward = replace(flat, outputs=flat.outputs[: count - num_gradients(count, num_carry, parameters)])
@@ -86,15 +87,19 @@ def _places_in(graph: Graph, moving: set[Value]) -> Iterator[tuple[str, str]]:
             yield e.name, e.where
 
 
-def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equation, list[EquationChoices]]]:
+def open_choices(
+    graph: Graph, places: Places, *, again: bool = False
+) -> tuple[Graph, Graph, dict[Equation, list[EquationChoices]]]:
     """Return a graph whose scans return their choices, too; the same for given choices; and the choices by equation.
 
     In the graph for given choices, a scan makes the same, but goes on with what stands for its choices: it reads the
-    values that it makes. Whoever runs it gives others to read.
+    values that it makes. Whoever runs it gives others to read. `again`: the graph is of a scan for the backward pass.
     """
     shown, given, found = list[Equation](), list[Equation](), dict[Equation, list[EquationChoices]]()
     for e in graph.equations:
-        own, others, choices = _open_scan(e, places) if _is_scan(e) else ([e], [e], _choices_of(graph, e, places))
+        later = again or e.late or e.transposed
+        scanned = _open_scan(e, places, later) if _is_scan(e) else None
+        own, others, choices = scanned or ([e], [e], _choices_of(graph, e, places, later))
         shown += own
         given += others
         if choices:
@@ -102,17 +107,18 @@ def open_choices(graph: Graph, places: Places) -> tuple[Graph, Graph, dict[Equat
     return replace(graph, equations=tuple(shown)), replace(graph, equations=tuple(given)), found
 
 
-def _choices_of(graph: Graph, e: Equation, places: Places) -> list[EquationChoices]:
-    again = e.late or e.transposed
+def _choices_of(graph: Graph, e: Equation, places: Places, again: bool) -> list[EquationChoices]:
     # What a backward makes has a line that depends on what JAX has traced before, so it counts by its primitive alone.
     is_one = any(e.name == name for name, _ in places) if again else (e.name, e.where) in places
     made = _made_by(graph, e) if is_one else ()
     return [EquationChoices(e.name, e.where, tuple(values(e.inputs)), made, again)] if made else []
 
 
-def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equation], list[EquationChoices]]:
+def _open_scan(
+    e: Equation, places: Places, again: bool
+) -> tuple[list[Equation], list[Equation], list[EquationChoices]]:
     scan = open_scan(e)
-    shown, given, found = open_choices(scan.body, places)
+    shown, given, found = open_choices(scan.body, places, again=again)
     inner = [choices for of in found.values() for choices in of]
     if not inner:
         return [e], [e], []
@@ -143,7 +149,7 @@ def _open_scan(e: Equation, places: Places) -> tuple[list[Equation], list[Equati
     outputs = values(results)
     stacked = dict(zip(looked_at, outputs[len(e.outputs) :], strict=True))
     others, _ = emit(scanning(given), [*e.inputs, *(stacked[value] for value in made)], outputs, like=e)
-    return own, others, [choices.at(stacked, e) for choices in inner]
+    return own, others, [choices.at(stacked) for choices in inner]
 
 
 def _is_scan(equation: Equation) -> bool:
