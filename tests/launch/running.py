@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,14 +53,26 @@ def parent(process: int) -> int:
         return 0
 
 
+def by_start(processes: Iterable[int]) -> list[int]:
+    """Processes in the order in which they have started. Their ids tell it only until these begin again from 300."""
+
+    def started(process: int) -> tuple[int, int]:
+        try:
+            ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+        except OSError:  # it has ended
+            return sys.maxsize, process
+        return ticks, process
+
+    return sorted(processes, key=started)
+
+
 def forks(mark: str) -> list[int]:
     """What the launcher has forked from its warm interpreter: the coordination service, and then the run's processes.
 
     The interpreter started before them all.
     """
-    living = marked(mark)
-    launcher = min(living, default=0)
-    return sorted(pid for pid in living if parent(pid) == launcher)[1:]
+    launcher, *others = by_start(marked(mark)) or [0]
+    return [process for process in others if parent(process) == launcher][1:]
 
 
 LISTENING, CONNECTED = "0A", "01"  # of a TCP socket, as /proc writes it

@@ -30,7 +30,7 @@ import pytest
 
 from jaxpp_flax.trainers import PREEMPTED_STATUS
 from tests.helpers import steps_in
-from tests.launch.running import QUICK, Run, started
+from tests.launch.running import QUICK, Run, by_start, started
 from tests.running import wait_for
 from tests.trainers.script_damage import needed_files
 
@@ -121,7 +121,7 @@ def launched(folder: Path, processes: int, restarts: int = 0, **settings: Any) -
 
 def processes_of(run: Run) -> list[int]:
     """The ids of the coordination service and of the processes, whether they have said anything or not."""
-    return sorted(_children(run.popen.pid))[1:]  # the interpreter that forks them started before
+    return by_start(_children(run.popen.pid))[1:]  # the interpreter that forks them started before
 
 
 def _children(pid: int) -> list[int]:
