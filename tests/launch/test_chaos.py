@@ -325,8 +325,7 @@ def restarted_trial(folder: Path, seed: int, *kinds: str) -> None:
         restarts = printed = 0
         for fault in faults:
             done = max((int(step) for step in re.findall(r"step (\d+) loss", run.stdout)), default=0)
-            # A copy in memory may be of a step whose loss is not printed yet.
-            step = done + fault.step + (2 if options["memory_every"] else 0)
+            step = done + fault.step + 2  # a life may go on from a step whose loss is not printed yet
             strike(run, replace(fault, step=step), processes, folder / "checkpoints", printed)
             restarts += fault.kind != "pause"
             wait_for(lambda: run.stderr.count("; restart ") >= restarts or run.popen.poll() is not None, "a restart")  # noqa: B023
