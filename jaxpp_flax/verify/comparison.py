@@ -129,7 +129,7 @@ def _count_choices(plain: Mapping[Point, Any], actual: Mapping[Point, Any]) -> l
         otherwise = _count((actual[p], actual[q]) for p, q in pairs) if are_same else None
         found.append(
             Choice(
-                name=f"{leaf.rpartition('[')[0]} at {line}",
+                name=f"{first[0].primitive} at {line}",
                 count=sum(actual[p].size for p in first),
                 differ=_count((plain[p], actual[p]) for p in first),
                 recomputed=sum(actual[p].size for p in later),

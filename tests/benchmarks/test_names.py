@@ -20,9 +20,10 @@ def imported(file: Path) -> Iterator[tuple[str, str]]:
 
 def exists(module: str, name: str) -> bool:
     found = importlib.import_module(module)
-    if hasattr(found, "__path__"):  # a package, which may not have imported this module of its own yet
-        return hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
-    return hasattr(found, name)
+    if hasattr(found, name):
+        return True
+    # A package may not have imported this module of its own yet.
+    return hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}") is not None
 
 
 def test_every_imported_name_exists():

@@ -45,23 +45,26 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
+def _status(process: int) -> list[str]:
+    """What the system tells of a process after its name; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def parent(process: int) -> int:
     """The process that has started this one; 0 if it has ended."""
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    status = _status(process)
+    return int(status[1]) if status else 0
 
 
 def by_start(processes: Iterable[int]) -> list[int]:
     """Processes in the order in which they have started. Their ids tell it only until these begin again from 300."""
 
     def started(process: int) -> tuple[int, int]:
-        try:
-            ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-        except OSError:  # it has ended
-            return sys.maxsize, process
-        return ticks, process
+        status = _status(process)
+        return int(status[19]) if status else sys.maxsize, process  # those that have ended come last
 
     return sorted(processes, key=started)
 

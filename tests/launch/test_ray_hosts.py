@@ -99,6 +99,16 @@ def losses(run: Run) -> set[tuple[str, str]]:
     return set(re.findall(r"step (\d+) loss (\S+)$", run.stdout, re.MULTILINE))
 
 
+def undisturbed(folder: Path, source: str, steps: int, processes: int = 2) -> set[tuple[str, str]]:
+    """The losses of processes to which nothing happens."""
+    (folder / "script.py").write_text(source, encoding="utf-8")
+    command = [*QUICK, "-n", str(processes), "script.py", str(folder / "here"), "undisturbed"]
+    with started(folder, command) as run:
+        assert run.finish() == 0, run.stderr
+    assert len(losses(run)) == steps
+    return losses(run)
+
+
 @pytest.mark.extras
 @pytest.mark.slow
 def test_a_run_survives_a_process_and_a_host_and_takes_a_new_host_in(cluster: Any, tmp_path: Path):
@@ -118,10 +128,7 @@ def test_a_run_survives_a_process_and_a_host_and_takes_a_new_host_in(cluster: An
         assert "process 0 of 2 failed first: it was killed by SIGKILL." in run.stderr
         assert len(re.findall(r"life \d goes on from the checkpoint of step", run.stderr)) == 3
         assert len(re.findall(r"\] pid \d+ devices 2", run.stdout)) == 2
-    command = [*QUICK, "-n", "3", "script.py", str(tmp_path / "here"), "undisturbed"]
-    with started(tmp_path, command) as undisturbed:
-        assert undisturbed.finish() == 0, undisturbed.stderr
-    assert losses(run) == losses(undisturbed)  # to the last bit, on three hosts and on two
+    assert losses(run) == undisturbed(tmp_path, TRAINING, 9, processes=3)  # to the last bit, on three hosts and on two
     assert len(losses(run)) == 9
 
 
@@ -144,15 +151,6 @@ make_trainer(Checkpoints(sys.argv[1], memory_every=1), stages=6, depth=6, **opti
 )
 """
 )
-
-
-def undisturbed(folder: Path, source: str, steps: int) -> set[tuple[str, str]]:
-    """The losses of two processes to which nothing happens."""
-    (folder / "script.py").write_text(source, encoding="utf-8")
-    with started(folder, [*QUICK, "-n", "2", "script.py", str(folder / "here"), ""]) as run:
-        assert run.finish() == 0, run.stderr
-    assert len(losses(run)) == steps
-    return losses(run)
 
 
 @pytest.fixture(scope="module")

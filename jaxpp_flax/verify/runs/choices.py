@@ -38,7 +38,7 @@ class EquationChoices:
     def at(self, stacked: Mapping[Value, Value]) -> EquationChoices:
         """Return the same where a scan returns them."""
         reads, made = (tuple(stacked[value] for value in of) for of in (self.reads, self.made))
-        return EquationChoices(self.name, self.line, reads, made, self.again)
+        return replace(self, reads=reads, made=made)
 
 
 def rounds_to_level(name: str) -> bool:
@@ -98,8 +98,10 @@ def open_choices(
     shown, given, found = list[Equation](), list[Equation](), dict[Equation, list[EquationChoices]]()
     for e in graph.equations:
         later = again or e.late or e.transposed
-        scanned = _open_scan(e, places, later) if _is_scan(e) else None
-        own, others, choices = scanned or ([e], [e], _choices_of(graph, e, places, later))
+        if _is_scan(e):
+            own, others, choices = _open_scan(e, places, later)
+        else:
+            own, others, choices = [e], [e], _choices_of(graph, e, places, later)
         shown += own
         given += others
         if choices:

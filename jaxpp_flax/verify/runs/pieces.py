@@ -169,7 +169,7 @@ def _cut_without_levels(loop: OpenedLoop) -> _Cut:
 
 
 def _is_level(point: Point) -> bool:
-    return point.kind in CHOSEN and rounds_to_level(point.leaf.rpartition("[")[0])
+    return point.kind in CHOSEN and rounds_to_level(point.primitive)
 
 
 def cut(step: TracedStep) -> tuple[Piece, ...]:

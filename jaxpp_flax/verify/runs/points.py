@@ -49,6 +49,11 @@ class Point:
     line: str = field(default="", compare=False)
 
     @property
+    def primitive(self) -> str:
+        """The primitive of a choice."""
+        return self.leaf.rpartition("[")[0]
+
+    @property
     def name(self) -> str:
         """The leaf, and the line of a choice."""
         return f"{self.leaf} at {self.line}" if self.line else self.leaf
