@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxpp_flax.checkpoint.memory.slots import Slots
+from jaxpp_flax.checkpoint.memory.slots import _SPAN, Slots
 from jaxpp_flax.launch.ray import copies
 from jaxpp_flax.launch.ray.copies import HostCopies
 from jaxpp_flax.processes.memory_link import MemoryLink
+from tests.running import wait_for
 
 
 class Hosts:
@@ -24,22 +28,21 @@ class Hosts:
     def __init__(self) -> None:
         self.files = [os.memfd_create(f"host {place}") for place in range(3)]
         self.slots = [Slots(file) for file in self.files]
-        self.copies = [HostCopies(file) for file in self.files]
+        self.copies = [HostCopies(file, "127.0.0.1") for file in self.files]
         self.links = list[MemoryLink]()
         self.written = list[tuple[int, int, int]]()  # the host, the first byte, and how many
-        self.actors = [SimpleNamespace(copies=SimpleNamespace(remote=self.remote(place))) for place in range(3)]
+        self.actors = list[Any]()
+        for place, host in enumerate(self.copies):
+            self.actors.append(SimpleNamespace(copies=SimpleNamespace(remote=partial(call, host))))
+            host.write = self.recorded(place, host.write)  # type: ignore[method-assign]
         self.meet(1)
 
-    def remote(self, place: int) -> Any:
-        def call(method: str, *arguments: Any) -> Any:
-            if method == "write":
-                self.written.append((place, arguments[1], arguments[2].size))
-            try:
-                return getattr(self.copies[place], method)(*arguments)
-            except ValueError as error:
-                return error
+    def recorded(self, place: int, write: Callable[..., None]) -> Callable[..., None]:
+        def record(life: int, begin: int, data: Any) -> None:
+            write(life, begin, data)
+            self.written.append((place, begin, len(data)))
 
-        return call
+        return record
 
     def meet(self, life: int) -> None:
         for place, host in enumerate(self.copies):
@@ -52,22 +55,20 @@ class Hosts:
         return self.links[-1]
 
 
-def get(calls: Any) -> Any:
-    """As `ray.get`, of results that are there."""
-    for call in calls if isinstance(calls, list) else [calls]:
-        if isinstance(call, ValueError):
-            raise call
-    return calls
+def call(host: HostCopies, method: str, *arguments: Any) -> Any:
+    return getattr(host, method)(*arguments)
 
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda result: result))
     monkeypatch.setattr(copies, "_PIECE", 10_000)
     made = Hosts()
     yield made
     for link in made.links:
         link.close()
+    for host in made.copies:
+        host.close()
     for file in made.files:
         os.close(file)
 
@@ -119,3 +120,46 @@ def test_an_earlier_life_changes_nothing_any_more(hosts: Hosts):
     assert head.serial == 6
     link.fetch(0, 0, 10)
     assert wait(link) == "this copy is of life 1, and life 2 has begun"
+
+
+def test_what_fails_at_the_next_host_is_told_and_ends_no_connection(hosts: Hosts):
+    write, full = hosts.copies[0].write, [True]
+
+    def fail_once(life: int, begin: int, data: Any) -> None:
+        if full and begin % _SPAN and full.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(life, begin, data)
+
+    hosts.copies[0].write = fail_once  # type: ignore[method-assign]
+    link = hosts.link(2)
+    assert pass_on(hosts, link, 4, 6) == "[Errno 28] No space left on device"
+    assert hosts.slots[0].head(4) is None
+    assert pass_on(hosts, link, 4, 8) is None
+    assert hosts.slots[0].is_intact(4)
+
+
+def test_a_slot_has_no_mark_if_the_connection_ends_meanwhile(hosts: Hosts, monkeypatch: pytest.MonkeyPatch):
+    link = hosts.link(2)
+    assert pass_on(hosts, link, 4, 6) is None
+    send = copies._send_file
+
+    def send_less(link: socket.socket, file: int, begin: int, size: int) -> None:
+        send(link, file, begin, size // 2)
+        link.shutdown(socket.SHUT_RDWR)
+
+    monkeypatch.setattr(copies, "_send_file", send_less)
+    assert "Broken pipe" in str(pass_on(hosts, link, 4, 8))
+    wait_for(lambda: hosts.slots[0].head(4) is None, "the slot without its mark")
+
+
+def test_whoever_does_not_know_the_secret_is_left(hosts: Hosts):
+    address, port, secret = hosts.copies[0].door()
+    for said in (b"0" * len(secret) + b"\n", b"{}\n", secret.encode()[:-1] + b"\n"):
+        with socket.create_connection((address, port), 10.0) as stranger:
+            stranger.sendall(said + b'1\n["write", 0, 3]\nabc["finish"]\n')
+            with suppress(ConnectionResetError):  # more was on its way
+                assert stranger.recv(100) == b""
+    assert hosts.written == []
+    hosts.copies[0].close()
+    failure = pass_on(hosts, hosts.link(2), 4, 6)
+    assert failure == f"127.0.0.1, port {port}, cannot be reached: [Errno 111] Connection refused"

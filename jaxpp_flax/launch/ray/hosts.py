@@ -69,7 +69,7 @@ class HostActor:
             program, devices_per_process, forks=forks, address=address, follow=self._follow, keeps_state=keeps_state,
             link=self._link,
         )  # fmt: skip
-        self._copies = None if self._host.memory is None else HostCopies(self._host.memory)
+        self._copies = None if self._host.memory is None else HostCopies(self._host.memory, address)
 
     def _follow(self, index: int, stream: IO[str], errors: bool) -> None:
         def read() -> None:

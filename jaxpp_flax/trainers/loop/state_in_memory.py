@@ -250,8 +250,8 @@ class StateInMemory:
                 self._group.check()
                 if time.monotonic() > deadline:
                     raise CheckpointSaveError(
-                        f"a copy of the state between two hosts has failed: {failure}. Leave memory_every= out, or "
-                        "make room where Ray has too little."
+                        f"a copy of the state between two hosts has failed: {failure}. Mend that, or leave "
+                        "memory_every= out."
                     )
                 time.sleep(0.1)
 
