@@ -122,7 +122,33 @@ def test_an_earlier_life_changes_nothing_any_more(hosts: Hosts):
     assert wait(link) == "this copy is of life 1, and life 2 has begun"
 
 
-def test_what_fails_at_the_next_host_is_told_and_ends_no_connection(hosts: Hosts):
+def closes(connection: socket.socket) -> bool:
+    with suppress(ConnectionResetError):  # more was on its way
+        return connection.recv(100) == b""
+    return True
+
+
+def failure_at_host_0(hosts: Hosts, why: str) -> str:
+    address, port, _ = hosts.copies[0].door()
+    return f"the host at {address}, port {port}: {why}"
+
+
+def test_of_an_earlier_life_nothing_is_taken_or_waited_for(hosts: Hosts):
+    address, port, secret = hosts.copies[0].door()
+    with socket.create_connection((address, port), 10.0) as under_way:
+        under_way.sendall(f'{secret}\n1\n["write", 0, 4]\n'.encode())
+        link = hosts.link(2)
+        assert pass_on(hosts, link, 4, 6) is None
+        hosts.copies[0].meet(2, hosts.actors, 0)  # the others, so far, know of no other life
+        assert closes(under_way)
+    assert "port" in str(pass_on(hosts, link, 4, 8))
+    head = hosts.slots[0].head(4)
+    assert head is not None
+    assert head.serial == 6
+    assert (0, 0, 4) not in hosts.written
+
+
+def test_what_fails_at_the_next_host_is_told(hosts: Hosts):
     write, full = hosts.copies[0].write, [True]
 
     def fail_once(life: int, begin: int, data: Any) -> None:
@@ -132,9 +158,16 @@ def test_what_fails_at_the_next_host_is_told_and_ends_no_connection(hosts: Hosts
 
     hosts.copies[0].write = fail_once  # type: ignore[method-assign]
     link = hosts.link(2)
-    assert pass_on(hosts, link, 4, 6) == "[Errno 28] No space left on device"
+    assert pass_on(hosts, link, 4, 6) == failure_at_host_0(hosts, "[Errno 28] No space left on device")
     assert hosts.slots[0].head(4) is None
     assert pass_on(hosts, link, 4, 8) is None
+    assert hosts.slots[0].is_intact(4)
+
+
+def test_a_write_that_the_system_leaves_unfinished_goes_on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch):
+    whole = os.pwrite
+    monkeypatch.setattr(copies.os, "pwrite", lambda file, data, begin: whole(file, data[: len(data) // 2 + 1], begin))
+    assert pass_on(hosts, hosts.link(2), 4, 6) is None
     assert hosts.slots[0].is_intact(4)
 
 
@@ -148,18 +181,44 @@ def test_a_slot_has_no_mark_if_the_connection_ends_meanwhile(hosts: Hosts, monke
         link.shutdown(socket.SHUT_RDWR)
 
     monkeypatch.setattr(copies, "_send_file", send_less)
-    assert "Broken pipe" in str(pass_on(hosts, link, 4, 8))
-    wait_for(lambda: hosts.slots[0].head(4) is None, "the slot without its mark")
+    assert pass_on(hosts, link, 4, 8) == failure_at_host_0(hosts, "[Errno 32] Broken pipe")
+    wait_for(lambda: hosts.slots[0].head(4) is None, "the slot without its mark", 10.0)
+    link.fetch(0, 4096, 10_000)
+    assert wait(link) == failure_at_host_0(hosts, "the other host has closed the connection")
 
 
-def test_whoever_does_not_know_the_secret_is_left(hosts: Hosts):
+def test_whoever_does_not_know_the_secret_is_left(hosts: Hosts, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(copies, "_SECONDS_TO_CONNECT", 0.2)
     address, port, secret = hosts.copies[0].door()
-    for said in (b"0" * len(secret) + b"\n", b"{}\n", secret.encode()[:-1] + b"\n"):
+    for said in (b"0" * len(secret) + b"\n", b"{}\n", secret.encode()[:-1] + b"\n", b""):
         with socket.create_connection((address, port), 10.0) as stranger:
-            stranger.sendall(said + b'1\n["write", 0, 3]\nabc["finish"]\n')
-            with suppress(ConnectionResetError):  # more was on its way
-                assert stranger.recv(100) == b""
+            stranger.sendall(said + b'1\n["write", 0, 3]\nabc["finish"]\n' if said else b"")
+            assert closes(stranger)
     assert hosts.written == []
+
+
+def test_a_host_goes_on_listening_until_it_is_closed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch):
+    listener, failures = hosts.copies[0]._listener, [OSError(errno.EMFILE, "Too many open files")]
+    accept = type(listener).accept
+
+    def fail_once(self: socket.socket) -> Any:
+        if self is listener and failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(type(listener), "accept", fail_once)
+    for serial in (6, 7):  # the accept that is under way already is none that fails
+        assert pass_on(hosts, hosts.link(2), 4, serial) is None
+    assert failures == []
     hosts.copies[0].close()
-    failure = pass_on(hosts, hosts.link(2), 4, 6)
-    assert failure == f"127.0.0.1, port {port}, cannot be reached: [Errno 111] Connection refused"
+    why = failure_at_host_0(hosts, "[Errno 111] Connection refused")
+    assert pass_on(hosts, hosts.link(2), 4, 8) == why
+
+
+def test_a_process_that_ends_before_its_answer_ends_its_service(hosts: Hosts):
+    ours, theirs = socket.socketpair()
+    hosts.copies[2].serve(theirs)
+    ours.sendall(b'["fetch", 0, 0, 1]\n' * 2)
+    ours.recv(4)
+    ours.close()
+    wait_for(lambda: theirs.fileno() < 0, "the end of the service", 10.0)

@@ -71,6 +71,7 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("period_ms", "1000"), ("timeout_ms", "2000"), ("failure_threshold", "2")):
             patch.setenv(f"RAY_health_check_{name}", value)
+        patch.setenv("RAY_worker_niceness", "0")  # else what runs beside the test comes before the hosts
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv(MARK, "ray")
