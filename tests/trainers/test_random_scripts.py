@@ -69,6 +69,7 @@ class Scripts(RuleBasedStateMachine):
         self.early = EarlyStopping(patience=self.run.patience.patience)
         self.held: tuple[Data, Any] | None = None  # the iterator of the `fit` before
         self.writing = False  # a save that no call has waited for
+        self.has_restored = False
 
     def teardown(self) -> None:
         if hasattr(self, "trainer"):
@@ -232,11 +233,14 @@ class Scripts(RuleBasedStateMachine):
             self._model(restored),
             lambda: self.trainer.restore(where, only=only, rename=rename, missing=missing),
         )
+        self.has_restored = True
 
     @precondition(lambda self: self.run.disk)
     @rule(data=st.data(), how=st.sampled_from(DAMAGES))
     def damage(self, data: Any, how: str) -> None:
         self._wait()
+        if self.has_restored:
+            self._look()  # before the first step, it is only now that the values are read
         step = data.draw(st.sampled_from(sorted(self.run.disk)))
         if how == "empty":
             (self.directory / "60").mkdir(exist_ok=True)
