@@ -38,7 +38,7 @@ def marked(mark: str) -> dict[int, str]:
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue  # it has ended, or is somebody else's

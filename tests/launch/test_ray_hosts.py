@@ -28,6 +28,8 @@ from tests.running import MARK, ROOT, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:os.fork")]  # Ray forks its own programs
 
+OWN_MARK = f"ray {os.getpid()}"  # another process may run these tests as well
+
 BEGIN = """
 import os, signal, sys, time
 import jax
@@ -74,7 +76,7 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_worker_niceness", "0")  # else what runs beside the test comes before the hosts
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("JAX_PLATFORMS", "cpu")
-        patch.setenv(MARK, "ray")
+        patch.setenv(MARK, OWN_MARK)
         patch.delenv("XLA_FLAGS", raising=False)
         made = utilities.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
@@ -93,7 +95,7 @@ def on_ray(cluster: Any, folder: Path, source: str, *options: str, arguments: tu
         yield run
     # The driver has the test's mark, and what Ray has started that of the cluster.
     left = "jaxpp_flax.launch"
-    wait_for(lambda: not any(left in line for line in marked("ray").values()), "the end of the hosts' interpreters")
+    wait_for(lambda: not any(left in line for line in marked(OWN_MARK).values()), "the end of the hosts' interpreters")
 
 
 def losses(run: Run) -> set[tuple[str, str]]:
