@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpp_flax.checkpoint.memory.slots import _SPAN, Slots
+from jaxpp_flax.checkpoint.memory.slots import Slots
 from jaxpp_flax.launch.ray import copies
 from jaxpp_flax.launch.ray.copies import HostCopies
 from jaxpp_flax.processes.memory_link import MemoryLink
@@ -129,12 +129,12 @@ def closes(connection: socket.socket) -> bool:
 
 
 def failure_at_host_0(hosts: Hosts, why: str) -> str:
-    address, port, _ = hosts.copies[0].door()
+    address, port, _ = hosts.copies[0].endpoint()
     return f"the host at {address}, port {port}: {why}"
 
 
 def test_of_an_earlier_life_nothing_is_taken_or_waited_for(hosts: Hosts):
-    address, port, secret = hosts.copies[0].door()
+    address, port, secret = hosts.copies[0].endpoint()
     with socket.create_connection((address, port), 10.0) as under_way:
         under_way.sendall(f'{secret}\n1\n["write", 0, 4]\n'.encode())
         link = hosts.link(2)
@@ -152,7 +152,7 @@ def test_what_fails_at_the_next_host_is_told(hosts: Hosts):
     write, full = hosts.copies[0].write, [True]
 
     def fail_once(life: int, begin: int, data: Any) -> None:
-        if full and begin % _SPAN and full.pop():
+        if full and begin != hosts.slots[2].extent(4).begin and full.pop():
             raise OSError(errno.ENOSPC, "No space left on device")
         write(life, begin, data)
 
@@ -187,9 +187,9 @@ def test_a_slot_has_no_mark_if_the_connection_ends_meanwhile(hosts: Hosts, monke
     assert wait(link) == failure_at_host_0(hosts, "the other host has closed the connection")
 
 
-def test_whoever_does_not_know_the_secret_is_left(hosts: Hosts, monkeypatch: pytest.MonkeyPatch):
+def test_whoever_does_not_know_the_secret_is_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(copies, "_SECONDS_TO_CONNECT", 0.2)
-    address, port, secret = hosts.copies[0].door()
+    address, port, secret = hosts.copies[0].endpoint()
     for said in (b"0" * len(secret) + b"\n", b"{}\n", secret.encode()[:-1] + b"\n", b""):
         with socket.create_connection((address, port), 10.0) as stranger:
             stranger.sendall(said + b'1\n["write", 0, 3]\nabc["finish"]\n' if said else b"")

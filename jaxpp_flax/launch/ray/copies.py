@@ -2,7 +2,7 @@
 
 A host knows nothing of what is in its file in memory. It copies ranges of bytes, each to the same place in another
 host's file, as its processes ask, and beside their steps. They go from host to host by a connection of their own: Ray's
-objects take four times as long and as much of the CPUs. Ray tells who the hosts are, and a secret of each.
+objects take three times as much of the CPUs. Ray tells who the hosts are, and a secret of each.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 __all__ = ["HostCopies"]
 
 _PIECE = 1 << 20  # the bytes that are written at once
-_LONGEST_LINE = 1024
-_LONGEST_FAILURE = 200
+_LONGEST_LINE = 1024  # of a request or an answer
+_LONGEST_FAILURE = 200  # of its characters, so that it fits into an answer
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_ACCEPT_AGAIN = 0.1
 _CLOSED = "the other host has closed the connection"
 
-Door = tuple[str, int, str]  # the address and the port where a host listens, and its secret
+Endpoint = tuple[str, int, str]  # the address and the port where a host listens, and its secret
 
 
 class HostCopies:
@@ -51,22 +51,22 @@ class HostCopies:
         self.file = file
         self._life, self._hosts, self._place = 0, list[Any](), 0
         self._links: dict[socket.socket, int] = {}  # connections between hosts, with their lives
-        self._writing = threading.Lock()
+        self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address.strip("[]"), 0), family=family)
-        self._door: Door = (*self._listener.getsockname()[:2], secrets.token_hex(16))
+        self._endpoint: Endpoint = (*self._listener.getsockname()[:2], secrets.token_hex(16))
         threading.Thread(target=self._listen, name="jaxpp_flax copies", daemon=True).start()
 
-    def door(self) -> Door:
+    def endpoint(self) -> Endpoint:
         """Return where other hosts connect to this one."""
-        return self._door
+        return self._endpoint
 
     def meet(self, life: int, hosts: Sequence[Any], place: int) -> None:
         """Begin a life of the run: with the actors of all hosts, in order, and the place of this one.
 
         What is under way for earlier lives ends.
         """
-        with self._writing:
+        with self._lock:
             self._life, self._hosts, self._place = life, list(hosts), place
             earlier = [link for link, of in self._links.items() if of < life]
         for link in earlier:
@@ -84,7 +84,7 @@ class HostCopies:
         Raises:
           ValueError: if an earlier life has asked for that: a later one may have written there.
         """
-        with self._writing:
+        with self._lock:
             self._check(life)
             rest = memoryview(data)
             while rest:  # little room leaves a write unfinished, and only the next one fails
@@ -104,13 +104,13 @@ class HostCopies:
     @contextmanager
     def linked(self, life: int, link: socket.socket) -> Iterator[None]:
         """While a connection between hosts is used for a life. The next life ends it."""
-        with self._writing:
+        with self._lock:
             self._check(life)
             self._links[link] = life
         try:
             yield
         finally:
-            with self._writing:
+            with self._lock:
                 del self._links[link]
 
     def _listen(self) -> None:
@@ -123,11 +123,11 @@ class HostCopies:
             threading.Thread(target=self._answer, args=(link,), name="jaxpp_flax copies", daemon=True).start()
 
     def _answer(self, link: socket.socket) -> None:
-        """Do what another host asks for, until it closes the connection. Whoever does not know the secret is left."""
+        """Do what another host asks for, until it closes the connection. A stranger, without the secret, is refused."""
         link.settimeout(_SECONDS_TO_CONNECT)
         # A host that is lost in the middle of a line leaves no JSON.
         with link, link.makefile("rb") as requests, suppress(OSError, ValueError):
-            if not hmac.compare_digest(requests.readline(_LONGEST_LINE), f"{self._door[2]}\n".encode()):
+            if not hmac.compare_digest(requests.readline(_LONGEST_LINE), f"{self._endpoint[2]}\n".encode()):
                 return
             life = json.loads(requests.readline(_LONGEST_LINE))
             link.settimeout(None)
@@ -159,7 +159,7 @@ class _Service:
     def __init__(self, own: HostCopies, life: int, hosts: Sequence[Any], place: int, link: socket.socket) -> None:
         self._ray: Any = importlib.import_module("ray")
         self._own, self._life, self._hosts, self._place, self._link = own, life, hosts, place, link
-        self._doors: dict[int, Door] = {}
+        self._endpoints: dict[int, Endpoint] = {}
 
     def run(self) -> None:
         """Answer each request with nothing, or with what has failed."""
@@ -175,9 +175,9 @@ class _Service:
 
     @contextmanager
     def _connected(self, place: int) -> Iterator[_OtherHost]:
-        if place not in self._doors:
-            self._doors[place] = self._ray.get(self._hosts[place].copies.remote("door"))
-        address, port, secret = self._doors[place]
+        if place not in self._endpoints:
+            self._endpoints[place] = self._ray.get(self._hosts[place].copies.remote("endpoint"))
+        address, port, secret = self._endpoints[place]
         try:
             with closing(_OtherHost(address, port)) as other, self._own.linked(self._life, other.link):
                 other.greet(secret, self._life)
