@@ -154,17 +154,17 @@ class WaitReporter:
 def main_thread_location() -> str:
     """The innermost line of the user's code that the main thread is at, and the function that this line calls."""
     # A frame of a thread that runs on is freed memory. So the walk, which takes microseconds, is one turn with Python's
-    # lock: it begins with a new turn, of milliseconds, and no collection of garbage gives the lock away.
+    # lock: it begins with a new turn, of milliseconds, and no collection of garbage gives the lock away. It ends at the
+    # user's line and keeps no frame: one that is kept keeps the arrays of a function that has ended meanwhile.
     collects = gc.isenabled()
     gc.disable()
     try:
         time.sleep(0)
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-        stack = [] if frame is None else list(traceback.walk_stack(frame))
+        innermost = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+        return users_line(() if innermost is None else traceback.walk_stack(innermost))
     finally:
         if collects:
             gc.enable()
-    return users_line(stack)
 
 
 # -- threads and limits of time

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -46,6 +47,25 @@ class Abandoning:
     def abandon(self, peer: int) -> None:
         self._also()
         self.abandoned.append(peer)
+
+
+@pytest.fixture(autouse=True)
+def watches_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stop each test's watches: a heartbeat looks at the main thread's calls, and would do so in all later tests."""
+    groups: list[ProcessGroup] = []
+    watch = ProcessGroup.watch
+
+    def noted_watch(group: ProcessGroup, *arguments: Any) -> None:
+        groups.append(group)
+        watch(group, *arguments)
+
+    monkeypatch.setattr(ProcessGroup, "watch", noted_watch)
+    yield
+    for group in groups:
+        monkeypatch.setattr(group, "barrier", lambda *_: None)  # the others have no such end
+        group.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name == "jaxpp_flax heartbeat"]
+    assert not left
 
 
 def parcel(source: int) -> Parcel:
