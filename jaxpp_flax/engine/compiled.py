@@ -84,6 +84,7 @@ class Compiled:
         self._num_values, self._distributed = program.num_values, distributed
         self._results = tuple(results)
         self._calls = 0
+        self._are_apart = False  # the arguments: looked at in the first call
         count = len(constants)
         donated = (False,) * count + signature.donated
         names = [""] * count + [leaf.path for leaf in signature.leaves]
@@ -149,11 +150,35 @@ class Compiled:
                     else:
                         self._place_value(leaf, argument, environment, given_away)
         except RuntimeError as error:
-            raise self._signature.name_deleted(leaves, error) from error
+            if (deleted := self._signature.deleted_error(leaves)) is None:
+                raise
+            raise deleted from error
+        if not self._are_apart:
+            self._refuse_arrays_given_twice(leaves)
+            self._are_apart = True
         if given_away and not kinds_looked_for():  # else `jax.jit` donates nothing
             for leaf in given_away:  # only now: if another argument is refused, the donated ones stay alive
                 leaf.delete()
         return environment
+
+    def _refuse_arrays_given_twice(self, leaves: Sequence[Any]) -> None:
+        """Refuse an array that two arguments share if one is donated: the first task that takes it deletes both."""
+        owners: dict[tuple[int, int], _Argument] = {}
+        for leaf, argument in zip(leaves, self._arguments, strict=True):
+            for target in argument.targets:
+                part = leaf
+                if isinstance(leaf, MpmdArray):
+                    part = leaf._parts.get(target.rank)  # pyright: ignore[reportPrivateUsage]
+                if target.own_memory or not isinstance(part, jax.Array):
+                    continue
+                if part.devices().isdisjoint(target.sharding.device_set):  # the rank gets a copy
+                    continue
+                other = owners.setdefault((id(part), target.rank), argument)
+                if other is not argument and (other.donated or argument.donated):
+                    raise ValueError(
+                        f"argument{other.wanted.name} and argument{argument.wanted.name} are one array, and it is "
+                        "donated: its memory can be given away once. Pass a copy as one of them: `jnp.copy(array)`."
+                    )
 
     def _collect(self, environment: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(self._signature.out_tree, [make(environment) for make in self._results])

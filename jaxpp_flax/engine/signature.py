@@ -198,8 +198,8 @@ class Signature:
         parts = [f"missing argument{p}" for p in missing[:5]] + [f"unexpected argument{p}" for p in extra[:5]]
         return ", ".join(parts) or "the containers differ"
 
-    def name_deleted(self, leaves: Sequence[Any], error: RuntimeError) -> RuntimeError:
-        """Return an error that names a deleted argument and the remedy; `error` itself if none is deleted."""
+    def deleted_error(self, leaves: Sequence[Any]) -> RuntimeError | None:
+        """Return an error that names a deleted argument and the remedy; None if none is deleted."""
         for leaf, expected in zip(leaves, self.leaves, strict=True):
             if isinstance(leaf, (jax.Array, MpmdArray)) and leaf.is_deleted():
                 which = f"of {self.function}" if self.function else f"({expected})"
@@ -208,7 +208,7 @@ class Signature:
                     "reuses its memory (`donate_argnums`, a train step's state), or `.delete()` was called. Pass what "
                     "that call returned in its place, or hand a copy to it: `jax.tree.map(jnp.copy, state)`."
                 )
-        return error
+        return None
 
 
 def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:

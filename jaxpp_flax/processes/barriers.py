@@ -45,6 +45,8 @@ class Barriers:
         self._store, self._index, self._count = store, process_index, process_count
         self._waits, self._check = waits, check
         self._uses: Counter[str] = Counter()
+        self._kept: dict[str, str] = {}  # by name: what the store still holds of the last use
+        self._last_of_main = ""
         self._main_thread = threading.main_thread()
 
     def wait(
@@ -67,9 +69,9 @@ class Barriers:
         here = f"{ROOT}/barriers/{name}/{use}"
         with self._at(f"{title} ({use})", idle_reason):
             values = self._come_and_wait(self._store, here, value, timeout_s, title)
-        # All processes have come to this use, so all of them have left the one before.
-        if use > 1 and self._index == 0:
-            self._store.delete(f"{ROOT}/barriers/{name}/{use - 1}")
+        if self._index == 0:
+            self._forget_left(self._store, name)
+            self._kept[name] = here
         return [values[str(index)] for index in range(self._count)] if value is not None else []
 
     def _come_and_wait(
@@ -99,6 +101,20 @@ class Barriers:
                 if deadline is not None and time.monotonic() > deadline:
                     raise self._timeout_error(title, timeout_s, self._missing(store, here))
             return store.list(f"{here}/values") if value is not None else {}
+
+    def _forget_left(self, store: KeyValueStore, name: str) -> None:
+        """Take out of the store what all processes have left by coming here: the use of this name before.
+
+        The main threads, which come to their barriers in one order, have also left the last barrier of any name: the
+        names of programs and their arguments never come again.
+        """
+        names = [name]
+        if self._is_main():
+            names.append(self._last_of_main)
+            self._last_of_main = name
+        for left in names:
+            if (kept := self._kept.pop(left, None)) is not None:
+                store.delete(kept)
 
     def _missing(self, store: KeyValueStore, here: str) -> list[int]:
         came = store.list(f"{here}/came")

@@ -45,6 +45,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
         self.mpmd_mesh, self.in_shardings, self.infer_donation = mpmd_mesh, in_shardings, infer_donation
         self._fun, (self._donated, _) = fun, both_ways(fun, donate_argnums, None)
         self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._compiler = TaskCompiler(mpmd_mesh)  # the programs for all types of its arguments share tasks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on its ranks. For new types, compile it first; inside a trace of JAX, trace it instead."""
@@ -113,7 +114,7 @@ class MpmdFunction(FunctionOnRanks[LoweredMpmdFun]):
             inputs=graph.inputs,
             outputs=graph.outputs,
             result_specs=[None] * len(program.results),
-            compiler=TaskCompiler(self.mpmd_mesh),
+            compiler=self._compiler,
             argument_shardings=in_shardings,
             result_shardings=list(map(self._result_sharding, graph.outputs, shardings)),
         )

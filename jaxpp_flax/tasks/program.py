@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.liveness import donate_and_free
 from jaxpp_flax.engine.passes.loop.open_loops import refuse_ordered_effects
+from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.numbering import TaskStep, TransferStep, numbered
 from jaxpp_flax.engine.program.program import Program, ProgramTask
@@ -60,10 +61,10 @@ def program_of(
     results = [(atom, [emitter.rank[atom] or 0] if isinstance(atom, Value) else ()) for atom in graph.outputs]
     arguments = dict.fromkeys(graph.inputs)
     unrolled = numbered(mesh.mpmd_dim, emitter.tasks, emitter.steps, arguments, results)
-    unrolled.verify()
     donatable = None if infer_donation else [frozenset(task.donate) for task in unrolled.tasks]
     program = donate_and_free(unrolled, donated, keep_received=keep_received, donatable=donatable)
-    program.verify()
+    if wants_verification():
+        program.verify()
     return program
 
 

@@ -168,6 +168,36 @@ def test_a_deleted_array_is_refused_by_name_before_anything_runs(monkeypatch: py
         assert len(str(caught.value)) < 1000
 
 
+def test_an_error_of_placing_is_not_its_own_cause(monkeypatch: pytest.MonkeyPatch):
+    """Who follows the causes of an error that is its own comes to no end."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    compiled = mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2)).compile(chain(2), batch_of(2))
+    monkeypatch.setattr("jaxpp_flax.engine.compiled.place", full)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
+        compiled(chain(2), batch_of(2))
+    assert caught.value.__cause__ is None
+
+
+def test_one_array_as_two_donated_arguments_is_refused_before_anything_runs():
+    """As `ema = params` makes it: the first task that takes the array over would delete the other argument."""
+
+    def step(params: Any, average: Any, batch: Any) -> Any:
+        new, losses, _ = sgd_step(Std1F1B(2))(params, batch)
+        return new, jax.tree.map(lambda old, now: (old + now) / 2, average, new), losses
+
+    donating = mpmd_jit_with_loop(step, mesh_of(2), donate_argnums=(0, 1))
+    params, batch = jax.device_put(chain(2), mesh_of(2).unstack[0].devices.flat[0]), batch_of(2)
+    for _ in range(2):  # the mistake is refused again
+        with pytest.raises(ValueError, match=r"argument\[0\].* and argument\[1\].* are one array.*Pass a copy"):
+            donating(params, params, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+    new, average, _ = donating(params, jax.tree.map(jnp.copy, params), batch)
+    donating(new, average, batch)
+
+
 def test_debug_print_in_a_stage(capfd: pytest.CaptureFixture[str]):
     def loss(params: Any, mb: Any) -> jax.Array:
         x = forward(params, mb["x"])

@@ -102,6 +102,23 @@ def test_nobody_leaves_a_barrier_before_everyone_has_come():
     assert not missed
 
 
+def test_the_store_does_not_grow_with_barriers_whose_names_never_come_again():
+    """As those of programs, each of which has a number."""
+    store = MemoryStore()
+    first, second = groups(2, store)
+    names = [f"{what} of program {number}" for number in range(5) for what in ("the start", "the constants")]
+    other = threading.Thread(target=lambda: [second.exchange(name, b"v") for name in names])
+    other.start()
+    sizes: list[int] = []
+    for name in names:  # in the main thread, as a process of its own does
+        first.exchange(name, b"v")
+        sizes.append(len([key for key in store.entries if name not in key]))
+    other.join()
+    # Nothing of the names before, but what the other process may have begun of the next.
+    assert max(sizes) < 10
+    assert len([key for key in store.entries if "/barriers/" in key]) < 10
+
+
 def test_the_store_does_not_grow_with_the_number_of_barriers():
     store = MemoryStore()
     members = groups(2, store)

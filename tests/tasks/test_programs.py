@@ -239,3 +239,18 @@ def test_another_type_of_argument_compiles_again_and_a_compiled_one_refuses_it()
     tree_allclose((f(X), f(X[0])), (jnp.sin(X), jnp.sin(X[0])))
     with pytest.raises(TypeError, match=r"argument\[0\]: got float32\[2\], made for float32\[4, 2\]"):
         compiled(X[0])
+
+
+def test_programs_for_several_structures_share_what_is_compiled():
+    mesh = mesh_of(1)
+    (here,) = places(mesh)
+
+    @tasks.mpmd(mesh, in_shardings=here)
+    def doubled(x: Any) -> Any:
+        return tasks.task(jnp.add, out_shardings=here)(*[*jax.tree.leaves(x)] * 2)
+
+    lowered = [doubled.lower(of) for of in (X, {"x": X})]
+    for each in lowered:
+        each.compile()
+    assert lowered[0].compiler is lowered[1].compiler
+    assert lowered[0].compiler.compilations == 1

@@ -148,11 +148,8 @@ class Graph:
         """The number of reads of each value, by equations and as an output."""
         return Counter(values(chain(*(equation.inputs for equation in self.equations), self.outputs)))
 
-    def run(self, *operands: Any, apply: Callable[..., Sequence[Any]] = Equation.bind) -> list[Any]:
-        """Evaluate on arrays or tracers; one operand for each of `inputs`.
-
-        `apply(equation, *operands)` gives the results of each equation.
-        """
+    def run(self, *operands: Any) -> list[Any]:
+        """Evaluate on arrays or tracers; one operand for each of `inputs`."""
         environment: dict[Value, Any] = dict(zip(self.inputs, operands, strict=True))
 
         def read(atom: Atom) -> Any:
@@ -161,7 +158,7 @@ class Graph:
         outer = source_info_util.current_name_stack()
         for equation in self.equations:
             with equation.named_within(outer):  # compiled code and profiles show the user's scopes
-                results = apply(equation, *map(read, equation.inputs))
+                results = equation.bind(*map(read, equation.inputs))
             environment.update(zip(equation.outputs, results, strict=True))
         return [read(atom) for atom in self.outputs]
 

@@ -136,7 +136,7 @@ def _compare(options: argparse.Namespace) -> int:
     _check_counts(options)
     whole = _costs_of(options)
     rows: list[tuple[float, str]] = []
-    for per_rank in [int(part) for part in options.stages_per_rank.split(",")]:
+    for per_rank in _counts("--stages-per-rank", options.stages_per_rank):
         costs = _shared_out(whole, per_rank)
         for name in names(options.ranks * per_rank, options.ranks):
             schedule = by_name(name, options.ranks * per_rank, options.ranks)
@@ -151,6 +151,14 @@ def _compare(options: argparse.Namespace) -> int:
     for _, row in sorted(rows):
         print(row)
     return 0
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """Return the numbers, with commas between them, that an option gives."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ScheduleError(f"{option} must be whole numbers with commas between them, such as 1,2, got {text!r}")
+    return [check_count(option, int(part)) for part in parts]
 
 
 def _shared_out(costs: Costs, per_rank: int) -> Costs:

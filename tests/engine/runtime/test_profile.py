@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, ProgramTask, Run, Transfer, Wait
-from jaxpp_flax.engine.runtime.profile import timeline
+from jaxpp_flax.engine.runtime.profile import Times, timed, timeline
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.schedules.task import Task, TaskKind
 
@@ -50,3 +52,15 @@ def test_a_rank_that_waits_for_an_offload_runs_nothing_meanwhile():
 def test_a_clock_that_is_late_makes_no_time_negative():
     program = Program((Transfer(0, 1, (0,), (1,)),), (), ({0: 0},), (), {}, 2, 2)
     assert timeline(program, {0: (5.0, 4.0)}) == []
+
+
+def test_a_process_that_only_passes_a_transfer_by_says_nothing_of_its_time():
+    """With three processes or more, one that comes there last would make each transfer as short as nothing."""
+    program = Program((Transfer(0, 1, (0,), (1,)),), (), ({0: 0},), (), {}, 2, 3)
+    here: dict[str, Times] = {"sender": {}, "bystander": {}}
+    for name, environment in (("sender", [np.zeros(2), None]), ("bystander", [None, None])):
+        (step,) = timed(program, [lambda _: None], here[name])
+        assert step is not None
+        step(environment)
+    assert [*here["sender"]] == [0]
+    assert not here["bystander"]

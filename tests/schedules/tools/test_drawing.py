@@ -117,6 +117,8 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
         (["show", "zero_bubble", "--ranks", "0"], "--ranks=0: it must be a whole number of at least 1"),
         (["compare", "--microbatches", "0"], "--microbatches=0: it must be"),
         (["show", "gpipe", "--stages-per-rank", "0"], "--stages-per-rank=0: it must be"),
+        (["compare", "--stages-per-rank", "1,0"], "--stages-per-rank=0: it must be"),
+        (["compare", "--stages-per-rank", "a"], "whole numbers with commas between them, such as 1,2, got 'a'"),
         (["show", "gpipe", "--output", str(tmp_path / "no" / "x.svg")], f"there is no directory {tmp_path / 'no'}"),
         (["show", "1f1b", "--forward", "fast"], "--forward 'fast': give one number"),
         (["show", "1f1b", "--ranks", "4", "--forward", "1,2"], "2 numbers for 4 stages"),

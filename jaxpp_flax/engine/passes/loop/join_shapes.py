@@ -26,14 +26,14 @@ def join_shapes(step: Graph) -> Graph:
     """
     families: dict[Shapes, list[CutLoop]] = {}
     for loop in loops_of(step, CutLoop):
-        if loop.of_shape is not None:
-            families.setdefault(loop.of_shape.shapes, []).append(loop)
+        if loop.shapes is not None:
+            families.setdefault(loop.shapes, []).append(loop)
     if not families:
         return step
     last = {loops[-1]: shapes for shapes, loops in families.items()}
     equations, same = list[Equation](), _Same()
     for equation in step.equations:
-        if not isinstance(equation, CutLoop) or equation.of_shape is None:
+        if not isinstance(equation, CutLoop) or equation.shapes is None:
             equations += same.kept(equation)
         elif equation in last:
             loops = [loop.reading(same.read(loop.inputs)) for loop in families[last[equation]]]
@@ -44,7 +44,7 @@ def join_shapes(step: Graph) -> Graph:
 def check_joined(step: Graph) -> None:
     """Check the loops: each is for all shapes of its microbatches."""
     for loop in loops_of(step, CutLoop):
-        if loop.of_shape is not None:
+        if loop.shapes is not None:
             raise ValueError(f"the loop at {loop.where} is for one shape of several")
 
 
@@ -99,7 +99,7 @@ def _joined(loops: Sequence[CutLoop], shapes: Shapes) -> CutLoop:
         labels=first.labels,
         partition=partition,
         gathered={value: gather for loop in loops for value, gather in loop.gathered.items()},
-        of_shape=None,
+        shapes=None,
         pattern=shapes.numbers[: first.body.length],
         leaves_of=tuple(map(tuple, leaves)),
         first_leaf=len(places),

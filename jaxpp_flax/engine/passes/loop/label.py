@@ -102,10 +102,10 @@ def label_loops(step: Graph, choose_cuts: Callable[[Loop], Sequence[int]]) -> Gr
     """
     cuts, of_shapes = dict[Loop, tuple[int, ...]](), dict[Shapes, tuple[int, ...]]()
     for loop in reversed(loops_of(step, Loop)):
-        of_others = None if loop.of_shape is None else of_shapes.get(loop.of_shape.shapes)
+        of_others = None if loop.shapes is None else of_shapes.get(loop.shapes)
         cuts[loop] = _checked(loop, choose_cuts(loop) if of_others is None else of_others)
-        if loop.of_shape is not None:
-            of_shapes[loop.of_shape.shapes] = cuts[loop]
+        if loop.shapes is not None:
+            of_shapes[loop.shapes] = cuts[loop]
     return each_loop(step, Loop, lambda loop: advanced(LabelledLoop, loop, labels=label(loop.body, cuts[loop])))
 
 

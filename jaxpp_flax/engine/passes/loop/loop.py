@@ -41,13 +41,6 @@ class Shapes:
     first: int
 
 
-class OfShape(NamedTuple):
-    """The shape that a loop is for, among the shapes of its `treduce`."""
-
-    number: int
-    shapes: Shapes
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Loop(Equation):
     """A `treduce` of the step with its schedule and its body, opened.
@@ -60,8 +53,8 @@ class Loop(Equation):
         that dimension; or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       gathered: the constants of the body that are parameters gathered from their shards (see `gather_parameters`).
-      of_shape: which shape of microbatches the loop is for, until `join_shapes` makes one loop of those of all shapes;
-        None for any other loop.
+      shapes: if the loop is for one shape of microbatches, all shapes of its `treduce`, until `join_shapes` makes one
+        loop of theirs; None for any other loop.
     """
 
     schedule: Schedule
@@ -70,7 +63,7 @@ class Loop(Equation):
     batch_dims: tuple[BatchDim | None, ...]
     batch_shards: int = 1
     gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
-    of_shape: OfShape | None = None
+    shapes: Shapes | None = None
 
     def reading(self, inputs: tuple[Atom, ...]) -> Loop:
         """Return the loop over other operands."""

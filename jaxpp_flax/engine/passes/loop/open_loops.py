@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpp_flax._compat import is_ordered
 from jaxpp_flax._compat_texts.traces import is_future
-from jaxpp_flax.engine.passes.loop.loop import Loop, OfShape, Shapes, advanced
+from jaxpp_flax.engine.passes.loop.loop import Loop, Shapes, advanced
 from jaxpp_flax.engine.tracing.bodies.several_shapes import split_operands
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, VerificationError, inside, opened
@@ -108,7 +108,7 @@ def _open(equation: Equation, num_ranks: int) -> list[Loop]:
         outputs = equation.outputs if is_last else tuple(Value(value.aval) for value in equation.outputs)
         own = {**params, "num_consts": len(shared) + num_leaves}
         loop = _opened(replace(equation, params=own, inputs=inputs, outputs=outputs), body, schedule)
-        loops.append(replace(loop, of_shape=OfShape(number, shapes)))
+        loops.append(replace(loop, shapes=shapes))
     return loops
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Any
+from weakref import ReferenceType, ref
 
 import jax
 
@@ -32,11 +33,14 @@ class Window:
         self._group = group
         self._max = max_tasks
         self._tasks = 0
-        self._pending: deque[tuple[Any, int, Parcel, Tag, int]] = deque()
+        self._pending: deque[tuple[ReferenceType[Any], int, Parcel, Tag, int]] = deque()
 
     def received(self, array: Any, parcel: Parcel, tag: Tag) -> None:
-        """Note a new receive; `array` becomes ready when it ends, and is neither donated nor deleted until then."""
-        self._pending.append((array, self._tasks, parcel, tag, self._group.runs))
+        """Note a new receive; `array` becomes ready when it ends, and is neither donated nor deleted until then.
+
+        The watchdog holds it until it has arrived. A reference here would hold it until the next step.
+        """
+        self._pending.append((ref(array), self._tasks, parcel, tag, self._group.runs))
 
     def before_task(self) -> None:
         """Count a task, and wait if too many are ahead; called before each task.
@@ -46,11 +50,11 @@ class Window:
         """
         self._tasks += 1
         while self._pending:
-            array, begun, parcel, tag, run = self._pending[0]
-            ahead = self._tasks - begun > self._max
-            if not ahead and (array.is_deleted() or not array.is_ready()):
+            reference, begun, parcel, tag, run = self._pending[0]
+            array, ahead = reference(), self._tasks - begun > self._max
+            if array is not None and not ahead and (array.is_deleted() or not array.is_ready()):
                 return
-            if ahead and not array.is_deleted():
+            if array is not None and ahead and not array.is_deleted():
                 self.wait(array, parcel, tag, run)
             self._pending.popleft()
 

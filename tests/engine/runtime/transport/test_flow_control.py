@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -46,6 +47,16 @@ def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
     assert waits == [0, 0, 1, 1]
 
 
+def test_what_has_arrived_is_not_kept_until_the_next_step():
+    window, array = Window(ProcessGroup(None, 0, 1), max_tasks=2), Awaited()
+    window.received(array, PARCEL, TAG)
+    kept = weakref.ref(array)
+    del array  # by the watchdog, once it has arrived
+    assert kept() is None
+    for _ in range(4):
+        window.before_task()
+
+
 def test_messages_name_the_step_that_the_user_counts():
     group = ProcessGroup(None, 0, 1)
     program = DistributedProgram(SimpleNamespace(group=group), "program 1", "program-1-0f")  # type: ignore[arg-type]
@@ -58,7 +69,8 @@ def test_messages_name_the_step_that_the_user_counts():
 
 def test_what_does_not_arrive_is_named_with_what_to_do():
     window = Window(ProcessGroup(None, 0, 1), max_tasks=0)
-    window.received(Awaited(jax.errors.JaxRuntimeError("INTERNAL: connection closed")), PARCEL, TAG)
+    array = Awaited(jax.errors.JaxRuntimeError("INTERNAL: connection closed"))
+    window.received(array, PARCEL, TAG)
     says = (
         r"process 1: its connection broke while process 0 waited for what task fwd_1 needs .* in step 4.*connection "
         r"closed.*Look .* of process 1, then start"
