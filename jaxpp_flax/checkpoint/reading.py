@@ -25,11 +25,12 @@ from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.leaves import WantedLeaf, abstract_leaf, empty, is_empty
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location
 from jaxpp_flax.checkpoint.format.orbax_io import (
-    damaged,
     find_tree,
     map_metadata,
     multiprocessing_options,
+    naming_damage,
     pytree_handler,
+    read_failed,
     read_metadata,
     written_items,
 )
@@ -135,7 +136,8 @@ def read_whole_metadata(path: str | os.PathLike[str], beside: Collection[str] = 
     and process 0 compares the files with the index.
 
     Raises:
-      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read. An
+        error that may pass, such as a `TimeoutError`, is raised as it is; in the other processes, as an `OSError`.
     """
     place, group = checkpoint_location(path), process_group()
     metadata: Any = None
@@ -147,14 +149,16 @@ def read_whole_metadata(path: str | os.PathLike[str], beside: Collection[str] = 
         items = written_items(place)
         for name in beside:
             if name in items and not (place / name).is_dir():
-                raise damaged(place, FileNotFoundError(f"it was written with {name!r}, which is missing"))
+                raise read_failed(place, FileNotFoundError(f"it was written with {name!r}, which is missing"))
             read_json(place, name)
         if group.process_index == 0:
             check_files(tree)
 
     what = f"the restore of {name_checkpoint(place)}"
     with group.waiting(what):
-        find_everywhere(group, what, look, CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+        # What may pass is an `OSError` in the other processes: as in the process that had it, no damage.
+        damage = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+        find_everywhere(group, what, look, *damage, OSError)
     return metadata
 
 
@@ -323,7 +327,7 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, WantedLeaf]) -> di
     largest = max(int(np.prod(w.shape)) * np.dtype(w.dtype or np.float64).itemsize for w in wants.values())
     options = multiprocessing_options("jaxpp_flax.restore")
     with (
-        shared_work(f"the restore of {name_checkpoint(directory)}", lambda error: damaged(directory, error)),
+        shared_work(f"the restore of {name_checkpoint(directory)}", lambda error: read_failed(directory, error)),
         ocp.Checkpointer(pytree_handler(largest), multiprocessing_options=options) as checkpointer,
     ):
         restored = checkpointer.restore(
@@ -346,8 +350,6 @@ def read_json(path: str | os.PathLike[str], name: str) -> Any:
         process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
         # Not an `ocp.Checkpointer`, in which processes wait for each other: the death of one would look like damage.
         closing(ocp.JsonCheckpointHandler("metrics" if name == "metrics" else None)) as handler,
+        naming_damage(item),
     ):
-        try:
-            return handler.restore(epath.Path(item))
-        except Exception as error:
-            raise damaged(item, error) from error
+        return handler.restore(epath.Path(item))

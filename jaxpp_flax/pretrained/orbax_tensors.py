@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore
 
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, storage_of
-from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree
+from jaxpp_flax.checkpoint.format.orbax_io import find_tree, naming_damage
 from jaxpp_flax.checkpoint.reading import read_whole_metadata, stored_leaves
 from jaxpp_flax.pretrained.slices import Index, StoredTensor
 
@@ -53,11 +53,9 @@ def read_orbax(path: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
 
 
 def _read(directory: Path, spec: dict[str, Any], index: Index) -> np.ndarray:
-    try:
+    with naming_damage(directory):
         array = tensorstore.open(spec, open=True, read=True).result()  # pyright: ignore[reportAttributeAccessIssue]
         return np.asarray(array[index].read().result())
-    except ValueError as error:
-        raise damaged(directory, error) from error
 
 
 def _spec(directory: Path, key: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.messages import listed, near_names
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values, found_by_process_0
 from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.waits import print_notice
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.data.batch_comparison import BatchComparison
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
@@ -281,7 +282,8 @@ class Checkpointing:
                         "checkpoint."
                     ) from error
                 aside.append(store.set_aside(latest))
-                self.display.message(f"{error} It is now {aside[-1]}.")
+                if process_group().process_index == 0:  # also without logging: the run goes back
+                    print_notice(f"{error} It is now {aside[-1]}.")
             else:
                 break
         if latest is None:
@@ -306,7 +308,7 @@ class Checkpointing:
         def is_own() -> bool:
             return (read_json(store.path(latest), "about") or {}).get("run") == group.run_id
 
-        return found_by_process_0(group, "whether the run has gone back to a step", is_own, *_DAMAGE)
+        return found_by_process_0(group, "whether the run has gone back to a step", is_own, *_DAMAGE, OSError)
 
     def _roll_back(self, store: CheckpointStore, step: int) -> DataPosition | None:
         """Restore the checkpoint of a step, which need not be the latest one; return its position in the data."""

@@ -83,6 +83,44 @@ def test_none_is_left(run: Any, tmp_path: Path):
         make_trainer(here).fit(BATCHES, steps=8, resume="latest_valid")
 
 
+def test_a_rename_is_told_without_logging(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    here = Path(shutil.copytree(run[0], tmp_path / "copy"))
+    cut_off(here / "6")
+    make_trainer(here, logging=False).fit(BATCHES, steps=6, resume="latest_valid")
+    assert f"It is now {here / '6.damaged'}." in capfd.readouterr().err
+
+
+OF_TENSORSTORE = "RESOURCE_EXHAUSTED: Failed to open: 'manifest.ocdbt': Too many open files"
+
+
+@pytest.mark.parametrize("resume", [True, "latest_valid"])
+@pytest.mark.parametrize(
+    ("reader", "error"),
+    [
+        ("format.orbax_io.pytree_handler", TimeoutError("the storage answers late")),
+        ("reading.ocp.JsonCheckpointHandler.restore", PermissionError("no right to read")),
+        ("format.integrity.needed_bytes", ValueError(OF_TENSORSTORE)),
+        ("reading.pytree_handler", RuntimeError("out of memory")),
+    ],
+)
+def test_what_may_pass_is_no_damage(
+    reader: str, error: Exception, resume: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = Path(shutil.copytree(run[0], tmp_path / "copy"))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    trainer = make_trainer(Checkpoints(here, every=2))
+    monkeypatch.setattr(f"jaxpp_flax.checkpoint.{reader}", fail)
+    with pytest.raises(type(error), match=str(error)) as caught:
+        trainer.fit(BATCHES, steps=8, resume=resume)
+    monkeypatch.undo()
+    assert caught.value is error
+    assert sorted(path.name for path in here.iterdir()) == ["2", "4", "6"]
+    assert losses_of(trainer, steps=8, resume=resume) == {step: loss for step, loss in run[1].items() if step > 6}
+
+
 def test_other_values_are_refused(tmp_path: Path):
     for resume in ("latest", 0, 2.0, None):
         with pytest.raises(ValueError, match=r'resume=.*: it must be True, False, "latest_valid" or the step'):
@@ -101,7 +139,7 @@ stock = reading.read_metadata
 
 def read(tree):
     if jax.process_index() == 1 and tree.parent.name == "4":
-        raise CorruptCheckpointError("the disk of process 1 broke.")
+        raise ERROR
     return stock(tree)
 
 reading.read_metadata = read
@@ -113,7 +151,28 @@ print("went on to step", trainer.step)
 
 @pytest.mark.processes
 def test_all_processes_leave_what_one_cannot_read(tmp_path: Path):
-    with launched(tmp_path, UNREADABLE_IN_ONE, "-n", "2") as run:
+    script = UNREADABLE_IN_ONE.replace("ERROR", "CorruptCheckpointError('the disk of process 1 broke.')")
+    with launched(tmp_path, script, "-n", "2") as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("went on to step 6") == 2
+        assert run.stderr.count("4.damaged.") == 1
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "4", "4.damaged", "6"]
+
+
+@pytest.mark.processes
+def test_no_process_sets_aside_what_one_could_not_read_in_time(tmp_path: Path):
+    script = UNREADABLE_IN_ONE.replace("ERROR", "TimeoutError('the storage answers late')")
+    script = (
+        script.replace("trainer.fit(", "fit = lambda: trainer.fit(")
+        + """
+try:
+    fit()
+except Exception as error:
+    print("raised", type(error).__name__, str(error))
+"""
+    )
+    with launched(tmp_path, script, "-n", "2") as run:
+        run.finish()
+        assert "raised TimeoutError the storage answers late" in run.stdout, run.stderr
+        assert "raised OSError in process 1: the storage answers late" in run.stdout, run.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "4"]

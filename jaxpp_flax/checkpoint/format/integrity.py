@@ -17,7 +17,7 @@ import tensorstore
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location, is_on_disk, storage_of
-from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree
+from jaxpp_flax.checkpoint.format.orbax_io import find_tree, naming_damage
 
 _INDEX = "manifest.ocdbt"
 
@@ -46,12 +46,10 @@ def check_files(tree: Path) -> None:
     """
     if not is_on_disk(tree):
         return
-    try:
+    with naming_damage(tree):
         for file in (tree / "array_metadatas").glob("*"):
             json.loads(file.read_text(encoding="utf-8"))
         needed = needed_bytes(tree)
-    except ValueError as error:
-        raise damaged(tree, error) from error
     sizes = {name: path.stat().st_size for name in needed if (path := tree / name).is_file()}
     faults = [
         f"{name}: missing" if name not in sizes else f"{name}: {sizes[name]} bytes, {size} were written"

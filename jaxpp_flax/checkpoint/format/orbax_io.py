@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ TMP_MARK = ".orbax-checkpoint-tmp"
 """The mark in the name of a directory whose save is under way, or was cut off."""
 # The bytes that a restore may hold on the host in addition to one leaf.
 _READ_AHEAD_BYTES = 256 << 20
+
+# What a reader raises because of the content. A time-out, a lost connection, a missing right or full memory is another
+# error: it may pass, and says nothing of the checkpoint.
+_OF_CONTENT = (
+    FileNotFoundError, NotADirectoryError, IsADirectoryError, EOFError,
+    ValueError, LookupError, TypeError, AttributeError, NotImplementedError,
+)  # fmt: skip
+# TensorStore raises a `ValueError` in every case; its message begins with the code, such as these of passing errors.
+_PASSING = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
+            "UNAVAILABLE")  # fmt: skip
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
@@ -129,14 +141,34 @@ def written_items(path: Path) -> frozenset[str]:
 
 def read_metadata(path: Path) -> Any:
     """Read Orbax's metadata of each leaf, in the containers that were written."""
-    try:
+    with naming_damage(path):
         return pytree_handler().metadata(epath.Path(path)).tree
+
+
+@contextmanager
+def naming_damage(path: Path) -> Generator[None]:
+    """A context for code that reads a checkpoint: an error that comes of its content is a `CorruptCheckpointError`."""
+    try:
+        yield
     except Exception as error:
-        raise damaged(path, error) from error
+        if (named := read_failed(path, error)) is error:
+            raise
+        raise named from error
 
 
-def damaged(path: Path, error: BaseException) -> CorruptCheckpointError:
-    """Return the error for a checkpoint that Orbax failed to read."""
+def read_failed(path: Path, error: Exception) -> Exception:
+    """Return the error to raise for one of Orbax's: of damage the one that names it, else the error itself.
+
+    Example:
+      >>> read_failed(Path("/run/4"), TimeoutError("the storage answers late"))
+      TimeoutError('the storage answers late')
+      >>> type(read_failed(Path("/run/4"), KeyError("tree_metadata"))).__name__
+      'CorruptCheckpointError'
+    """
+    # Around an error of a value, Orbax puts an `Exception` that says where the value is.
+    reason = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
+    if not isinstance(reason, _OF_CONTENT) or str(reason).startswith(_PASSING):
+        return error
     return CorruptCheckpointError(
         f"checkpoint {path} cannot be read, so it is damaged or incomplete; restore another one (an earlier step). "
         f"Orbax says: {type(error).__name__}: {short(error)}"
