@@ -63,7 +63,7 @@ def export_pretrained(
 
     Raises:
       CheckpointMismatchError: if leaves do not fit the map; the message lists them.
-      CheckpointSaveError: if the directory exists, or cannot be written; no files are left.
+      CheckpointSaveError: if the directory exists, or cannot be written. No error, not even a Ctrl-C, leaves files.
       ValueError: if the directory is in a bucket, or `max_shard_bytes` is no whole number of at least 1.
 
     Example:
@@ -94,10 +94,10 @@ def export_pretrained(
         if text := next(filter(None, failures), None):
             raise CheckpointSaveError(f"exporting to {target} failed: {text}")
         do_in_process_0(group, "the end of an export", lambda: unfinished.rename(target), OSError)
-    except OSError as error:
+    except BaseException as error:  # also a Ctrl-C, or a config that JSON cannot write
         if group.process_index == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, CheckpointSaveError):
+        if isinstance(error, CheckpointSaveError) or not isinstance(error, OSError):
             raise
         raise CheckpointSaveError(f"exporting to {target} failed: {type(error).__name__}: {error}") from error
     return target

@@ -93,6 +93,20 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
+def test_no_error_leaves_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write(tmp_path / "w", config={"dtype": jnp.dtype("float32")})
+    assert not list(tmp_path.iterdir())
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "w")
+    assert not list(tmp_path.iterdir())
+
+
 def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     original = ExportPlan.write
 
