@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.experimental import transfer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -282,3 +284,18 @@ def test_what_awaited_a_connection_that_is_given_up():
     assert errors.is_of_jax(error)
     assert errors.may_come_from_a_peer(error)
     assert errors.is_of_jax(RuntimeError(f"step 3 failed: {type(error).__name__}: {error}"))
+
+
+def error_of_tensorstore(kvstore: dict[str, Any]) -> ValueError:
+    with pytest.raises(ValueError, match="zarr") as caught:
+        tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()  # type: ignore[attr-defined]
+    return caught.value
+
+
+def test_a_storage_that_does_not_answer_is_not_one_that_lacks_something(tmp_path: Path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # without `listen`, connections are refused
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        context = {"http_request_retries": {"max_retries": 1}}
+        assert errors.is_of_storage(error_of_tensorstore({"driver": "http", "base_url": url, "context": context}))
+    assert not errors.is_of_storage(error_of_tensorstore({"driver": "file", "path": f"{tmp_path}/"}))

@@ -1,4 +1,4 @@
-"""What errors of JAX, of XLA and of their services say: their classes are those of many other errors, so words decide.
+"""What errors of JAX, XLA, TensorStore and services say: their classes are those of many errors, so words decide.
 
 Where a new version words an error otherwise, it is not recognised: it reaches the user as it was raised, without the
 advice of this package.
@@ -16,6 +16,7 @@ __all__ = [
     "has_no_entry",
     "has_timed_out",
     "is_of_jax",
+    "is_of_storage",
     "is_out_of_reach",
     "is_uneven_split",
     "lacks_backend",
@@ -124,3 +125,22 @@ def is_of_jax(error: BaseException) -> bool:
     """Return whether JAX's runtime raised an error, or another error repeats its text with the name of its class."""
     text = f"{type(error).__name__}: {error}".lower()
     return "jaxruntimeerror" in text or "xlaruntimeerror" in text
+
+
+# TensorStore raises a ValueError in every case; it begins with a code. Others, as "DATA_LOSS", are of the content.
+_OF_STORAGE = (
+    "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
+    "UNAVAILABLE",
+)  # fmt: skip
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Return whether TensorStore's error tells that the storage did not answer, not that its content is wrong.
+
+    Example:
+      >>> is_of_storage(ValueError("RESOURCE_EXHAUSTED: Failed to open: Too many open files"))
+      True
+      >>> is_of_storage(ValueError("NOT_FOUND: Metadata does not exist"))
+      False
+    """
+    return str(error).startswith(_OF_STORAGE)

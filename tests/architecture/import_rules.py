@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "__main__": {"messages"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages", "_compat_texts"},
-    "checkpoint": {"engine", "processes", "counts", "globs", "messages", "error_codes"},
+    "checkpoint": {"engine", "processes", "counts", "globs", "messages", "error_codes", "_compat_texts"},
     "pretrained": {"checkpoint", "engine", "processes", "counts", "globs"},
     "trainers": {
         "layers",

@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxpp_flax._compat_texts.errors import is_of_storage
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UnfinishedCheckpointError
 from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler
 from jaxpp_flax.checkpoint.format.locations import is_on_disk
@@ -31,9 +32,6 @@ _OF_CONTENT = (
     FileNotFoundError, NotADirectoryError, IsADirectoryError, EOFError,
     ValueError, LookupError, TypeError, AttributeError, NotImplementedError,
 )  # fmt: skip
-# TensorStore raises a `ValueError` in every case; its message begins with the code, such as these of passing errors.
-_PASSING = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
-            "UNAVAILABLE")  # fmt: skip
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
@@ -167,7 +165,7 @@ def read_failed(path: Path, error: Exception) -> Exception:
     """
     # Around an error of a value, Orbax puts an `Exception` that says where the value is.
     reason = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
-    if not isinstance(reason, _OF_CONTENT) or str(reason).startswith(_PASSING):
+    if not isinstance(reason, _OF_CONTENT) or is_of_storage(reason):
         return error
     return CorruptCheckpointError(
         f"checkpoint {path} cannot be read, so it is damaged or incomplete; restore another one (an earlier step). "
