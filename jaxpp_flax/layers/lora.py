@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.globs import NameFilter, matches, matches_any
+from jaxpp_flax.layers.axis_names import axis_names_key
 from jaxpp_flax.layers.nnx import StageMeta
 from jaxpp_flax.layers.stage_class import origin_of, stage_class
 
@@ -29,8 +30,6 @@ __all__ = ["add_lora", "merge_lora"]
 M = TypeVar("M", bound=nnx.Module)
 
 _LAYERS = (nnx.Linear, nnx.LinearGeneral)
-# The metadata of NNX variables that name a mesh axis for each dimension, in newer and older versions of Flax.
-_AXIS_NAMES = ("out_sharding", "sharding_names", "sharding")
 
 
 def add_lora(
@@ -301,7 +300,7 @@ def _factors(layer: Any, rank: int, param_dtype: DTypeLike, rngs: nnx.Rngs) -> n
 def _annotations(kernel: nnx.Variable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sharding metadata of the two factors: the kernel's, with nothing for the axis of size `rank`."""
     metadata = kernel.get_metadata()
-    key = next((name for name in _AXIS_NAMES if metadata.get(name)), None)
+    key = axis_names_key(metadata)
     names = None if key is None else metadata[key]
     if key is None or not isinstance(names, (tuple, list, PartitionSpec)) or len(names) != 2 or len(kernel.shape) != 2:
         return {}, {}  # factors without annotations are copied to all devices of their stage: they are small

@@ -15,6 +15,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.layers.axis_names import axis_names_key
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.model.frozen import path_text
@@ -24,9 +25,6 @@ Pairs = tuple[tuple[Any, Any], ...]  # each pair: a name, and a mesh axis, sever
 MeshAxes: TypeAlias = str | Sequence[str] | None
 AxisRulesLike: TypeAlias = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
 """The type of `sharding_rules=`: names of axes, and the mesh axes that the names stand for."""
-
-# The metadata of NNX variables that hold annotations, in newer and older versions of Flax.
-_METADATA = ("out_sharding", "sharding_names", "sharding")
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def annotations_of(tree: Any) -> list[Annotation | None]:
 def _annotation_of(node: Any) -> Annotation | None:
     if isinstance(node, nnx.Variable):
         metadata = node.get_metadata()
-        names = next((metadata[name] for name in _METADATA if metadata.get(name)), None)
+        names = None if (key := axis_names_key(metadata)) is None else metadata[key]
         rules = metadata.get("sharding_rules")
     else:
         names, rules = getattr(node, "names", None), getattr(node, "rules", None)
