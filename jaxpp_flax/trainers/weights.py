@@ -15,6 +15,7 @@ from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import without_ambient_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import on_parts
 from jaxpp_flax.layers.lora import Adapter, find_adapters
 from jaxpp_flax.messages import amount, listed
 from jaxpp_flax.processes import exchange_values, process_group
@@ -24,7 +25,7 @@ from jaxpp_flax.trainers.model.sharding import unboxed
 from jaxpp_flax.trainers.objects import TrainerObjects
 from jaxpp_flax.trainers.state.holder import is_gone, is_here
 from jaxpp_flax.trainers.state.inference_weights import average_of, which_weights
-from jaxpp_flax.trainers.state.placement import on_parts, to_ordinary
+from jaxpp_flax.trainers.state.placement import to_ordinary
 from jaxpp_flax.trainers.state.sources import Arrays, compare_values
 from jaxpp_flax.trainers.state.train_state import (
     OF_MODEL,

@@ -14,15 +14,15 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import key_impl, place, place_on_ranks
+from jaxpp_flax.engine.arrays.placing import key_impl, on_parts, place, place_on_ranks
 
 
 def to_disk(leaf: Any) -> Any:
     """Convert a leaf for Orbax: to a global array; random keys to their data, uint4 to uint8."""
     if is_key(leaf):
-        leaf = _on_parts(leaf, jax.random.key_data)
+        leaf = on_parts(leaf, jax.random.key_data)
     elif _lacks_file_type(leaf):
-        leaf = _on_parts(leaf, lambda x: x.astype(jnp.uint8))
+        leaf = on_parts(leaf, lambda x: x.astype(jnp.uint8))
     if isinstance(leaf, MpmdArray):
         return leaf.as_jax_array()
     # The save runs in the background, and the user may change a NumPy array meanwhile: copy it.
@@ -62,7 +62,7 @@ class WantedLeaf:
         sharding = leaf.sharding if leaf.sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
         shape = tuple(leaf.shape)
         if _lacks_file_type(leaf):
-            narrow = partial(_on_parts, function=lambda x: x.astype(leaf.dtype))
+            narrow = partial(on_parts, function=lambda x: x.astype(leaf.dtype))
             return cls(shape=shape, dtype=jnp.dtype("uint8"), sharding=sharding, restore_type=jax.Array, finish=narrow)
         if not is_key(leaf):
             return cls(shape=shape, dtype=leaf.dtype, sharding=sharding, restore_type=jax.Array, finish=lambda x: x)
@@ -71,7 +71,7 @@ class WantedLeaf:
         def wrap(restored: Any) -> Any:
             if is_key(restored):  # stock Orbax saves that a leaf is a key
                 return restored
-            return _on_parts(restored, lambda x: jax.random.wrap_key_data(x, impl=implementation))
+            return on_parts(restored, lambda x: jax.random.wrap_key_data(x, impl=implementation))
 
         return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
 
@@ -146,12 +146,3 @@ def is_key(leaf: Any) -> bool:
 def _lacks_file_type(leaf: Any) -> bool:
     """Return True for numbers that no file of Orbax can have: TensorStore knows int4 and float4, but no uint4."""
     return getattr(leaf, "dtype", None) in (jnp.uint4, jnp.uint2)
-
-
-def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to the array, or to each local replica."""
-    if not isinstance(leaf, MpmdArray):
-        return function(leaf)
-    parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}
-    like = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return MpmdArray(parts, leaf.sharding, shape=like.shape, dtype=like.dtype)

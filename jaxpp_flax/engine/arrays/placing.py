@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
-__all__ = ["key_impl", "place", "place_on_ranks", "place_parts", "to_memory"]
+__all__ = ["key_impl", "on_parts", "place", "place_on_ranks", "place_parts", "to_memory"]
 
 
 def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
@@ -161,3 +161,17 @@ def key_impl(dtype: Any) -> Any:
     names: list[Any] = []
     jax.eval_shape(lambda key: names.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return names[0]
+
+
+def on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to an array; of an `MpmdArray`, to the part on each rank of this process.
+
+    Example:
+      >>> on_parts(jnp.arange(3), lambda part: part + 1).tolist()
+      [1, 2, 3]
+    """
+    if not isinstance(leaf, MpmdArray):
+        return function(leaf)
+    parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}
+    like = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return MpmdArray(parts, leaf.sharding, shape=like.shape, dtype=like.dtype)

@@ -23,7 +23,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState, parameter_of
 
-__all__ = ["Ranks", "check_fits", "on_parts", "on_shards", "put_on_ranks", "to_ordinary"]
+__all__ = ["Ranks", "check_fits", "on_shards", "put_on_ranks", "to_ordinary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +141,6 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = Tr
         moved = spmd_to_mpmd_reshard(mesh, here, there, donate=is_own and donate)
         found |= dict(zip(left, moved, strict=True))
     return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
-
-
-def on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:
-    """Apply a function to the array on each rank of this process."""
-    result = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
-    return MpmdArray(parts, leaf.sharding, shape=result.shape, dtype=result.dtype)
 
 
 def on_shards(
