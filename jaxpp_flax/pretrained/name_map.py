@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,6 +103,16 @@ class Rule:
         order = range(len(inner)) if self.transpose is None else np.argsort(self.transpose)
         return tuple(inner[dim] for dim in order)
 
+    def grouped(self, split: Sequence[T]) -> list[Sequence[T]]:
+        """Group what `before_transpose` arranges: a group for each dimension of the tensor.
+
+        Example:
+          >>> Rule("q", "q.weight", merge=(2, 0, 1)).grouped(("heads", "size", "width"))
+          [('heads', 'size'), (), ('width',)]
+        """
+        counts = (1,) * len(split) if self.merge is None else self.merge
+        return [split[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
+
     def tensor_shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the tensor that fills a leaf of this shape, or one layer of it.
 
@@ -111,11 +122,7 @@ class Rule:
           >>> Rule("q", "#.q.weight", transpose=(1, 0), stack=0).tensor_shape((8, 2, 3))
           (3, 2)
         """
-        split = self.before_transpose(leaf_shape)
-        if self.merge is None:
-            return split
-        ends = [sum(self.merge[: i + 1]) for i in range(len(self.merge))]
-        return tuple(math.prod(split[end - count : end]) for count, end in zip(self.merge, ends, strict=True))
+        return tuple(map(math.prod, self.grouped(self.before_transpose(leaf_shape))))
 
 
 @dataclass(frozen=True)

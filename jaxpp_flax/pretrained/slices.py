@@ -74,12 +74,10 @@ def read_part(rule: Rule, leaf_shape: Sequence[int], part: TensorPart, tensor: S
 
     Of dimensions that are one of the tensor's, the first one's positions are read, with all of the other ones.
     """
-    split_shape, end = rule.before_transpose(leaf_shape), 0
+    groups = rule.grouped(rule.before_transpose(leaf_shape))
     stored, shape, cut = list[slice](), list[int](), list[slice]()
-    for count in rule.merge or (1,) * len(split_shape):
-        sizes, wanted = split_shape[end : end + count], part.index[end : end + count]
-        end += count
-        if not count:
+    for sizes, wanted in zip(groups, rule.grouped(part.index), strict=True):
+        if not sizes:
             stored.append(slice(0, 1))
             continue
         rest = math.prod(sizes[1:])

@@ -81,9 +81,7 @@ def tensors_of(leaves: Mapping[str, Outgoing], map: NameMap) -> tuple[dict[str, 
 def _tensor(leaf: Outgoing, rule: Rule, number: int) -> Outgoing:
     """Return one tensor of a leaf, arranged as in a file; `number` counts the layers of a stack."""
     shape = rule.tensor_shape(leaf.shape)
-    dims = rule.before_transpose(range(len(leaf.shape)))
-    ends = np.cumsum(rule.merge if rule.merge is not None else [1] * len(dims))
-    groups = [dims[end - count : end] for end, count in zip(ends, np.diff(ends, prepend=0), strict=True)]
+    groups = rule.grouped(rule.before_transpose(range(len(leaf.shape))))
     # A part of a dimension of the tensor is a part of the first of the leaf's dimensions, with all of the others.
     whole = {dim for group in groups for dim in group[1:]} | ({rule.stack} if rule.stack is not None else set())
 
