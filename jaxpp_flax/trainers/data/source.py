@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpp_flax.engine.tracing.bodies.microbatches import Microbatches
+from jaxpp_flax.layers.marking import article
 from jaxpp_flax.messages import warn_user
 from jaxpp_flax.trainers.data.position import BEGINNING, DataPosition, examples_in
 from jaxpp_flax.trainers.errors import DataPositionError
@@ -36,7 +37,7 @@ def named(data: Any) -> str:
       'an Indexed'
     """
     name = type(data).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    return f"{article(name)} {name}"
 
 
 def keeps_order(data: Any) -> bool:

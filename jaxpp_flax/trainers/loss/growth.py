@@ -95,12 +95,12 @@ def added(terms: Sequence[Growth], place: str | None, *, inexact: bool = True) -
     return replace(made, factor=None, uneven=inexact, place=place if inexact else None)
 
 
-def alike(operands: Sequence[Growth], place: str | None = None) -> Growth:
+def alike(operands: Sequence[Growth]) -> Growth:
     """Return the growth of a value of which each entry is one of the operands; literals only guard the others."""
     onto = {g.onto for g in operands if not g.is_zero and g.literal is None}
     if len(onto) != 1:
         if onto - {None}:
-            return alike([read(g) for g in operands], place)
+            return alike([read(g) for g in operands])
         onto = {None}
     told = [g for g in operands if g.factor != 0 and g.literal is None]
     told = told or [g for g in operands if g.factor != 0] or list(operands[:1])
