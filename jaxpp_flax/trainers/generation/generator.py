@@ -95,8 +95,8 @@ class GenerationCalls(WeightCalls):
         slots = _lengths(rows, max_new_tokens, cache, prefill, cache_length, cache_dtype)
         work = make_groups(rows, count, slots, multiple=scheduling.batch_shards, samples=num_samples)
         self.held.meet("trainer.generate")
-        BatchComparison(scheduling.mesh, "generation").before([first_progress(group, sampling) for group in work])
         progress = [first_progress(group, sampling) for group in work]
+        BatchComparison(scheduling.mesh, "generation").before(progress)
         program = self._program(progress[0], sampling, cache, cache_dtype)
         calls = [tokens_of_calls(group, slots) for group in work]
         kinds = sorted({(taken, not i) for of_group in calls for i, part in enumerate(of_group) for taken in part})
