@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from functools import partial
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import Microbatches, PipelineStage, PipelineTrainer, WholeBatchLoss
+from jaxpp_flax.engine import patterns
 from jaxpp_flax.engine.jit import MpmdFunction
 from jaxpp_flax.schedules import by_name
 from jaxpp_flax.trainers import BatchError, LossError, Training
@@ -153,6 +157,18 @@ def test_a_shape_counts_once_it_is_compiled(monkeypatch):
     for lengths in ((4, 8), (5, 6)):  # four shapes, of which none is compiled
         with pytest.raises(RuntimeError, match="out of memory"):
             trainer.train_step(Microbatches([item(2, length) for length in lengths]))
+
+
+def test_programs_of_the_oldest_patterns_are_freed(monkeypatch):
+    """A long run draws any number of patterns, and each program takes memory."""
+    monkeypatch.setattr(patterns, "MOST_PATTERNS", 2)
+    trainer = trainer_of(training=Training(order="given"))
+    items, programs = [item(2, 4), item(2, 8)], WeakSet()
+    for numbers in itertools.product((0, 1), repeat=3):
+        trainer.train_step(Microbatches([items[number] for number in numbers]))
+        programs.update(trainer.steps.compiled.values())
+    gc.collect()
+    assert len(programs) == len(trainer.steps.compiled) == 2
 
 
 def test_the_table_is_of_the_microbatches_and_tells_the_worst_mixture(capsys):

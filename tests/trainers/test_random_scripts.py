@@ -183,7 +183,7 @@ class Scripts(RuleBasedStateMachine):
         if not hasattr(self, "trainer"):
             return
         assert self.trainer.step == self.run.state.step
-        if self.trainer.held.placed_for:
+        if self.trainer.held.places is not None:
             self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())

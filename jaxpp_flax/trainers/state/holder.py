@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import numpy as np
@@ -71,7 +72,8 @@ class StateHolder:
     ) -> None:
         self.step = 0  # the number of optimizer steps done
         self.memory = shapes_of(first)  # shapes, and arrays at their places
-        self.placed_for: tuple[Any, ...] = ()  # the compiled training steps that find all leaves at their places
+        self.places: Mapping[str, Any] | None = None  # of the leaves in a training step, once all of them lie there
+        self._known = WeakSet[Any]()  # the steps that are known to take these places; their trainer may forget them
         self.kept = kept
         self._init, self._ranks, self._compared = init, ranks, False
         self._sources: dict[str, Source] = {}  # of the leaves that are shapes, by path
@@ -159,7 +161,7 @@ class StateHolder:
         leaves, structure = flatten(state)
         source = Arrays({path: leaf for path, leaf in leaves.items() if isinstance(leaf, np.ndarray | np.generic)})
         leaves |= {path: shapes_of(leaves[path]) for path in source.paths}
-        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), ()
+        self.memory, self.places = jax.tree.unflatten(structure, leaves.values()), None
         self._sources = dict.fromkeys(source.paths, source)
 
     def check_owned(self, call: str) -> None:
@@ -197,7 +199,7 @@ class StateHolder:
             if not is_abstract(leaves[path]):
                 leaves[path].delete()
             leaves[path] = shapes_of(leaves[path])
-        self.memory, self.placed_for = jax.tree.unflatten(structure, leaves.values()), ()
+        self.memory, self.places = jax.tree.unflatten(structure, leaves.values()), None
         self._sources = {path: of for path, of in self._sources.items() if path not in gone}
 
     # ------------------------------------------------------------------ places
@@ -211,22 +213,23 @@ class StateHolder:
         Raises:
           ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
         """
-        if self._is_described or any(step is compiled for step in self.placed_for):
+        if self._is_described or (self.places is not None and (self._ranks is None or compiled in self._known)):
             return
         places = self._places_without_step() if self._ranks is None else _places_of(compiled)
         # Steps for batches of other shapes have the same places as a rule: so they may alternate at no cost.
-        if not self.placed_for or (self._ranks is not None and places != _places_of(self.placed_for[0])):
-            if self.placed_for:
+        if self.places != places:
+            if self.places is not None:
                 self.check_owned("a step for other places")
             self._place(places)
-            self.placed_for = ()
-        self.placed_for += (compiled,)
+            self.places, self._known = places, WeakSet()
+        if self._ranks is not None:
+            self._known.add(compiled)
 
     def place_weights(self, compiled: Any) -> None:
         """Place the leaves of `TrainState.for_inference`, unless a training step has placed the state."""
         if self._ranks is None:
             self.weights()
-        elif not self.placed_for and not self._is_described:
+        elif self.places is None and not self._is_described:
             self._place(_places_of(compiled))
 
     @without_ambient_mesh

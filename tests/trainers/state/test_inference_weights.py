@@ -100,7 +100,7 @@ def test_batches_of_several_sizes_before_the_first_step():
     trainer, data = make(**LAYOUTS["host"]), [m.make_xy(size, seed=size) for size in (8, 5, 8)]
     losses = [plain_loss(trained_plainly(0)[0], batch) for batch in data]
     np.testing.assert_allclose(trainer.evaluate(data)["loss"], np.average(losses, weights=[8, 5, 8]), rtol=1e-5)
-    assert not trainer.held.placed_for
+    assert trainer.held.places is None
 
 
 def test_the_average_and_parameters_divided_inside_a_stage():
