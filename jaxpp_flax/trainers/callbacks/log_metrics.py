@@ -91,7 +91,8 @@ class LogMetrics(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self._reset()
         self._begin, self._tracker = trainer.step, trainer.guarded_tracker
-        self._rate = Rate(self._total, lambda: stepping_seconds(trainer.measures.seconds()))
+        measures = trainer.measures  # not the trainer, which keeps this callback for its state
+        self._rate = Rate(self._total, lambda: stepping_seconds(measures.seconds()))
         self._listeners = [callback for callback in trainer.callbacks if overrides(callback, "on_metrics")]
         self._tracker.set_state(self._state or [], trainer.message)
         self._tracker.log_config({**configuration(trainer), **trainer.config})

@@ -239,13 +239,13 @@ class TrainingLoop:
             ends_at_step=bool(arguments.resume),
             remainder=RemainderRule.of(arguments.remainder, arguments.global_batch_size, self.display),
         )  # fmt: skip
-        left = source.steps_left()
+        left, interruption = source.steps_left(), stop.interruption  # `stop` refers to this loop, which keeps `log`
         log = LogMetrics(
             display=self.display,
             total=None if left is None else trainer.step + left,
             ranking=None if store is None else store.ranking,
             directory=None if store is None else store.directory,
-            hurries=lambda: stop.interruption.repeated or stop.interruption.within_step,
+            hurries=lambda: interruption.repeated or interruption.within_step,
         )
         self.callbacks.begin((log, *users), resumed=bool(arguments.resume))
         records = self.run(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import signal
+import weakref
 from typing import Any
 
 import jax.numpy as jnp
@@ -246,6 +248,21 @@ def test_the_rate_counts_the_time_of_training_alone():
             now[0] += 10
         log.on_step(trainer, StepRecord(step, {"loss": step / 10}, batch))
     assert tracker["examples_per_second"] == {2: 2.0, 3: 2.0, 4: 2.0}
+
+
+def test_a_deleted_trainer_is_gone_after_fit():
+    """Its state takes most of a device: no circle of references keeps it until a collection."""
+
+    def fitted() -> list[weakref.ref[Any]]:
+        trainer = trainer_with(DictTracker())
+        trainer.fit(DATA, eval_data=DATA)
+        return [weakref.ref(trainer), weakref.ref(trainer.held)]
+
+    gc.disable()
+    try:
+        assert [kept() for kept in fitted()] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_tracker_that_cannot_begin_is_closed():
