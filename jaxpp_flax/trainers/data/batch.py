@@ -207,7 +207,7 @@ def describe_batch(batch: Any) -> str:
 def signature(batch: Any) -> tuple[Any, ...]:
     """Return the structure, shapes and dtypes: batches with equal signatures run on one compiled step."""
     leaves, tree = jax.tree.flatten(batch)
-    return (tree, *((tuple(leaf.shape), dtype_of(leaf)) for leaf in leaves))
+    return (tree, *((np.shape(leaf), dtype_of(leaf)) for leaf in leaves))
 
 
 def dtype_of(leaf: Any) -> Any:

@@ -115,6 +115,17 @@ def test_one_count_of_operations():
     assert 20 * products < counts[0] < 1.5 * 20 * products
 
 
+def test_utilization_of_batches_with_a_number():
+    tracker = DictTracker()
+    logging = Logging(tracker=tracker, every=1, progress=False, metrics=("utilization",), peak_flops=1e12)
+    trainer = PipelineTrainer(
+        m.Layers(), optax.sgd(0.1), lambda model, batch: m.squared_error(model, batch) * batch["scale"],
+        num_stages=1, num_microbatches=2, logging=logging,
+    )  # fmt: skip
+    trainer.fit([{**m.make_xy(4), "scale": 0.5}] * 3)
+    assert tracker["utilization"][2] > 0
+
+
 def test_utilization_needs_a_peak():
     options = {"num_stages": 1, "num_microbatches": 2}
     with pytest.raises(ValueError, match=r'"utilization", and the peak of a device of kind .* Logging\(peak_flops=\)'):
