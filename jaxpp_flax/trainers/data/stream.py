@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +84,10 @@ class Batches(DataSource, Iterator[Any]):
         with process_group().waiting("the next batch of the data"):
             return next(self._run)
 
+    def close(self) -> None:
+        """Give no further batch; a loop that stopped early lets go of the iterator."""
+        self._run.close()
+
     def steps_left(self) -> int | None:
         """Return the number of batches that will be given, if that is known before the first one."""
         length, start = _length(self.data), self._start or BEGINNING
@@ -99,7 +103,7 @@ class Batches(DataSource, Iterator[Any]):
         if self.moved is not None:
             self.moved(self.position, by_batch)
 
-    def _generate(self) -> Iterator[Any]:
+    def _generate(self) -> Generator[Any]:
         start, once, is_first = self._start, self.iterator is self.data, True
         if start is not None and self._epochs is not None and start.epoch >= self._epochs:
             self.display.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
@@ -162,7 +166,7 @@ class TrainingData:
         self._step, self._display = step, display
         self._known: dict[int, DataPosition] = {}  # of the step in memory, and of the next one if its batch is drawn
         self._running: Batches | None = None
-        self._last: Batches | None = None
+        self._last: Batches | None = None  # of an iterator that another loop may go on with
         self._ends_at_step = False
 
     @property
@@ -181,9 +185,10 @@ class TrainingData:
         With `ends_at_step`, `steps` counts up to a step of the run: a restore of an earlier one makes the loop longer.
         """
         at = self._last.at if self._last is not None and self._last.iterator is data else None
-        self._last = Batches(data, display=self._display, at=at, **options)
+        batches = Batches(data, display=self._display, at=at, **options)
+        self._last = batches if batches.iterator is data else None
         self._ends_at_step = ends_at_step
-        return self._last
+        return batches
 
     def begin(self, batches: Batches) -> None:
         """Note that a loop draws these batches from now on."""
@@ -193,6 +198,7 @@ class TrainingData:
     def end(self, batches: Batches) -> None:
         """Note that the loop has ended: later steps do not use its batches."""
         batches.moved = None  # else a circle of references would keep the memory of a deleted trainer
+        batches.close()
         if self._running is batches:
             self._running = None
             self._only(self.position)

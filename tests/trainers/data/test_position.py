@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -252,22 +253,32 @@ def test_a_pass_that_was_used_up_by_an_earlier_loop_is_no_empty_data():
 
 
 def test_a_deleted_trainer_takes_its_step_with_it():
-    """The data refers to the step in memory, and so to the state: no circle of references keeps either."""
+    """The data refers to the step in memory, and so to the state: no circle of references keeps either.
+
+    Nor does anything keep the iterator that a loop has made: the processes of a loader live as long as it does.
+    """
 
     class Held:
         step = 0
 
-    def used() -> weakref.ref[Held]:
+    class Loader:
+        def __iter__(self) -> WithState:
+            return WithState(4)
+
+    def used() -> tuple[TrainingData, weakref.ref[Any], weakref.ref[Held]]:
         held = Held()
         data = TrainingData(lambda: held.step, Display.silent())
-        batches = data.batches(in_batches(4), steps=3)
+        batches = data.batches(Loader(), steps=3)
         data.begin(batches)
         next(batches)
         data.end(batches)
-        return weakref.ref(held)
+        return data, weakref.ref(batches.iterator), weakref.ref(held)
 
     gc.disable()
     try:
-        assert used()() is None
+        data, iterator, held = used()
+        assert iterator() is None
+        del data
+        assert held() is None
     finally:
         gc.enable()
