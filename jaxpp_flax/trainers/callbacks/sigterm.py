@@ -25,6 +25,9 @@ _ONE_REQUEST = 1.0
 # The seconds to ask what is left, and to write it, when the process ends: its disk or its output may hang.
 _TO_TELL = 2.0
 
+# Held while signals are passed on: whoever is outside must not close the file descriptor then.
+_PASSING_ON = threading.Lock()
+
 
 class Preemption:
     """Notes the first SIGTERM; a later SIGTERM, or the deadline after the first, ends the process.
@@ -35,7 +38,7 @@ class Preemption:
     file descriptor: the main thread may be waiting for devices or another process, and then Python runs no handler.
 
     Nothing is installed without a deadline, or outside of the main thread, since Python handles signals only there.
-    Inside another `Preemption`, as in two loops that run in turn, both note the signal.
+    Inside another `Preemption`, as in two loops that run in turn, both note the signal; they may end in any order.
 
     Args:
       deadline: seconds from the first signal to the end, or None to handle no signals.
@@ -70,16 +73,30 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         if self._watcher is None:
             return
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGTERM) != self._receive:
-            self._is_over = True  # an iterator may end in any order: the handler stays, and passes signals on
+        if threading.current_thread() is not threading.main_thread() or not self._uninstall():
+            self._is_over = True  # the handler stays, and passes signals on
             return
-        signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
-        signal.set_wakeup_fd(self._descriptor_before)
         os.close(self._write)  # ends the thread
         self._watcher.join()
         os.close(self._read)
         self._watcher = None
+
+    def _uninstall(self) -> bool:
+        """Take this one out, from inside of those that began later too; False if the program has its own handler."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler == self._receive:
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            signal.set_wakeup_fd(self._descriptor_before)
+            return True
+        while isinstance(inner := getattr(handler, "__self__", None), Preemption):
+            handler = inner._before
+            if handler == self._receive:
+                with _PASSING_ON:
+                    inner._before = self._before
+                    if inner._descriptor_before == self._write:
+                        inner._descriptor_before = self._descriptor_before
+                return True
+        return False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._is_over:
@@ -87,7 +104,8 @@ class Preemption:
             signal.raise_signal(signal.SIGTERM)
             return
         self.requested = True
-        if isinstance(getattr(self._before, "__self__", None), Preemption):
+        outer = getattr(self._before, "__self__", None)
+        if isinstance(outer, Preemption) and not outer._is_over:
             self._before(number, frame)
 
     def _watch(self, deadline: float) -> None:
@@ -96,8 +114,9 @@ class Preemption:
             selector.register(self._read, selectors.EVENT_READ)
             while True:
                 if not selector.select(None if end is None else max(0.0, end - time.monotonic())):
-                    if self._is_over:  # the loop has ended, and the program goes on
-                        return None
+                    if self._is_over:
+                        end = None
+                        continue
                     return self._end(
                         f"the step and its save were not complete within {deadline:g} s "
                         "(Checkpoints(preemption_deadline=))"
@@ -105,10 +124,10 @@ class Preemption:
                 numbers = os.read(self._read, 64)
                 if not numbers:
                     return None
-                if self._descriptor_before >= 0:  # an event loop's, which reads nothing now
-                    with contextlib.suppress(OSError):
+                with _PASSING_ON, contextlib.suppress(OSError):
+                    if self._descriptor_before >= 0:  # an event loop's, which reads nothing now
                         os.write(self._descriptor_before, numbers)
-                if signal.SIGTERM not in numbers:
+                if signal.SIGTERM not in numbers or self._is_over:  # the loop has ended, and the program goes on
                     continue
                 now = time.monotonic()
                 if end is None:

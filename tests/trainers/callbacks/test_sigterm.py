@@ -95,14 +95,22 @@ def test_two_loops_in_turn_both_note_the_signal(order: str):
     before = signal.getsignal(signal.SIGTERM)
     got: list[int] = []
     own = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     try:
         first, second = Preemption(60.0), Preemption(60.0)
         first.__enter__(), second.__enter__()
         os.kill(os.getpid(), signal.SIGTERM)
         assert first.requested
         assert second.requested
-        for preemption in (second, first) if order == "last first" else (first, second):
-            preemption.__exit__()
+        ends, stays = (second, first) if order == "last first" else (first, second)
+        ends.__exit__()
+        stays.requested = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stays.requested, "the other one goes on to note signals"
+        assert got == []
+        stays.__exit__()
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) == descriptors
         os.kill(os.getpid(), signal.SIGTERM)
         assert got == [signal.SIGTERM], "then the signal goes where it went before"
     finally:
@@ -125,6 +133,32 @@ def test_a_loop_that_another_thread_ends_passes_signals_on():
     finally:
         signal.signal(signal.SIGTERM, own)
         signal.set_wakeup_fd(-1)
+
+
+@pytest.mark.parametrize("deadline", [60.0, 0.01])
+def test_a_loop_that_has_ended_ends_no_process(deadline: float, monkeypatch):
+    """Its handler is not the one in place, so that it cannot take itself out; its thread passes signals on alone."""
+    monkeypatch.setattr(module, "_ONE_REQUEST", 0.0)
+    statuses, got = statuses_of(monkeypatch), list[int]()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    preemption = Preemption(deadline)
+    preemption.__enter__()
+    own = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))  # the program's own
+    try:
+        preemption.__exit__()
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert select.select([read], [], [], 10.0)[0]
+            assert os.read(read, 64) == bytes([signal.SIGTERM]), "an event loop of the program still hears of it"
+        assert got == [signal.SIGTERM] * 3
+        assert statuses == []
+    finally:
+        signal.signal(signal.SIGTERM, own)
+        preemption.__exit__()  # now it can
+        assert signal.set_wakeup_fd(before) == write
+        os.close(read), os.close(write)
 
 
 def test_a_slow_save_has_the_time_that_the_job_script_gives(tmp_path: Path):
