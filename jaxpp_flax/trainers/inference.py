@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from jaxpp_flax.trainers.loss.loss_rule import LossTerms
 from jaxpp_flax.trainers.loss.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.metrics.clock import timed
 from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.microbatch_loop import ForwardOnly, MicrobatchLoop
 from jaxpp_flax.trainers.weights import WeightCalls
 
@@ -163,7 +165,7 @@ class InferenceCalls(WeightCalls):
         self,
         batch: Any,
         global_batch_size: int | None,
-        state_for: Callable[[Any], Any],
+        state_for: Callable[[], TrainState],
         alike: BatchComparison,
         forms: dict[Any, Form],
     ) -> list[tuple[LossTerms, InferencePart]]:
@@ -178,7 +180,7 @@ class InferenceCalls(WeightCalls):
         for part in parts:
             compiled, taken = self._ready("evaluate", part, own, alike)
             shares = np.ones(part.num_microbatches, np.float32) if part.shares is None else part.shares
-            found.append((compiled(state_for(compiled), taken, shares), part))
+            found.append((compiled(state_for(), taken, shares), part))
         return found
 
     def _padded(self, whole: Any, forms: dict[Any, Form]) -> list[InferencePart] | None:
@@ -241,16 +243,26 @@ class InferenceCalls(WeightCalls):
         alike, outputs, state_for = BatchComparison(self.mesh, "prediction"), [], self._state_for_step()
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)
-            outputs.append(compiled(state_for(compiled), taken))
+            outputs.append(compiled(state_for(), taken))
         return join_parts(outputs)
 
     @property
     def _eval_loss_fn(self) -> Callable[..., Any]:
         return self.inference.eval_loss_fn or self.steps.builders.untraced.loss_fn
 
-    def _state_for_step(self) -> Callable[[Any], Any]:
-        """Return the function that gives a compiled step its state: once, until another step may have moved it."""
-        return functools.lru_cache(maxsize=1)(lambda compiled: self._for_inference())
+    def _state_for_step(self) -> Callable[[], TrainState]:
+        """Return the function that gives a compiled step its state: made once, until another step has moved it."""
+        made: TrainState | None = None
+        of: weakref.ref[TrainState] | None = None  # the state that the trainer held then
+
+        def state_for() -> TrainState:
+            nonlocal made, of
+            if made is None or of is None or of() is not self.held.memory:
+                made = self._for_inference()  # this places what is not there yet
+                of = weakref.ref(self.held.memory)
+            return made
+
+        return state_for
 
     def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, after comparison; `own` is a batch of rows, or None."""

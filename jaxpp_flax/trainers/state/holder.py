@@ -230,7 +230,10 @@ class StateHolder:
         if self._ranks is None:
             self.weights()
         elif self.places is None and not self._is_described:
-            self._place(_places_of(compiled))
+            places, leaves = _places_of(compiled), flatten(self.memory)[0]
+            # The state stays the same object if nothing moves: what is made of it stays valid.
+            if not all(_lies_at(leaves[path], to) for path, to in places.items()):
+                self._place(places)
 
     @without_ambient_mesh
     def whole(self) -> TrainState:
@@ -336,6 +339,11 @@ class StateHolder:
 def _places_of(compiled: Any) -> dict[str, Any]:
     """Return an `MpmdSharding` for each leaf of the state that a compiled step takes."""
     return flatten(compiled.in_shardings[0][0])[0]
+
+
+def _lies_at(leaf: Any, place: Any) -> bool:
+    """Return whether a leaf lies at its place; what no rank reads may lie anywhere."""
+    return not isinstance(leaf, jax.ShapeDtypeStruct) and (leaf.sharding == place or not place.mesh_ids)
 
 
 def is_gone(leaf: Any) -> bool:

@@ -103,6 +103,20 @@ def test_batches_of_several_sizes_before_the_first_step():
     assert trainer.held.places is None
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("layout", ["plain jit", "2 stages"])
+def test_an_evaluation_makes_the_weights_once(layout: str, steps: int, monkeypatch: pytest.MonkeyPatch):
+    """Whatever the programs of its batches; a structure of its own is one that no other batch is filled up to."""
+    trainer, batch = make(**LAYOUTS[layout]), m.make_xy(8)
+    for _ in range(steps):
+        trainer.train_step(batch)
+    data = [batch, {**batch, "further": batch["y"]}] * 2
+    made, count = trainer.held.with_weights, []
+    monkeypatch.setattr(trainer.held, "with_weights", lambda function: count.append(function) or made(function))
+    trainer.evaluate(data)
+    assert len(count) == 1
+
+
 def test_the_average_and_parameters_divided_inside_a_stage():
     options = {"training": Training(ema_decay=0.5), "inference": Inference(params=average)}
     trainer, batch = sharded.trainer("nnx", mesh=MeshOptions(axes={"fsdp": 2}), **options), sharded.batch()
