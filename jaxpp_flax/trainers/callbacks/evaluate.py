@@ -62,10 +62,11 @@ class Evaluate(Callback):
             self._evaluate(trainer)
 
     def _evaluate(self, trainer: Any) -> None:
+        step = trainer.step  # a callback may restore another one
         metrics = trainer.evaluate(self._data, steps=self._steps, global_batch_size=self._global_batch_size)
         named = {f"eval_{name}": value for name, value in metrics.items()}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
-        trainer.message(f"step {trainer.step}  {shown}")
-        trainer.guarded_tracker.log(named, step=trainer.step)
+        trainer.message(f"step {step}  {shown}")
+        trainer.guarded_tracker.log(named, step=step)
         for callback in trainer.callbacks:
-            callback.on_evaluate(trainer, trainer.step, metrics)
+            callback.on_evaluate(trainer, step, metrics)

@@ -119,6 +119,24 @@ def test_a_crash_before_the_next_save_resumes_the_new_branch(loop: Any, tmp_path
     tree_allclose(resumed.state, after(DATA[:3]), rtol=0, atol=0)  # the position is that of the checkpoint
 
 
+def test_an_evaluation_is_that_of_its_step_though_a_callback_goes_back(tmp_path: Path):
+    class GoesBackAfterAnEvaluation(GoesBack):
+        def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == self.at:
+                self.at = -1
+                trainer.restore(self.to)
+
+    class Notes(Callback):
+        def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
+            noted.append((step, trainer.step))
+
+    noted: list[tuple[int, int]] = []
+    callbacks = [GoesBackAfterAnEvaluation(4, 2), Notes()]
+    callbacks[0].on_step = lambda *_: None  # type: ignore[method-assign]
+    trainer_in(tmp_path).fit(DATA[:6], eval_data=DATA[:1], eval_every=2, callbacks=callbacks)
+    assert noted == [(2, 2), (4, 2), (4, 4)]
+
+
 def test_it_is_told_and_names_are_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     trainer = make_trainer(progress=True, checkpoints=Checkpoints(tmp_path, every=2))
     for step, _ in trainer.training_steps(Stream(), steps=8):
