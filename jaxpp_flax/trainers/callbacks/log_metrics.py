@@ -31,12 +31,13 @@ _PATIENCE, _AT_ONCE = 60.0, 1.0
 
 @dataclass(frozen=True)
 class _Row:
-    """The metrics of a step that are not logged yet, with the number of units up to this step."""
+    """The metrics of a step that are not logged yet, with the units and the operations up to this step."""
 
     step: int
     metrics: Mapping[str, Any]
     units: int
     unit: str
+    operations: float
 
 
 class LogMetrics(Callback):
@@ -102,7 +103,7 @@ class LogMetrics(Callback):
         self._display.advance(record.step)
         count, self.unit = trainer.measures.count(record.batch, record.global_batch_size)
         self.units += count
-        self._pending.append(_Row(record.step, record.metrics, self.units, self.unit))
+        self._pending.append(_Row(record.step, record.metrics, self.units, self.unit, trainer.measures.operations))
         if len(self._pending) > 1:
             self._deliver(trainer, is_last=False)
 
@@ -157,7 +158,8 @@ class LogMetrics(Callback):
             rate, left = self._rate.read(row.step, row.units)
             self._display.update(row.step, metrics, rate, row.unit, left)
             extra = {} if rate is None else {f"{row.unit}_per_second": rate}
-            trainer.guarded_tracker.log({**metrics, **extra, **trainer.measures.row(row.step)}, step=row.step)
+            measured = trainer.measures.row(row.step, row.operations)
+            trainer.guarded_tracker.log({**metrics, **extra, **measured}, step=row.step)
 
     def _log_what_is_left(self, trainer: Any, error: BaseException) -> None:
         """Log the rows that are left. If their metrics do not come, the error gets a note.

@@ -65,8 +65,8 @@ class RunMetrics:
     def begin(self) -> None:
         """Start to count a run. Each `fit` and `training_steps` is a run; the counts do not go into checkpoints."""
         self._beginning = self.clock.read()
-        self._row: tuple[int, dict[str, float]] | None = None
-        self._operations = 0.0  # since the last row
+        self._row: tuple[int, dict[str, float], float] | None = None  # the step, the clock, the operations
+        self.operations = 0.0  # up to the latest step
         self._skipped_before = self.skipped()
 
     def count(self, batch: Any, global_batch_size: int | None) -> tuple[int, str]:
@@ -75,20 +75,23 @@ class RunMetrics:
             key = (signature(batch), global_batch_size)
             if key not in self._flops_of:
                 self._flops_of[key] = self.flops(batch, global_batch_size)
-            self._operations += self._flops_of[key]
+            self.operations += self._flops_of[key]
         return self.throughput.count(batch, global_batch_size)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part since the run began."""
         return _difference(self.clock.read(), self._beginning)
 
-    def row(self, step: int) -> dict[str, float]:
-        """Return the metrics since the last row; the first row of a run has no times, since it compiles."""
+    def row(self, step: int, operations: float) -> dict[str, float]:
+        """Return the metrics since the last row; the first row of a run has no times, since it compiles.
+
+        `operations` are those up to this step: later steps may have been counted meanwhile.
+        """
         if not self.names:
             return {}
         found: dict[str, float] = {}
-        now, before, operations = self.clock.read(), self._row, self._operations
-        self._row, self._operations = (step, now), 0.0
+        now, before = self.clock.read(), self._row
+        self._row = (step, now, operations)
         if "skipped_steps" in self.names:
             found["skipped_steps"] = float(self.skipped() - self._skipped_before)
         if before is None or step == before[0]:
@@ -100,7 +103,7 @@ class RunMetrics:
         if "goodput" in self.names:
             found["goodput"] = goodput(_difference(now, self._beginning))
         if "utilization" in self.names and self.peak is not None:
-            found["utilization"] = operations / max(stepping_seconds(spent), 1e-9) / self.peak
+            found["utilization"] = (operations - before[2]) / max(stepping_seconds(spent), 1e-9) / self.peak
         return found
 
 
