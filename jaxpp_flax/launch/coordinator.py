@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxpp_flax._compat_processes import coordination
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["arguments", "connections", "is_taken", "reserve_port", "say_goodbye", "start"]
+__all__ = ["arguments", "connections", "end", "is_taken", "reserve_port", "say_goodbye", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
@@ -108,6 +108,14 @@ def say_goodbye(service: subprocess.Popen[bytes]) -> None:
             service.stdin.close()
         except OSError:
             return  # it has ended
+
+
+def end(service: subprocess.Popen[bytes]) -> None:
+    """End the service at once: nobody has come to use it."""
+    service.kill()
+    service.wait()
+    if service.stdin is not None:
+        service.stdin.close()
 
 
 def main(given: Sequence[str]) -> None:

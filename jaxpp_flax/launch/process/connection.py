@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,12 +18,14 @@ from jaxpp_flax import _compat
 from jaxpp_flax._compat_processes import cache, coordination
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.host.progress import Progress
+from jaxpp_flax.launch.process.place import check_own, listening_addresses, take_place
 from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
-from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
+from jaxpp_flax.launch.process.waiting import await_connection
+from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.memory_link import MemoryLink
-from jaxpp_flax.processes.store import CoordinationError, own_address
+from jaxpp_flax.processes.store import CoordinationError
 from jaxpp_flax.processes.waits import print_notice, reporting_thread
 
 __all__ = ["ConnectionOptions", "await_all", "connect", "connect_program", "initialize"]
@@ -39,10 +38,6 @@ _AFTER_OUR_DEADLINE = 60
 _IN_PROCESS_0, _APART = 2, 40
 # Names of a run, of this package's user, SLURM, and Open MPI.
 _RUN_IDS = ("JAXPP_FLAX_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE")
-# Until the user is told what the connection waits for.
-_SECONDS_IN_SILENCE = 10.0
-# The service of an earlier run that ended well stays for up to 5 s.
-_WAIT_FOR_PORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,32 +193,37 @@ def connect(
 
     If it is served elsewhere, process 0 does not serve the coordination.
     """
-    bind_address, listen_at = _listening_addresses(settings)
-    _check_own(bind_address)
+    bind_address, listen_at = listening_addresses(settings)
+    check_own(bind_address)
     # The service has a process of its own: the launcher's, or process 0 starts it. Else JAX's own one is in process 0.
     apart = served_elsewhere or _compat.private_names_in_use()["coordination_service"]
     serves = settings.process_id == 0 and apart and not served_elsewhere
-    place = _take_place(settings, listen_at if serves else None)
-    connected = threading.Event()
-    reporting_thread("jaxpp_flax connecting", lambda: _await(connected, settings, timeout_s), print_notice).start()
-    watching = threading.Event()
-    _listen(settings, lambda failure: _on_launcher_news(failure, watching))
+    place = take_place(settings, listen_at if serves else None)
+    connected, watching = threading.Event(), threading.Event()
     service: subprocess.Popen[bytes] | None = None
-    if serves:
-        service = coordinator.start(settings, linger=settings.failure_timeout + 5.0, address=listen_at)
-    jax.distributed.initialize(
-        settings.coordinator_address,
-        settings.num_processes,
-        settings.process_id,
-        local_device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=round(timeout_s) + _AFTER_OUR_DEADLINE,
-        heartbeat_timeout_seconds=max(2, round((_APART if apart else _IN_PROCESS_0) * settings.failure_timeout)),
-        # JAX's own service in process 0 is unused then: it gets a free port of loopback.
-        coordinator_bind_address="127.0.0.1:0" if apart else listen_at,
-    )
-    if apart:
-        coordination.outlive_broken_connections(round(timeout_s))
+    with contextlib.ExitStack() as undone:  # a program that catches the error, as a notebook does, goes on without it
+        undone.callback(place.close)
+        if serves:
+            service = coordinator.start(settings, linger=settings.failure_timeout + 5.0, address=listen_at)
+            undone.callback(coordinator.end, service)
+        undone.callback(connected.set)
+        awaits = partial(await_connection, connected, settings, timeout_s, service, listen_at)
+        reporting_thread("jaxpp_flax connecting", awaits, print_notice).start()
+        _listen(settings, lambda failure: _on_launcher_news(failure, watching))
+        jax.distributed.initialize(
+            settings.coordinator_address,
+            settings.num_processes,
+            settings.process_id,
+            local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=round(timeout_s) + _AFTER_OUR_DEADLINE,
+            heartbeat_timeout_seconds=max(2, round((_APART if apart else _IN_PROCESS_0) * settings.failure_timeout)),
+            # JAX's own service in process 0 is unused then: it gets a free port of loopback.
+            coordinator_bind_address="127.0.0.1:0" if apart else listen_at,
+        )
+        if apart:
+            coordination.outlive_broken_connections(round(timeout_s))
+        undone.pop_all()
     connected.set()
     _take_sigterm_back()
     cache.write_in_every_process()
@@ -279,117 +279,12 @@ def _take_sigterm_back() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
-    """Where this process's own sockets listen, and where the coordination service would."""
-    bind_address, coordinator_address = settings.bind_address, settings.coordinator_address
-    if bind_address and bind_address not in ("0.0.0.0", "::"):
-        return bind_address, coordinator_address
-    try:
-        own = own_address(coordinator_address)
-    except OSError as error:
-        raise LaunchError(
-            f"the coordinator's address {coordinator_address!r} cannot be reached or resolved: {error}"
-        ) from error
-    if bind_address:  # all addresses
-        return own, join_host_and_port(bind_address, coordinator_address.rpartition(":")[2])
-    return own, coordinator_address
-
-
-def _check_own(bind_address: str) -> None:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(bind_address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except OSError as error:
-        raise LaunchError(
-            f"bind_address={bind_address!r}: this host cannot listen there: {error}. Give one of its own addresses, or "
-            "leave bind_address out: then sockets listen on the address by which it reaches the coordinator."
-        ) from error
-
-
-def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socket:
-    """Make sure that no other process of this host has this index in the run, or its port; returns what holds both.
-
-    JAX could not tell two of them apart, or would abort one; and two services on one port would mix two runs.
-
-    Args:
-      settings: of this process.
-      listen_at: the address where this process serves the coordination; None: it does not serve.
-    """
-    place = socket.socket(socket.AF_UNIX)
-    name = f"jaxpp_flax process {settings.process_id} of {settings.coordinator_address}"
-    deadline = time.monotonic() + _WAIT_FOR_PORT_SECONDS
-    while True:
-        text = ""
-        if listen_at is not None and coordinator.is_taken(int(listen_at.rpartition(":")[2])):
-            text = (
-                f"the coordination service cannot listen on {listen_at}: the port is taken by another run, by the "
-                "remains of one (they end within the failure timeout), or by another process with process_id=0. Wait "
-                "until it is free, or give another port."
-            )
-        elif not _binds(place, name):
-            text = (
-                f"another process of this host is process {settings.process_id} of the run at "
-                f"{settings.coordinator_address}. Give each process a process_id of its own, from 0 to "
-                f"{settings.num_processes - 1}; or wait until that process, which may belong to an earlier run, has "
-                "ended."
-            )
-        if not text:
-            return place
-        if time.monotonic() > deadline:
-            place.close()
-            raise LaunchError(text)
-        time.sleep(0.2)
-
-
-def _binds(place: socket.socket, name: str) -> bool:
-    if not sys.platform.startswith("linux"):
-        return True  # only Linux has names of sockets that vanish with their process
-    try:
-        place.bind(f"\0{name}")
-    except OSError as error:
-        return error.errno != errno.EADDRINUSE
-    return True
-
-
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
     """Record the end of a process. The operating system tells the launcher, sooner than heartbeats could."""
     if not watching.is_set():
         print_notice(f"the run has ended: {failure}\n(Processes were still connecting.)")
         end_at_once(PEER_FAILED_STATUS)
     process_group().observe_end(failure)
-
-
-def _await(connected: threading.Event, settings: LaunchSettings, timeout_s: float) -> None:
-    """Tell what a connection waits for, after ten seconds, twenty, forty, ...; end this process after the limit."""
-    address, waited, due = settings.coordinator_address, 0.0, _SECONDS_IN_SILENCE
-    while not connected.wait(min(due, timeout_s) - waited):
-        waited, due = min(due, timeout_s), 2 * due
-        text = (
-            f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
-            f"{address} within {waited:g} s: {_what_is_at(address)}"
-        )
-        if waited < timeout_s:
-            print_notice(f"{text} It waits for up to {timeout_s:g} s.")
-            continue
-        print_notice(
-            f"{text} Check that all of them run, with the same address, and each with a process_id of its own; that "
-            "the address is that of process 0; and that no firewall blocks it. If they start slowly, raise "
-            "initialization_timeout_s."
-        )
-        end_at_once(1)
-
-
-def _what_is_at(address: str) -> str:
-    """What a connection to the coordinator's address meets now, as a sentence."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-    except ConnectionRefusedError:
-        return "nothing listens there; process 0 has not started, or the address or its port is another."
-    except OSError as error:
-        return f"it cannot be reached ({error}); the address is wrong, its host is down, or a firewall blocks it."
-    return "somebody listens there, and other processes are still missing."
 
 
 def _leave(service: subprocess.Popen[bytes] | None, place: socket.socket) -> None:

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,12 +20,12 @@ import jax
 import pytest
 
 from jaxpp_flax import _compat
-from jaxpp_flax.launch import LaunchError, initialize
+from jaxpp_flax.launch import LaunchError, coordinator, initialize
 from jaxpp_flax.launch.cli import main
 from jaxpp_flax.launch.coordinator import connections, is_taken
 from jaxpp_flax.launch.job import Job
-from jaxpp_flax.launch.process import connection
-from jaxpp_flax.launch.process.connection import _listening_addresses
+from jaxpp_flax.launch.process import place
+from jaxpp_flax.launch.process.place import listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
 from tests.launch.running import Run, started
 from tests.processes.faults import says
@@ -66,7 +68,7 @@ def test_places_given_by_hand(tmp_path: Path):
 
 
 def test_a_second_process_of_a_host_with_an_index_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "_WAIT_FOR_PORT_SECONDS", 0.3)
+    monkeypatch.setattr(place, "_WAIT_FOR_PORT_SECONDS", 0.3)
     first = initialize_as(1)
     says = r"another process of this host is process 1 of the run at 127\.0\.0\.1:5\. Give each .* from 0 to 1"
     with pytest.raises(LaunchError, match=says):
@@ -76,10 +78,29 @@ def test_a_second_process_of_a_host_with_an_index_is_refused_by_name(monkeypatch
     initialize_as(1).close()
 
 
+def test_a_data_loader_s_worker_does_not_hold_the_place_of_its_process():
+    first = initialize_as(1)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it runs nothing of this process that has threads
+        worker = os.fork()
+    if worker == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        first.close()
+        initialize_as(1).close()
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(worker, 0)
+
+
 def initialize_as(process_id: int) -> socket.socket:
     """The first thing that `initialize` does."""
     settings = LaunchSettings(coordinator_address="127.0.0.1:5", num_processes=2, process_id=process_id)
-    return connection._take_place(settings, None)
+    return place.take_place(settings, None)
 
 
 def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
@@ -224,7 +245,7 @@ def test_an_address_that_cannot_be_resolved_is_refused():
 )
 def test_only_the_service_listens_everywhere_and_only_if_asked(bind: str | None, own: str, service: str):
     place = LaunchSettings(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0, bind_address=bind)
-    assert _listening_addresses(place) == (own, service)
+    assert listening_addresses(place) == (own, service)
 
 
 def test_an_address_of_another_host_is_refused_to_listen_on():
@@ -233,19 +254,56 @@ def test_an_address_of_another_host_is_refused_to_listen_on():
 
 
 def test_a_port_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "_WAIT_FOR_PORT_SECONDS", 0.0)
+    monkeypatch.setattr(place, "_WAIT_FOR_PORT_SECONDS", 0.0)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX does: its services would share the port
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
         settings = LaunchSettings(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=0)
-        connection._take_place(settings, settings.coordinator_address).close()
+        place.take_place(settings, settings.coordinator_address).close()
         other.listen()
         with pytest.raises(LaunchError, match=rf"cannot listen on 127\.0\.0\.1:{port}: the port is taken"):
-            connection._take_place(settings, settings.coordinator_address)
+            place.take_place(settings, settings.coordinator_address)
         assert not connections(port)
         with socket.create_connection(("127.0.0.1", port)):
             assert len(connections(port) or ()) == 1
+
+
+def test_an_error_of_a_connection_that_is_caught_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    services: list[subprocess.Popen[bytes]] = []
+    start = coordinator.start
+    monkeypatch.setattr(coordinator, "start", lambda *a, **k: services.append(start(*a, **k)) or services[-1])
+    jax.devices()  # a notebook has used a device; JAX refuses to connect then
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(RuntimeError, match="initialize"):
+        initialize(coordinator_address=address, num_processes=2, process_id=0)
+    assert [service.poll() for service in services] == [-signal.SIGKILL]
+    # Its thread would end this process after the limit.
+    wait_for(lambda: "jaxpp_flax connecting" not in {each.name for each in threading.enumerate()}, "its end", 10.0)
+    monkeypatch.setattr(place, "_WAIT_FOR_PORT_SECONDS", 0.0)
+    settings = LaunchSettings(coordinator_address=address, num_processes=2, process_id=0)
+    place.take_place(settings, address).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [("192.0.2.1", r"this host has no such address \(.*\)\. Give all"), ("127.0.0.1", r"the port is taken\. Give all")],
+)
+def test_a_service_that_cannot_listen_ends_process_0_at_once(tmp_path: Path, host: str, says: str):
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "from jaxpp_flax.launch import coordinator, initialize\n"
+        "coordinator.is_taken = lambda port: False  # nobody has it yet when this process looks\n"
+        "initialize(coordinator_address=sys.argv[1], num_processes=2, process_id=0, bind_address='127.0.0.1',\n"
+        "           initialization_timeout_s=60)\n",
+        encoding="utf-8",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"{host}:{other.getsockname()[1]}"
+        with started(tmp_path, ["script.py", address]) as run:
+            assert run.finish() == 1
+    text = f"jaxpp_flax: the coordination service of process 0 cannot listen on {address}: {says}"
+    assert re.search(text, run.stderr), run.stderr
 
 
 def test_settings_that_are_incomplete_are_refused():
@@ -329,8 +387,8 @@ def test_who_cannot_connect_says_so_soon_and_why(tmp_path: Path, listens: bool, 
     (tmp_path / "script.py").write_text(
         "import sys\n"
         "from jaxpp_flax.launch import initialize\n"
-        "from jaxpp_flax.launch.process import connection\n"
-        "connection._SECONDS_IN_SILENCE = 1.0\n"
+        "from jaxpp_flax.launch.process import waiting\n"
+        "waiting._SECONDS_IN_SILENCE = 1.0\n"
         "initialize(coordinator_address=sys.argv[1], num_processes=2, process_id=1, initialization_timeout_s=4)\n",
         encoding="utf-8",
     )
