@@ -14,6 +14,7 @@ from jaxpp_flax.launch.process.process_end import ProgramExitError
 from jaxpp_flax.launch.process.variables import applied_at_first_import
 from jaxpp_flax.launch.settings import compilation_cache
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
+from jaxpp_flax.processes.waits import print_error
 
 __all__ = ["main", "run_program"]
 
@@ -39,7 +40,7 @@ def main(
                 end.program_is_over(error.code if isinstance(error.code, int) else 0)
             raise
         if not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
+            print_error(str(error.code))
         # An uncaught error tells the other processes; a SystemExit would not.
         raise ProgramExitError(error.code) from None
     if end is not None:

@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -40,6 +39,7 @@ from jaxpp_flax.processes.waits import (
     WaitReporter,
     Waits,
     call_with_limit,
+    flush_output,
     main_thread_location,
     print_notice,
     seconds_from_environment,
@@ -324,7 +324,7 @@ class ProcessGroup:
         with self._ending:
             text = failure if isinstance(failure, str) else self.describe(failure)
             print_notice(f"the run has ended: {text}")
-            sys.stdout.flush()
+            flush_output()
             if self.serves:
                 # JAX aborts all others, without a reason, once the service is gone. They hear of a failure later.
                 time.sleep(_OTHERS_END_SECONDS)

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.messages import users_line
@@ -23,8 +23,10 @@ __all__ = [
     "WaitReporter",
     "Waits",
     "call_with_limit",
+    "flush_output",
     "main_thread_location",
     "name_processes",
+    "print_error",
     "print_notice",
     "reporting_thread",
     "seconds_from_environment",
@@ -231,9 +233,25 @@ def seconds_from_environment(environment: Mapping[str, str], name: str, default:
 # -- words
 
 
+def print_error(text: str) -> None:
+    """Print on stderr, if it takes that: its reader may have gone, or its disk be full, and a process has to end then.
+
+    A process that an error of its output kept alive would hold its devices, and the other processes.
+    """
+    with suppress(OSError, ValueError):  # it may be closed
+        print(text, file=sys.stderr, flush=True)
+
+
 def print_notice(line: str) -> None:
     """Print a line to the user on stderr, after the package's name."""
-    print(f"jaxpp_flax: {line}", file=sys.stderr, flush=True)
+    print_error(f"jaxpp_flax: {line}")
+
+
+def flush_output() -> None:
+    """Write what the process has printed, as far as its output takes that."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def name_processes(indices: list[int], more: int = 0) -> str:

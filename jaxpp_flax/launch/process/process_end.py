@@ -24,7 +24,7 @@ from jaxpp_flax.messages import error_location
 from jaxpp_flax.processes.failures import Failure
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
-from jaxpp_flax.processes.waits import print_notice, reporting_thread
+from jaxpp_flax.processes.waits import flush_output, print_error, print_notice, reporting_thread
 
 __all__ = [
     "INTERRUPTED_STATUS",
@@ -46,11 +46,7 @@ _SECONDS_IN_SILENCE = 10.0
 def end_at_once(status: int) -> NoReturn:
     """Flush the output, and end the process without waiting for anything."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # nobody reads any more
+    flush_output()
     os._exit(status)
 
 
@@ -135,7 +131,7 @@ class ProcessEnd:
         """Print the error, tell the other processes, and end."""
         if isinstance(error, KeyboardInterrupt):
             self.group.report_failure("it was interrupted from the keyboard")
-            print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
+            print_error("\n".join(["interrupted", *getattr(error, "__notes__", ())]))
             end_at_once(INTERRUPTED_STATUS)
         if isinstance(error, ProgramExitError):
             self.group.report_failure(str(error))
@@ -147,16 +143,18 @@ class ProcessEnd:
         # Another thread that fails too (a save of Orbax) would print behind this error, which says what to do.
         threading.excepthook = lambda _: None
         error.with_traceback(_user_frames(error.__traceback__))
-        self._before(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        self.group.report_failure(type_and_message(error))
-        end_at_once(1)
+        try:
+            self._before(type(error), error, error.__traceback__)
+            flush_output()
+        finally:  # a hook may fail, as where nobody reads the output any more
+            self.group.report_failure(type_and_message(error))
+            end_at_once(1)
 
     def _because_of_a_peer(self, error: BaseException) -> NoReturn:
         if isinstance(error, ProcessFailedError):
             self.group.end_process(str(error))
         own = type_and_message(error)
-        print(f"(a consequence of what follows: {own[:500]})", file=sys.stderr)
+        print_error(f"(a consequence of what follows: {own[:500]})")
         self.group.end_process(self.group.failure or own)
 
     def is_a_consequence(self, error: BaseException) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -13,7 +16,7 @@ import pytest
 
 from jaxpp_flax.launch.process import process_end
 from jaxpp_flax.launch.process.process_end import ProcessEnd, listen_to_launcher
-from jaxpp_flax.processes import ProcessGroup
+from jaxpp_flax.processes import ProcessFailedError, ProcessGroup
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
 
@@ -111,3 +114,26 @@ def test_the_place_is_the_line_of_the_program_that_an_error_has_ended(
     line = train.__code__.co_firstlineno + 1
     name = train.__code__.co_name
     assert f"Process 0 was at {name} ({__file__}:{line}), inside loads." in capsys.readouterr().err
+
+
+class Full(io.StringIO):
+    """Output onto a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def hook_that_fails(*_: object) -> None:
+    raise BrokenPipeError
+
+
+@pytest.mark.parametrize("error", [ProcessFailedError("process 1"), ValueError("mine"), KeyboardInterrupt()])
+def test_a_process_whose_output_is_gone_ends_and_tells_the_others(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch, error: BaseException
+):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Full())
+    monkeypatch.setattr(sys, "excepthook", hook_that_fails)
+    with pytest.raises(Ended):
+        ProcessEnd(group, 0.1, lambda: None).fail(error)
+    assert (group.failure is None) == isinstance(error, ProcessFailedError)
