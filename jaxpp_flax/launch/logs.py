@@ -34,18 +34,22 @@ class Logs:
         self._lock = threading.Lock()
         self._errors: list[deque[str]] = [deque(maxlen=_KEPT_LINES) for _ in range(num_processes)]
         width = len(str(num_processes - 1))
-        self._prefixes = [self._render(f"[{index:>{width}}]", _COLOURS[index % 6]) for index in range(num_processes)]
+        # The console itself writes nothing: it ends this process where nobody reads, and raises where a disk is full.
+        names = [f"[{index:>{width}}]" for index in range(num_processes)]
+        self._prefixes = [self._render(name, _COLOURS[index % 6]) + " " for index, name in enumerate(names)]
+        self._own = self._render("|", "bold")
         self._readers: list[threading.Thread] = []
 
-    def _render(self, text: str, colour: str) -> str:
+    def _render(self, text: str, style: str) -> str:
         with self._console.capture() as capture:
-            self._console.print(text, style=colour, end=" ", markup=False, highlight=False)
+            self._console.print(text, style=style, end="", markup=False, highlight=False)
         return capture.get()
 
     def say(self, text: str) -> None:
         """Print what the launcher itself has to say."""
-        text = f"\njaxpp_flax.launch: {text}"
-        self._console.print(text, style="bold", markup=False, highlight=False, soft_wrap=True)
+        before, _, after = self._own.partition("|")
+        with self._lock:
+            self._put(self._console.file, f"\n{before}jaxpp_flax.launch: {text}{after}\n")
 
     def forget_errors(self) -> None:
         """Begin with the errors of another life of the run."""
@@ -68,12 +72,16 @@ class Logs:
         with self._lock:
             if errors:
                 self._errors[index].append(line)
-            try:
-                _write(self._console.file if errors else self._out, f"{self._prefixes[index]}{line}\n")
-            except BrokenPipeError:
-                return  # its reader has gone; a process whose output is not read would stand still
-            except OSError as error:
-                self.lost = self.lost or error
+            self._put(self._console.file if errors else self._out, f"{self._prefixes[index]}{line}\n")
+
+    def _put(self, file: IO[str], text: str) -> None:
+        """Write, if the file takes it: the run goes on without its output, and is started again without it."""
+        try:
+            _write(file, text)
+        except BrokenPipeError:
+            return  # its reader has gone; a process whose output is not read would stand still
+        except OSError as error:
+            self.lost = self.lost or error
 
     def drain(self, seconds: float) -> None:
         """Wait for the ends of all streams, which programs started by a process may hold open for long."""
@@ -88,7 +96,7 @@ class Logs:
     def tell_error(self, index: int) -> None:
         """Print the last lines of a process's errors again."""
         for line in self.last_error(index):
-            self._console.file.write(line + "\n")
+            self._put(self._console.file, line + "\n")
 
     def last_error(self, index: int) -> list[str]:
         """The last lines of a process's standard error, from its main thread's last traceback on, if there is one."""

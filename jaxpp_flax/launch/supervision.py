@@ -103,8 +103,7 @@ def supervise(job: Job, logs: Logs, signals: list[int], gather: Callable[[], Seq
     if logs.lost is not None:
         with suppress(OSError):  # else Python tries once more when it ends, and has an exit status of its own
             logs.close()
-        with suppress(OSError):  # errors may go there too
-            logs.say(f"output of the run is lost: {logs.lost}. Make room where it goes, or send it elsewhere.")
+        logs.say(f"output of the run is lost: {logs.lost}. Make room where it goes, or send it elsewhere.")
     if cause is None:
         return 0 if logs.lost is None else os.EX_IOERR
     logs.say(cause.message)

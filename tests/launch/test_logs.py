@@ -37,6 +37,27 @@ def test_output_that_a_full_disk_does_not_take_is_noted_and_a_reader_that_has_go
             logs.close()
 
 
+def test_the_launcher_goes_on_where_its_own_messages_cannot_be_written():
+    reading, writing = os.pipe()
+    os.close(reading)
+    for descriptor, lost in ((os.open("/dev/full", os.O_WRONLY), errno.ENOSPC), (writing, None)):
+        errors = os.fdopen(descriptor, "w")
+        logs = Logs(1, Console(file=errors), io.StringIO())
+        logs.print_line(0, "ValueError: no", True)
+        logs.lost = None
+        logs.say("process 0 failed. That was at step 7; restart 1 of 3.")
+        assert getattr(logs.lost, "errno", None) == lost
+        logs.tell_error(0)
+        with pytest.raises(OSError, match=r"No space left|Broken pipe"):
+            errors.close()
+
+
+def test_on_a_terminal_the_launcher_s_own_messages_are_bold():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
+    Logs(1, console, io.StringIO()).say("[3] failed.")
+    assert console.file.getvalue() == "\n\x1b[1mjaxpp_flax.launch: [3] failed.\x1b[0m\n"  # type: ignore[attr-defined]
+
+
 def test_a_hangup_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
