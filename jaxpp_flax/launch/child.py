@@ -12,7 +12,7 @@ from jaxpp_flax._compat_processes import cache
 from jaxpp_flax.launch.process.connection import ConnectionOptions, connect_program
 from jaxpp_flax.launch.process.process_end import ProgramExitError
 from jaxpp_flax.launch.process.variables import applied_at_first_import
-from jaxpp_flax.launch.settings import compilation_cache
+from jaxpp_flax.launch.settings import LaunchError, compilation_cache
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 from jaxpp_flax.processes.waits import print_error
 
@@ -29,7 +29,10 @@ def main(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
     cache.use_directory(compilation_cache(os.environ))
-    end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
+    try:
+        end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
+    except LaunchError as error:
+        raise SystemExit(f"error: {error}") from None
     try:
         with applied_at_first_import():
             run_program(sys.argv[1:] if arguments is None else list(arguments))

@@ -23,7 +23,6 @@ from jaxpp_flax import _compat
 from jaxpp_flax.launch import LaunchError, coordinator, initialize
 from jaxpp_flax.launch.cli import main
 from jaxpp_flax.launch.coordinator import connections, is_taken
-from jaxpp_flax.launch.job import Job
 from jaxpp_flax.launch.process import place
 from jaxpp_flax.launch.process.place import listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
@@ -313,39 +312,6 @@ def test_settings_that_are_incomplete_are_refused():
 
 def test_one_process_needs_no_connection():
     assert initialize(coordinator_address="127.0.0.1:1", num_processes=1, process_id=0).process_count == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"program": []}, "no program"),
-        ({"program": ["absent.py"]}, "there is no file 'absent.py'"),
-        ({"num_processes": 0}, "-n 0: at least one process"),
-        ({"devices_per_process": 0}, "--devices-per-process 0: at least one device"),
-        ({"failure_timeout": 0.0}, "--failure-timeout 0.0: it must be"),
-    ],
-)
-def test_jobs_that_make_no_sense_are_refused(changes: dict[str, object], message: str):
-    good: dict[str, object] = {"program": [__file__], "num_processes": 2}
-    with pytest.raises(LaunchError, match=message):
-        Job(**{**good, **changes})  # type: ignore[arg-type]
-
-
-def test_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]):
-    assert main(["-n", "2", "absent.py"]) == 2
-    assert "error: there is no file 'absent.py' to run." in capsys.readouterr().err
-    assert main(["-n", "2", "-m", "nowhere_xyz.train"]) == 2
-    assert "error: there is no module 'nowhere_xyz' to run, neither in " in capsys.readouterr().err
-    assert main(["-n", "2", "--cluster", __file__]) == 2
-    assert "-n and --cluster exclude each other" in capsys.readouterr().err
-    assert main([__file__]) == 2
-    assert (
-        "nothing says how many processes to start. Give their number, as in `-n 4 train.py`" in capsys.readouterr().err
-    )
-    assert main(["-n", "0", __file__]) == 2
-    assert "-n 0: at least one process is needed. Give" in capsys.readouterr().err
-    assert main(["--address", "192.0.2.1", "-n", "2", __file__]) == 2
-    assert "--address 192.0.2.1: this machine cannot listen there" in capsys.readouterr().err
 
 
 def test_a_port_is_not_lost_when_a_start_fails(capsys: pytest.CaptureFixture[str]):
