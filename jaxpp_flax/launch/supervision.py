@@ -183,7 +183,7 @@ class _Life:
 
     @property
     def reached(self) -> int:
-        """The last step that a process has begun."""
+        """The furthest step that a process has begun."""
         return max((process.state.last for process in self._processes), default=0)
 
     @property

@@ -83,7 +83,7 @@ class ProcessGroup:
       runs: the number of runs of programs across processes that this process has begun.
       begun: a function that names what this process began last, such as a task; None if it has begun nothing.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
-      on_step: called with each step that the trainer sets; None: nobody asks.
+      on_step: called with each training step that begins; None: nobody asks.
       on_memory: called when the trainer goes on from a copy in `memory_file`; None: nobody asks.
       memory_file: descriptor of a file in memory that outlives the process; None if no other life of the run follows.
       memory_link: asks for copies at other hosts; None if the run has one host.
@@ -119,7 +119,7 @@ class ProcessGroup:
         self.on_memory: Callable[[], None] | None = None
         self.memory_file: int | None = None
         self.memory_link: MemoryLink | None = None
-        self._step: int | None = None
+        self.step: int | None = None
         self.place: str | None = None
         self._store = store
         self.waits = Waits()
@@ -133,14 +133,10 @@ class ProcessGroup:
         self._door: socket.socket | None = None
         self._ending, self._observing = threading.Lock(), threading.Lock()
 
-    @property
-    def step(self) -> int | None:
-        return self._step
-
-    @step.setter
-    def step(self, step: int | None) -> None:
-        self._step = step
-        if step is not None and self.on_step is not None:
+    def note_step(self, step: int, *, trains: bool = True) -> None:
+        """Note for messages which step this process is at; if it trains there, it has begun this step of the run."""
+        self.step = step
+        if trains and self.on_step is not None:
             self.on_step(step)
 
     # -- barriers

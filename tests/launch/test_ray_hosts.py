@@ -300,7 +300,7 @@ def test_random_harm_to_hosts_changes_no_loss(
 @pytest.mark.extras
 def test_an_error_and_ctrl_c_end_the_run(cluster: Any, tmp_path: Path):
     source = BEGIN + (
-        "group.step = 1\ngroup.barrier('here')\nprint('waits', flush=True)\n"
+        "group.note_step(1)\ngroup.barrier('here')\nprint('waits', flush=True)\n"
         "if index == 1 and sys.argv[1] == 'error':\n    raise KeyError('bad luck')\ntime.sleep(1000)\n"
     )
     options = ("--hosts", "2", "-n", "2", "--max-restarts", "3")

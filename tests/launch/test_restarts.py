@@ -22,7 +22,7 @@ index, attempt = group.process_index, group.attempt
 print("pid", os.getpid(), "attempt", attempt, "run", group.run_id)
 def steps(first, last):
     for step in range(first, last + 1):
-        group.step = step
+        group.note_step(step)
         group.barrier(f"step {step}")
 """
 

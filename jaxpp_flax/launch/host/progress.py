@@ -17,7 +17,7 @@ _SIZE = _STEPS.size + _FROM_MEMORY.size
 
 
 class Progress:
-    """The first and the last step that a process has begun, and whether its state came from memory.
+    """The first and the furthest step that a process has begun, and whether its state came from memory.
 
     Args:
       descriptor: an open file of the page; None: a new page.
@@ -43,7 +43,8 @@ class Progress:
 
     def begin(self, step: int) -> None:
         """Note that the process has begun a step, counted from 1."""
-        _STEPS.pack_into(self._page, 0, self.first or step, step)
+        # One that goes back to an earlier state repeats steps; what it had reached stays so.
+        _STEPS.pack_into(self._page, 0, self.first or step, max(self.last, step))
 
     def goes_on_from_memory(self) -> None:
         """Note that the process goes on from a copy in memory."""
@@ -61,7 +62,7 @@ class Progress:
 
     @property
     def last(self) -> int:
-        """The last step that it has begun; 0: none."""
+        """The furthest step that it has begun; 0: none."""
         return _STEPS.unpack_from(self._page)[1]
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class ProcessState:
     Attributes:
       index: of the process in the run.
       status: as `Popen.returncode`, once it has ended.
-      first, last: the first and the last step that it has begun; 0: none.
+      first, last: the first and the furthest step that it has begun; 0: none.
       is_from_memory: whether its state came from a copy in memory.
       connected: whether it has come to all others. Before, it has nothing to save, JAX may hold it, and it may miss
         that another one was stopped.

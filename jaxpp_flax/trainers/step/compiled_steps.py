@@ -172,7 +172,7 @@ class CompiledSteps:
 
         `announce` is called as in `for_training`.
         """
-        process_group().step = self._held.step + 1  # for messages
+        process_group().note_step(self._held.step + 1)
         key = self._key("accumulate", microbatches)
         if key not in self.compiled:
             announce(sum(of[:2] + of[-1:] == key[:2] + key[-1:] for of in self.compiled))
@@ -264,7 +264,7 @@ class CompiledSteps:
         further arguments, which follow from the kind and the batch; each device gets all of them.
         """
         held = self._held
-        process_group().step = held.step + (kind == "train")  # for messages
+        process_group().note_step(held.step + (kind == "train"), trains=kind == "train")
         key = self._key(kind, microbatches)
         if key not in self.compiled:
             with self.clock.part("compilation"):

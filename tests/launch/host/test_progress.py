@@ -31,3 +31,11 @@ def test_a_folder_without_room_is_named(monkeypatch: pytest.MonkeyPatch):
             Progress()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_steps_that_are_repeated_after_going_back_leave_what_was_reached():
+    page = Progress()
+    for step in (301, 350, 201):
+        page.begin(step)
+    assert (page.first, page.last) == (301, 350)
+    page.close()
