@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import warnings
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -72,18 +73,25 @@ def use_directory(directory: Path) -> None:
     """Let JAX keep what this process compiles in a directory, unless the user has chosen one, or none.
 
     Also what compiles within a second is kept, as far as the user has not chosen: a start consists of many of these.
-    A directory that this package has chosen keeps 10 GiB: at a start, what was read longest ago is deleted.
+    A directory that this package has chosen keeps 10 GiB: at a start, what was read longest ago is deleted. If it
+    cannot be made or read, nothing is kept: a run does not need it.
     """
     settings = {
         "jax_compilation_cache_dir": str(directory),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        for name, value in settings.items():
-            if name.upper() not in os.environ:
-                jax.config.update(name, value)
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
         if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAttributeAccessIssue]
             _prune(directory, _MOST_BYTES)
+    except OSError as error:
+        warnings.warn(f"compilations are not kept for the next start: {error}", stacklevel=2)
+        return
+    for name, value in settings.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
 
 
 def _prune(directory: Path, most: int) -> None:

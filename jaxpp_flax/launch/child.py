@@ -28,7 +28,8 @@ def main(
     """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
-    cache.use_directory(compilation_cache(os.environ))
+    if (directory := compilation_cache(os.environ)) is not None:
+        cache.use_directory(directory)
     try:
         end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
     except LaunchError as error:

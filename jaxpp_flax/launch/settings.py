@@ -136,15 +136,23 @@ def device_environment(environment: Mapping[str, str], devices_per_process: int)
     return found
 
 
-def compilation_cache(environment: Mapping[str, str]) -> Path:
-    """The directory where the processes of this host keep what they compile, unless the user has chosen another one.
+def compilation_cache(environment: Mapping[str, str]) -> Path | None:
+    """The directory where the processes of this host keep what they compile; None: the user has chosen, or no home.
 
     A home may be shared, and a host's programs for its CPU need not run on another one: each host has its own folder.
 
-      >>> compilation_cache({"XDG_CACHE_HOME": "/var/cache"}).parent.as_posix()
-      '/var/cache/jaxpp_flax/compiled'
+      >>> directory = compilation_cache({"XDG_CACHE_HOME": "/var/cache"})
+      >>> directory == Path("/var/cache/jaxpp_flax/compiled", socket.gethostname())
+      True
+      >>> compilation_cache({"JAX_COMPILATION_CACHE_DIR": "/scratch"}) is None
+      True
     """
-    caches = environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    if "JAX_COMPILATION_CACHE_DIR" in environment:
+        return None
+    try:
+        caches = environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError:  # as in a container whose user has no entry, and no HOME
+        return None
     return Path(caches, "jaxpp_flax", "compiled", socket.gethostname())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpp_flax.launch.settings import compilation_cache
 from tests.launch.running import QUICK, REAL, launched
 from tests.running import run_python
 
@@ -90,3 +91,12 @@ print("own", "JAXPP_FLAX_LAUNCH" in os.environ, initialize().process_count)
     with launched(tmp_path, source, "-n", "1") as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout == "[0] own False 1\n"
+
+
+def test_a_process_without_a_home_keeps_no_compilations(monkeypatch: pytest.MonkeyPatch):
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert compilation_cache({}) is None
+    assert compilation_cache({"JAX_COMPILATION_CACHE_DIR": "/scratch"}) is None
