@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxpp_flax.commands.output import check_output
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.planning.planner import check_made, plan
 
-__all__ = ["WrongFactory", "add_command", "bytes_of", "function_of", "made_by"]
+__all__ = ["WrongFactory", "add_command", "bytes_of", "function_of", "made_by", "refuse_given"]
 
 
 def add_command(commands: Any) -> None:
@@ -46,6 +46,23 @@ def bytes_of(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write it as 40e9 or 40GB.")
     return value
+
+
+def refuse_given(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse options that the chosen way does not take. Each is None or False if it is not given.
+
+    Raises:
+      ValueError: naming those that are given.
+
+    Example:
+      >>> refuse_given(argparse.Namespace(axes=None, best=3), ["axes", "best"], "for --compile alone.")
+      Traceback (most recent call last):
+      ValueError: --best: for --compile alone.
+    """
+    values = {f"--{name}": getattr(options, name) for name in names}
+    given = [flag for flag, value in values.items() if value is not None and value is not False]
+    if given:
+        raise ValueError(f"{', '.join(given)}: {why}")
 
 
 def _choose(options: argparse.Namespace) -> int:

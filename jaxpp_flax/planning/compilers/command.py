@@ -14,7 +14,7 @@ from jaxpp_flax.commands.exit_status import NO
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.runtime.refusals import TaskMemoryError
 from jaxpp_flax.messages import amount
-from jaxpp_flax.planning.cli import function_of
+from jaxpp_flax.planning.cli import function_of, refuse_given
 from jaxpp_flax.planning.compilers.described import described_devices, described_mesh
 from jaxpp_flax.planning.compilers.report import CompilerReport, compiler_report
 from jaxpp_flax.planning.plan import Plan
@@ -23,7 +23,11 @@ from jaxpp_flax.planning.quoting.quote import Quote, quote
 from jaxpp_flax.planning.quoting.step import QuotedStep
 from jaxpp_flax.planning.quoting.tracing.one_size import examples_of, made_with
 
-__all__ = ["add_options", "axes_of", "run"]
+__all__ = ["OPTIONS", "add_options", "axes_of", "run"]
+
+_OF_ONE_LAYOUT = ("stages", "microbatches", "schedule")
+OPTIONS = ("axes", "best", *_OF_ONE_LAYOUT, "json")
+"""What is for a compilation alone."""
 
 STAGE = "stage"
 _BATCH_AXES = ("data", "fsdp")
@@ -43,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--microbatches", type=int, help="with --axes: the parts of a batch (default: up to 4 for each stage)"
     )
-    group.add_argument("--schedule", default="1f1b", help="with --axes: the name of the schedule (default: 1f1b)")
+    group.add_argument("--schedule", help="with --axes: the name of the schedule (default: 1f1b)")
     group.add_argument("--json", help="write what the compiler says to this file; with --best, of the last layout")
 
 
@@ -59,6 +63,10 @@ def run(options: argparse.Namespace) -> int:
             "--compile needs either --axes, such as stage=8,data=2,tensor=4, for one layout, or --best 3 for the three "
             "best of the quote."
         )
+    if options.best is None:
+        refuse_given(options, ["depth"], "not with --axes: it is for a quote, which --best 3 makes.")
+    else:
+        refuse_given(options, _OF_ONE_LAYOUT, "for --axes alone: with --best the quote chooses them.")
     axes = None if options.axes is None else axes_of(options.axes)
     if axes is not None and options.save:
         raise ValueError(
@@ -114,7 +122,7 @@ def _quoted(options: argparse.Namespace, make: Callable[..., Any], kind: str) ->
         raise ValueError(f"{options.compile}: no table has a {kind}. Name a row for its speeds by --hardware.")
     return quote(
         make, hardware=device, devices=len(described_devices(options.compile)), memory=options.memory,
-        top=max(options.top, options.best), depth=options.depth,
+        top=options.best, depth=options.depth,
     )  # fmt: skip
 
 
@@ -159,7 +167,7 @@ def _given(options: argparse.Namespace, make: Callable[..., Any], axes: dict[str
     return {
         "num_stages": stages,
         "num_microbatches": options.microbatches or _microbatches(examples_of(make, {}), shards, stages),
-        "schedule": options.schedule,
+        "schedule": options.schedule or "1f1b",
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.commands.output import check_output
-from jaxpp_flax.planning.cli import bytes_of, function_of
+from jaxpp_flax.planning.cli import bytes_of, function_of, refuse_given
 from jaxpp_flax.planning.compilers import command
 from jaxpp_flax.planning.quoting.curves import MeasuredCurves
 from jaxpp_flax.planning.quoting.devices import device_named
@@ -20,6 +20,8 @@ from jaxpp_flax.planning.quoting.layouts import explained
 from jaxpp_flax.planning.quoting.quote import quote
 
 __all__ = ["add_command"]
+
+_OF_A_QUOTE = ("devices", "measure", "price", "top", "explain")
 
 
 def add_command(commands: Any) -> None:
@@ -38,7 +40,7 @@ def add_command(commands: Any) -> None:
         "--measure", action="store_true", help="measure matrix products and memory on this machine's device"
     )
     parser.add_argument("--price", type=float, help="the price of one device for an hour")
-    parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument("--top", type=int, help="layouts to show (default: 10)")
     parser.add_argument("--explain", help="sizes such as PP=8,DP=8: explain the seconds and bytes of the best of these")
     parser.add_argument(
         "--save", help="write the plan of the best layout as JSON; with --best, of the best that the compiler lets fit"
@@ -51,7 +53,9 @@ def _quote(options: argparse.Namespace) -> int:
     check_output("--save", options.save)
     check_output("--json", options.json)
     if options.compile is not None:
+        refuse_given(options, _OF_A_QUOTE, "not with --compile, which names the devices and asks their compiler.")
         return command.run(options)
+    refuse_given(options, command.OPTIONS, "for --compile alone, such as --compile h100-sxm:8x8 --best 3.")
     if options.hardware is None or options.devices is None:
         raise ValueError(
             "a quote needs --hardware and --devices, such as --hardware h100-sxm --devices 64. Or ask a compiler: "
@@ -64,7 +68,7 @@ def _quote(options: argparse.Namespace) -> int:
     wanted = None if options.explain is None else explained(options.explain)
     found = quote(
         function_of(options.factory), hardware=device, devices=options.devices, memory=options.memory,
-        top=options.top, depth=options.depth, wanted=wanted, curves=curves,
+        top=10 if options.top is None else options.top, depth=options.depth, wanted=wanted, curves=curves,
     )  # fmt: skip
     print(found if wanted is None else found.explain())
     if options.measure:

@@ -107,6 +107,10 @@ def test_a_compiler_that_refuses_is_the_answer_no(
         (("--best", "2"), "no table has a cpu. Name a row for its speeds by --hardware"),
         (("--axes", "stage=8"), "num_stages=8 needs at least 7 marks, but the function has 4"),
         (("--axes", "stage=2,data=4", "--schedule", "1f1c"), "1f1c"),
+        (("--axes", "stage=8", "--depth", "layers"), "--depth: not with --axes"),
+        (("--best", "2", "--stages", "4", "--schedule", "gpipe"), "--stages, --schedule: for --axes alone"),
+        (("--best", "2", "--devices", "8", "--measure"), "--devices, --measure: not with --compile"),
+        (("--best", "2", "--price", "2", "--top", "3", "--explain", "PP=2"), "--price, --top, --explain: not with"),
     ],
 )
 def test_what_does_not_fit_is_one_line(
@@ -124,6 +128,14 @@ def test_a_factory_that_chooses_the_stages_itself(factory: str, capsys: pytest.C
 def test_neither_a_quote_nor_a_compilation(factory: str, capsys: pytest.CaptureFixture[str]):
     assert main(["quote", factory]) == 2
     assert "a quote needs --hardware and --devices, such as" in capsys.readouterr().err
+
+
+def test_a_quote_takes_no_options_of_a_compilation(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    given = ["--axes", "stage=2", "--best", "0", "--stages", "2", "--microbatches", "2", "--schedule", "1f1b", "--json"]
+    quoted = ["quote", factory, "--hardware", "h100-sxm", "--devices", "8"]
+    assert main([*quoted, *given, str(tmp_path / "report.json")]) == 2
+    said = "--axes, --best, --stages, --microbatches, --schedule, --json: for --compile alone"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
