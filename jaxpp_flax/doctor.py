@@ -180,7 +180,7 @@ def _pull(group: ProcessGroup, connection: Any, number: int, shape: jax.ShapeDty
 
 
 def measure_here() -> list[Finding]:
-    """Measure between two processes that this process starts on this machine."""
+    """Measure between two processes that this process starts on this machine, without its accelerators."""
     out, errors = io.StringIO(), io.StringIO()
     job = Job(program=["-m", "jaxpp_flax.doctor", "--probe"], num_processes=2)
     status = run(job, out=out, console=Console(file=errors, width=1000))
@@ -203,6 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-processes", action="store_true", help="leave out the measurement between processes")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.probe:
+        # It asks whether two processes reach each other. A machine may have one GPU, which the doctor itself holds.
+        jax.config.update("jax_platforms", "cpu")
     group = process_group()
     findings = [] if options.probe else examine(group)
     if options.probe or group.process_count > 1:

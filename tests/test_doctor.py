@@ -83,6 +83,15 @@ def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+def test_the_processes_of_its_own_use_no_accelerator(tmp_path: Path):
+    """A machine may have one, which the doctor itself holds."""
+    code = "from jaxpp_flax import doctor\nprint(*doctor.measure_here(), sep='\\n')\n"
+    (tmp_path / "script.py").write_text(code)
+    with started(tmp_path, ["script.py"], JAX_PLATFORMS="tpu") as run:  # not there either
+        assert run.finish() == 0, run.stderr
+    assert "✓ 64 MiB between processes 0 and 1: " in run.stdout, run.stdout
+
+
 def test_it_measures_between_launched_processes(tmp_path: Path):
     with started(tmp_path, [*QUICK, "-n", "3", "-m", "jaxpp_flax.doctor"]) as run:
         assert run.finish() == 0, run.stdout + run.stderr
