@@ -85,8 +85,10 @@ class Connection:
 
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
         """Receive a parcel for this process; the watchdog follows it until it has arrived."""
+        self.watchdog.receiving = parcel.source
         arrays = self.transport.recv(parcel, tag)
         self.watchdog.follow(parcel, tag, arrays)
+        self.watchdog.receiving = None
         self.window.received(arrays[-1], parcel, tag)
         return arrays
 

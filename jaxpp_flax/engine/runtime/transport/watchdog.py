@@ -29,11 +29,16 @@ class Watchdog:
     Args:
       transport: abandons its peers after a failure.
       group: knows the processes that have failed; the watchdog reports the awaited parcels to it.
+
+    Attributes:
+      receiving: the process from which the transport is about to receive: it may wait inside for the parcel, as NCCL
+        does, which is followed only then.
     """
 
     def __init__(self, transport: Transport, group: ProcessGroup) -> None:
         self._transport, self._group = transport, group
         self._pending: deque[tuple[Parcel, Tag, Any, int]] = deque()
+        self.receiving: int | None = None
         self._stopped = threading.Event()
         self._thread = reporting_thread("jaxpp_flax watchdog", self._run, self._report)
         self._thread.start()
@@ -83,6 +88,9 @@ class Watchdog:
     def _abandon_all(self) -> None:
         # Taken out one by one: the main thread may add receives meanwhile, and these are abandoned as well.
         peers: set[int] = set()
+        if (peer := self.receiving) is not None:
+            self.receiving = None
+            peers.add(peer)
         while self._pending:
             peers.add(self._pending.popleft()[0].source)
         for peer in peers:

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.engine.runtime.transport.connection import Connection, ConnectionSettings
 from jaxpp_flax.engine.runtime.transport.watchdog import Watchdog
 from jaxpp_flax.processes import ProcessFailedError, ProcessGroup, errors_naming_failed_process
 from jaxpp_flax.processes.failures import Failure
@@ -96,6 +97,26 @@ def test_what_is_followed_while_a_failure_becomes_known_is_abandoned_too():
     watchdog.stop()
     assert not watchdog._thread.is_alive(), "it uses the transport, which is closed next"
     assert transport.abandoned[0] == 1
+
+
+def test_a_transport_that_waits_for_a_parcel_is_told_to_give_up_its_sender():
+    """NCCL's waits inside `recv`, so the parcel is not followed yet."""
+    group, abandoned = ProcessGroup(None, 0, 1), threading.Event()
+
+    class Waiting(Abandoning):
+        def recv(self, parcel: Parcel, tag: Tag) -> list[Any]:
+            group.observe(Failure(2, "killed"))
+            assert abandoned.wait(30.0)
+            raise ProcessFailedError("given up")
+
+        def close(self) -> None: ...
+
+    transport = Waiting(abandoned.set)
+    connection = Connection(group, transport, ConnectionSettings())  # type: ignore[arg-type]
+    with pytest.raises(ProcessFailedError, match="given up"):
+        connection.recv(parcel(1), TAG)
+    connection.watchdog.stop()
+    assert transport.abandoned == [1]
 
 
 def test_a_watchdog_that_fails_tells_everyone():
