@@ -105,12 +105,12 @@ def test_a_limit_of_the_user_is_left_to_jax(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "entry").exists()
 
 
-def test_a_directory_that_cannot_be_made_or_read_is_done_without(tmp_path: Path):
+def test_a_directory_that_cannot_be_made_or_read_is_not_used(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"no folder")
     with cache_on_disk(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
         for directory in (tmp_path / "file", tmp_path / "file" / "compiled"):
-            with pytest.warns(UserWarning, match="compilations are not kept for the next start: "):
+            with pytest.raises(OSError, match="file"):
                 cache.use_directory(directory)
             assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
 

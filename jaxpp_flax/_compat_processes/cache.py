@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import warnings
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -73,8 +72,10 @@ def use_directory(directory: Path) -> None:
     """Let JAX keep what this process compiles in a directory, unless the user has chosen one, or none.
 
     Also what compiles within a second is kept, as far as the user has not chosen: a start consists of many of these.
-    A directory that this package has chosen keeps 10 GiB: at a start, what was read longest ago is deleted. If it
-    cannot be made or read, nothing is kept: a run does not need it.
+    A directory that this package has chosen keeps 10 GiB: at a start, what was read longest ago is deleted.
+
+    Raises:
+      OSError: if the directory cannot be made or read; then nothing is kept.
     """
     settings = {
         "jax_compilation_cache_dir": str(directory),
@@ -82,13 +83,9 @@ def use_directory(directory: Path) -> None:
     }
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAttributeAccessIssue]
-            _prune(directory, _MOST_BYTES)
-    except OSError as error:
-        warnings.warn(f"compilations are not kept for the next start: {error}", stacklevel=2)
-        return
+    directory.mkdir(parents=True, exist_ok=True)
+    if jax.config.jax_compilation_cache_max_size == -1:  # pyright: ignore[reportAttributeAccessIssue]
+        _prune(directory, _MOST_BYTES)
     for name, value in settings.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)

@@ -14,7 +14,7 @@ from jaxpp_flax.launch.process.process_end import ProgramExitError
 from jaxpp_flax.launch.process.variables import applied_at_first_import
 from jaxpp_flax.launch.settings import LaunchError, compilation_cache
 from jaxpp_flax.processes.failures import PREEMPTED_STATUS
-from jaxpp_flax.processes.waits import print_error
+from jaxpp_flax.processes.waits import print_error, print_notice
 
 __all__ = ["main", "run_program"]
 
@@ -29,7 +29,10 @@ def main(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
     if (directory := compilation_cache(os.environ)) is not None:
-        cache.use_directory(directory)
+        try:
+            cache.use_directory(directory)
+        except OSError as error:  # the run does not need it
+            print_notice(f"compilations are not kept for the next start: {error}")
     try:
         end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
     except LaunchError as error:
