@@ -347,7 +347,7 @@ def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str]):
         (["--ray", "--hosts", "2", "--wait", "-1"], "--wait -1.0: it must be a number of seconds, 0 or more"),
         (["--ray", "--hosts", "2", "--address", "10.0.0.1"], "--address and --ray exclude each other"),
         (["-n", "2", "--hosts", "2", "--wait", "3"], "--hosts, --wait: for --ray alone"),
-        (["--cluster", "--gpus", "1"], "--gpus: for --ray alone"),
+        (["--cluster", "--gpus", "1"], "--gpus and --cluster exclude each other"),
     ):
         assert main([*options, __file__]) == 2
         assert text in capsys.readouterr().err
