@@ -25,6 +25,7 @@ from jaxpp_flax.checkpoint.format.integrity import check_files
 from jaxpp_flax.checkpoint.format.leaves import WantedLeaf, abstract_leaf, empty, is_empty
 from jaxpp_flax.checkpoint.format.locations import checkpoint_location
 from jaxpp_flax.checkpoint.format.orbax_io import (
+    damaged,
     find_tree,
     map_metadata,
     multiprocessing_options,
@@ -149,7 +150,7 @@ def read_whole_metadata(path: str | os.PathLike[str], beside: Collection[str] = 
         items = written_items(place)
         for name in beside:
             if name in items and not (place / name).is_dir():
-                raise read_failed(place, FileNotFoundError(f"it was written with {name!r}, which is missing"))
+                raise damaged(place, FileNotFoundError(f"it was written with {name!r}, which is missing"))
             read_json(place, name)
         if group.process_index == 0:
             check_files(tree)

@@ -167,6 +167,11 @@ def read_failed(path: Path, error: Exception) -> Exception:
     reason = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
     if not isinstance(reason, _OF_CONTENT) or is_of_storage(reason):
         return error
+    return damaged(path, error)
+
+
+def damaged(path: Path, error: BaseException) -> CorruptCheckpointError:
+    """Return the error for a checkpoint whose content cannot be read."""
     return CorruptCheckpointError(
         f"checkpoint {path} cannot be read, so it is damaged or incomplete; restore another one (an earlier step). "
         f"Orbax says: {type(error).__name__}: {short(error)}"

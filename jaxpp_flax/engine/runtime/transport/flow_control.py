@@ -51,11 +51,12 @@ class Window:
         self._tasks += 1
         while self._pending:
             reference, begun, parcel, tag, run = self._pending[0]
-            array, ahead = reference(), self._tasks - begun > self._max
-            if array is not None and not ahead and (array.is_deleted() or not array.is_ready()):
-                return
-            if array is not None and ahead and not array.is_deleted():
-                self.wait(array, parcel, tag, run)
+            if (array := reference()) is not None:  # else it has arrived
+                ahead = self._tasks - begun > self._max
+                if not ahead and (array.is_deleted() or not array.is_ready()):
+                    return
+                if ahead and not array.is_deleted():
+                    self.wait(array, parcel, tag, run)
             self._pending.popleft()
 
     def wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
